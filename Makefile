@@ -1,0 +1,56 @@
+# `make demo` and `make test` do all set-up themselves, in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Installed first and by itself: a bare `torch` resolves to the newest build with its CUDA packages.
+TORCH  ?= torch==2.13.0
+
+.PHONY: demo test unit functional lint format bench clean help
+
+help:
+	@echo "make demo        install into $(VENV) and run the demo: three cache modes side by side"
+	@echo "make test        install into $(VENV) and run all tests (unit: make unit)"
+	@echo "make lint        ruff check and format check"
+	@echo "make bench       the benchmarks of benchmarks/, ratios measured side by side"
+
+demo: $(VENV)/.installed
+	$(BIN)/megatron-hybrid demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" tests
+
+unit: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" tests/unit
+
+functional: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" tests/functional
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet "ruff>=0.12"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet "ruff>=0.12"
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch setup.py
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.torch setup.py
+	$(BIN)/python -m pip install -e ".[test]"
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,42 @@
+"""`python -m benchmarks [latency] [bookkeeping] [memory] [--json FILE]`."""
+
+import argparse
+import json
+import platform
+import warnings
+
+warnings.filterwarnings("ignore", module="megatron")
+
+
+def main() -> None:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks import bookkeeping, latency, memory
+
+    suites = {"latency": latency, "bookkeeping": bookkeeping, "memory": memory}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    options = parser.parse_args()
+
+    console = Console()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    console.print(f"{device or platform.machine()}, {torch.get_num_threads()} threads, torch "
+                  f"{torch.__version__}")
+    numbers = {}
+    for name in options.suites or suites:
+        table = Table("measured", "value", "goal", title=name, title_justify="left")
+        numbers[name] = []
+        for row in suites[name].run():
+            table.add_row(row.what, row.value, row.goal)
+            numbers[name].append({"what": row.what, "value": row.value, "goal": row.goal})
+        console.print(table)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"device": device, "torch": torch.__version__, **numbers}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

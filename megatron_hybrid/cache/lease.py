@@ -1,0 +1,112 @@
+"""The handles that `PrefixCache` hands out: values and page lists, no decisions.
+
+Shape letters: M block rows, n pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+
+NO_WINDOW = 1 << 62
+"""Room of a window table where there are no windows."""
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Copy the first `num_rows` tokens of one block, all layers of one group, page by page."""
+
+    group: int
+    """Index into `CacheSpec.groups`."""
+    src_pages: np.ndarray
+    """int32 [pages_per_block of the group]."""
+    dst_pages: np.ndarray
+    """int32 [pages_per_block of the group]; private to the lease that owns the copy."""
+    num_rows: int
+    """Token rows [0, num_rows) of every layer's K and V are copied."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the cache holds of a prompt right now. A pure answer: nothing is pinned by it."""
+
+    prompt_tokens: int
+    shared_tokens: int
+    """q: leading tokens whose KV is in the cache (exact, not rounded to a block)."""
+    skipped_tokens: int
+    """p <= q: leading tokens that need no computing."""
+    miss_reason: MissReason | None
+
+
+@dataclass(eq=False)
+class Lease:
+    """One running request's hold on the cache. Read it freely; change it through `PrefixCache`."""
+
+    salt: str
+    tokens: np.ndarray
+    """int32: the prompt; from the first commit on, the array last given to `commit`."""
+    shared_tokens: int
+    """q: KV of full attention for positions < q is shared or copied."""
+    skipped_tokens: int
+    """p: the prefill starts here. p == L: no prefill, the saved hidden state gives the logits."""
+    report: PrefixReport
+
+    block_table: np.ndarray = field(init=False)
+    """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
+    Tables are never changed in place: a change puts a new array here."""
+    window_tables: list[np.ndarray] = field(default_factory=list)
+    """Per window group (order of `CacheSpec.window_groups`) int32 [M, pages_per_block]; page 0
+    (the null page) where the window has rolled on. Windows are written from position p on."""
+    window_first: list[int] = field(default_factory=list)
+    """Per window group: first block index that is still held."""
+    capacity_tokens: int = 0
+    """Tokens that the block table has room for (whole blocks)."""
+    window_end: int = NO_WINDOW
+    """Tokens that the window tables have room for (whole blocks)."""
+    done: int = field(init=False)
+    """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
+
+    copies: list[PageCopy] = field(default_factory=list)
+    """To be executed before this lease's first forward, then `PrefixCache.restored(lease)`."""
+    checkpoint_pages: np.ndarray | None = None
+    """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
+    the slot starts from zeros (p == 0, or a model without recurrent state)."""
+    checkpoint_positions: tuple[int, ...] = ()
+    """Ascending positions in (p, L] whose state this prefill should save: prompt end, junction,
+    declared ones. For each in (start, end] of a chunk: `reserve_checkpoint`, then publish."""
+    pins: list[np.ndarray] = field(default_factory=list)
+    """Pages held only until `restored`: sources of copies, the checkpoint's pages."""
+    reservations: list[Reservation] = field(default_factory=list)
+    """Neither published nor abandoned yet."""
+    next_flush: int = 0
+    """`commit` has nothing to do for single tokens below this position."""
+    released: bool = False
+
+    def __post_init__(self):
+        self.done = self.skipped_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """L: length of the prompt given to `acquire`."""
+        return self.report.prompt_tokens
+
+    @property
+    def writable_from(self) -> int:
+        """KV of full attention is written for positions >= this only (it equals q)."""
+        return self.shared_tokens
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Room for one checkpoint that is being computed; invisible until it is published."""
+
+    lease: Lease
+    position: int
+    """Tokens that the state has seen."""
+    pages: np.ndarray
+    """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
+    window_pages: list[np.ndarray]
+    """Per window group, int32 [blocks, pages_per_block]: the lease's own window pages."""

@@ -1,0 +1,86 @@
+"""What a prompt can reuse (q and p), and the reason when it is not more. Reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.cache.prefix_index import Checkpoint, Path, PrefixIndex
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.spec import CacheSpec
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What one walk down the tree found. Valid until the tree changes."""
+
+    path: Path
+    """Its depth is q."""
+    skipped: int
+    """p."""
+    checkpoint: Checkpoint | None
+    """To be restored; its position is p."""
+    reason: MissReason | None
+
+
+def look_up(
+    index: PrefixIndex,
+    leases: Iterable[Lease],
+    spec: CacheSpec,
+    mode: str,
+    tokens: np.ndarray,
+    salt: str,
+    recompute_reason: str | None,
+) -> Hit:
+    """The one rule of all modes. off: q = p = 0. memory_only, or a reason to compute everything:
+    p = 0. restore: p is the deepest checkpoint <= q; where KV alone resumes p = q, save that the
+    prompt's last token is computed for its logits if there is no checkpoint at its end."""
+    if mode == "off":
+        return Hit(Path(None, [], 0, spec.block_size_tokens), 0, None, MissReason.MODE)
+    path = index.walk(salt, tokens)
+    forced = MissReason.MODE if mode == "memory_only" else None
+    if recompute_reason is not None:
+        forced = MissReason(recompute_reason)
+    if path.depth and forced:
+        return Hit(path, 0, None, forced)
+    checkpoint = path.deepest_checkpoint(path.depth)
+    skipped = checkpoint.position if checkpoint else 0
+    if not spec.needs_state and skipped < len(tokens):
+        checkpoint, skipped = None, min(path.depth, len(tokens) - 1)
+    return Hit(path, skipped, checkpoint, miss_reason(path, leases, tokens, salt, skipped))
+
+
+def miss_reason(
+    path: Path, leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int
+) -> MissReason | None:
+    """Why a request that may restore skips no more than `skipped`: the first of the causes, from
+    the one that passes by itself to the one that nobody caused. None: nothing went unused."""
+    if skipped == len(tokens):
+        return None
+    if any(will_serve(lease, tokens, salt, skipped) for lease in leases):
+        return MissReason.IN_FLIGHT
+    if path.tail_was_evicted(tokens):
+        return MissReason.KV_EVICTED
+    if path.depth == 0:
+        return MissReason.NO_SHARED_PREFIX
+    if skipped == path.depth:
+        return None
+    evicted = path.state_was_evicted(above=skipped)
+    return MissReason.STATE_EVICTED if evicted else MissReason.STATE_NEVER_SAVED
+
+
+def will_serve(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> bool:
+    """Whether a running request is still to save a state that is deeper than `skipped`."""
+    if lease.salt != salt:
+        return False
+    due = [p for p in lease.checkpoint_positions if p > lease.done]
+    due += [reservation.position for reservation in lease.reservations]
+    return any(
+        skipped < p <= min(len(tokens), len(lease.tokens))
+        and tokens[p - 1] == lease.tokens[p - 1]
+        and np.array_equal(tokens[:p], lease.tokens[:p])
+        for p in due
+    )

@@ -1,0 +1,562 @@
+"""PrefixCache: the one door between a scheduler and what is kept.
+
+The tree knows what is cached, the allocator who holds a page, the evictor what goes next; here they
+are put together so that an operation happens whole or not at all. README.md beside this file shows
+the life of a request in calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import numpy as np
+
+from megatron_hybrid.cache.eviction import EvictionQueue, Evictor, checkpoint_value, tail_key
+from megatron_hybrid.cache.lease import Lease, Match, PageCopy, Reservation
+from megatron_hybrid.cache.matching import Hit, look_up
+from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator
+from megatron_hybrid.cache.placement import prefill_positions, saves_work
+from megatron_hybrid.cache.prefix_index import Checkpoint, PrefixIndex
+from megatron_hybrid.cache.report import CacheStats, MissReason, PrefixReport
+from megatron_hybrid.cache.spec import CacheSpec
+
+MODES = ("off", "memory_only", "restore")
+TOKENS_PER_PAGE = 1024
+"""Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
+this many per page of the pool (4 KiB of host memory)."""
+
+
+class PrefixCache:
+    """Shares KV blocks and checkpoints between requests.
+
+    Args:
+        spec: what one token, one window, one sequence costs.
+        num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (scratch for
+            suppressed writes and for padding of tables) and is never handed out.
+        mode: "off" (nothing shared), "memory_only" (KV shared, all computed), "restore".
+    Raises:
+        ValueError: unknown mode, num_pages < 2.
+    """
+
+    def __init__(self, spec: CacheSpec, num_pages: int, mode: str = "restore"):
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        self.spec = spec
+        self.mode = mode
+        self.allocator = PageAllocator(num_pages)
+        tails = EvictionQueue(lambda edge: tail_key(edge, spec))
+        self._index = PrefixIndex(
+            spec.block_size_tokens, spec.kv_pages_per_block, self.allocator, tails.add
+        )
+        self._stats = CacheStats()
+        self._evictor = Evictor(spec, self._index, self.allocator, self._stats, tails, self._record)
+        self._leases: dict[Lease, None] = {}
+        self._tick = 0
+        self._digest = 0
+
+    # ---- before a request runs ----
+
+    def fits(self, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
+        """Whether a request of this many tokens fits in the pool when it is alone.
+
+        chunk_tokens: longest forward of one request (matters for window groups only; default: all
+        tokens in one forward). False: refuse the request at the door.
+        """
+        spec = self.spec
+        blocks = spec.num_blocks(capacity_tokens)
+        pages = blocks * spec.kv_pages_per_block
+        for group in spec.window_groups:
+            chunk = capacity_tokens if chunk_tokens is None else chunk_tokens
+            held = spec.num_blocks(spec.groups[group].window + chunk) + 1
+            pages += min(blocks, held) * spec.pages_per_block[group]
+        return pages < self.allocator.num_pages
+
+    def match(
+        self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
+    ) -> Match:
+        """What of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
+        tokens = as_tokens(tokens)
+        hit = self._look_up(tokens, salt, recompute_reason)
+        return Match(len(tokens), hit.path.depth, hit.skipped, hit.reason)
+
+    def acquire(
+        self,
+        tokens: np.ndarray,
+        salt: str = "",
+        *,
+        capacity_tokens: int,
+        chunk_tokens: int | None = None,
+        declared: Sequence[int] = (),
+        recompute_reason: str | None = None,
+    ) -> Lease | None:
+        """Match, pin and allocate, all or nothing.
+
+        Args:
+            tokens: int32 [L], L >= 1.
+            capacity_tokens: KV of full attention gets room for tokens [0, capacity_tokens).
+            chunk_tokens: length of the first forward, which starts at p: window groups get room
+                for that much only (default: up to capacity_tokens).
+            declared: positions whose state the caller wants saved.
+            recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
+        Returns:
+            None: it does not fit now, and nothing changed. When no other lease is live and `fits`
+            says yes it always fits, if need be at the cost of what it would have restored.
+        Raises:
+            ValueError: no tokens, or not one-dimensional integers.
+        """
+        tokens = as_tokens(tokens)
+        hit = self._look_up(tokens, salt, recompute_reason)
+        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+        if lease is None and hit.path.depth and not self._leases:
+            # Alone, and what is pinned to restore from is in the way: share whole blocks only.
+            size = self.spec.block_size_tokens
+            path = self._index.walk(salt, tokens[: hit.path.depth // size * size])
+            skipped = 0 if self.spec.needs_state else min(hit.skipped, path.depth)
+            hit = Hit(path, skipped, None, MissReason.NO_ROOM)
+            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+        if lease is None:
+            self._stats.refused += 1
+            return None
+        if self.mode == "restore":
+            lease.checkpoint_positions = prefill_positions(
+                len(tokens), hit.skipped, hit.path.depth, declared, self.spec.needs_state
+            )
+        self._stats.requests += 1
+        self._stats.prompt_tokens += len(tokens)
+        self._stats.shared_tokens += lease.shared_tokens
+        self._stats.skipped_tokens += lease.skipped_tokens
+        return lease
+
+    def fork(
+        self,
+        lease: Lease,
+        tokens: np.ndarray,
+        num_tokens: int,
+        *,
+        capacity_tokens: int | None = None,
+    ) -> Lease | None:
+        """A second lease that goes on from the same num_tokens tokens, which must be lease.done.
+
+        Full blocks are shared; the partial last ones are copied (new.copies, then `restored(new)`).
+        The live slot is the caller's to copy. capacity_tokens: default num_tokens + 1.
+        None: it does not fit now, and nothing changed.
+        """
+        check_live(lease)
+        if num_tokens != lease.done:
+            raise ValueError(f"fork at token {num_tokens} of a lease that is at {lease.done}")
+        prompt = min(num_tokens, lease.prompt_tokens)
+        new = Lease(
+            salt=lease.salt,
+            tokens=tokens,
+            shared_tokens=num_tokens,
+            skipped_tokens=num_tokens,
+            report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
+        )
+        blocks = self.spec.num_blocks(num_tokens)
+        first = [self.spec.first_window_block(g, num_tokens) for g in self.spec.window_groups]
+        windows = [table[i:blocks] for i, table in zip(first, lease.window_tables)]
+        self._hold(new, lease.block_table[:blocks], windows)
+        capacity_tokens = capacity_tokens or num_tokens + 1
+        if not self._has_room(new, capacity_tokens, capacity_tokens):
+            self._let_go(new)
+            self._stats.refused += 1
+            return None
+        self._open(new, capacity_tokens, capacity_tokens)
+        return new
+
+    # ---- while it runs ----
+
+    def restored(self, lease: Lease) -> None:
+        """lease.copies and the scatter of lease.checkpoint_pages have been issued: their sources
+        are unpinned, and both fields become empty."""
+        check_live(lease)
+        for pages in lease.pins:
+            self.allocator.release(pages)
+        lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
+
+    def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
+        """Room for KV of tokens < capacity_tokens, and in windows for a forward of chunk_tokens
+        from lease.done on (default: up to capacity_tokens). Call it before every forward; it is
+        cheap when there is room already.
+
+        False: it does not fit now, and nothing changed. When no other lease is live and `fits`
+        says yes, it always fits.
+        """
+        end = window_end(lease, capacity_tokens, chunk_tokens)
+        if capacity_tokens <= lease.capacity_tokens and end <= lease.window_end:
+            return True
+        check_live(lease)
+        if not self._has_room(lease, capacity_tokens, end):
+            self._stats.refused += 1
+            return False
+        self._grow(lease, capacity_tokens, end)
+        return True
+
+    def commit(
+        self, lease: Lease, tokens: np.ndarray, num_tokens_done: int, *, flush: bool = False
+    ) -> None:
+        """The forward is done: the lease's blocks hold the rows of tokens[:num_tokens_done].
+
+        Call it after every step. tokens: int32; the array must stay as it is up to there. They
+        become visible to others when a block fills, after a forward of more than one token, when a
+        reservation waits for it, and with flush=True (at the end of a request). Window blocks that
+        rolled out of the window are given back.
+        """
+        before, lease.done = lease.done, num_tokens_done
+        lease.tokens = tokens
+        if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
+            return
+        check_live(lease)
+        room = min(lease.capacity_tokens, lease.window_end)
+        if not before <= num_tokens_done <= min(room, len(tokens)):
+            lease.done = before
+            raise ValueError(
+                f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
+                f"and there is room for {room}; call extend before the forward"
+            )
+        self._publish_tokens(lease)
+        self._roll_windows(lease)
+        size = self.spec.block_size_tokens
+        lease.next_flush = (lease.done // size + 1) * size
+
+    def reserve_checkpoint(self, lease: Lease, position: int) -> Reservation | None:
+        """Room to save the state after `position` tokens. Call it before the forward that passes
+        `position` (after `extend`), or with position == lease.done for the state as it is.
+
+        None, never an error, when there is no room among less valuable things (counted), when the
+        mode is not "restore", and when it is there already or would save nothing.
+        Raises ValueError if the position is behind lease.done or beyond the room.
+        """
+        check_live(lease)
+        limit = min(lease.capacity_tokens, lease.window_end)
+        if not max(1, lease.done) <= position <= limit:
+            raise ValueError(
+                f"checkpoint at {position} of a lease that is at {lease.done} with room for "
+                f"{limit} tokens; reserve it after extend and before the forward that passes it"
+            )
+        needs_state = self.spec.needs_state
+        if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
+            return None
+        below = self._index.walk(lease.salt, lease.tokens[:position]).deepest_checkpoint(position)
+        if below is not None and below.position == position:
+            return None
+        windows = [
+            table[self.spec.first_window_block(group, position) : self.spec.num_blocks(position)]
+            for group, table in zip(self.spec.window_groups, lease.window_tables)
+        ]
+        needed = self.spec.checkpoint_pages
+        num_pages = needed + sum(rows.size for rows in windows)
+        rebuild = position - (below.position if below else 0) if needs_state else 1
+        value = self._evictor.clock + checkpoint_value(rebuild, num_pages)
+        self._tick += 1
+        possible = needed <= self.allocator.num_free + self.allocator.num_evictable
+        if not possible or not self._evictor.make_room(needed, below=(1, value, self._tick)):
+            self._stats.checkpoints_no_room += 1
+            lease.report.checkpoints_skipped += 1
+            self._record(5, position)
+            return None
+        for rows in windows:
+            self.allocator.retain(rows)
+        pages = self.allocator.allocate(needed)
+        reservation = Reservation(lease, position, pages, windows)
+        lease.reservations.append(reservation)
+        lease.next_flush = min(lease.next_flush, position)
+        self._record(6, position)
+        return reservation
+
+    def publish_checkpoint(self, reservation: Reservation) -> bool:
+        """The copy into reservation.pages was issued, after the forward and after a `commit` that
+        reaches its position: visible from now on. False if another request's was there first (the
+        pages are given back). Raises ValueError before that commit, or the second time."""
+        lease, position = reservation.lease, reservation.position
+        check_pending(reservation)
+        if lease.done < position:
+            raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
+        self._publish_tokens(lease, position)
+        edge = self._index.walk(lease.salt, lease.tokens[:position]).edges[-1]
+        first = position not in edge.checkpoints
+        if first:
+            checkpoint = Checkpoint(position, reservation.pages, reservation.window_pages)
+            checkpoint.last_access, checkpoint.clock = self._tick, self._evictor.clock
+            self._index.add_checkpoint(edge, checkpoint)
+            self._evictor.add_checkpoint(checkpoint)
+            self._stats.checkpoints_saved += 1
+            lease.report.checkpoints_saved += 1
+        else:
+            self._stats.checkpoints_duplicate += 1
+        self.abandon(reservation)  # its references; those of the index remain
+        return first
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Give back a reservation (the forward did not happen). Raises ValueError the second
+        time."""
+        check_pending(reservation)
+        reservation.lease.reservations.remove(reservation)
+        self.allocator.release(reservation.pages)
+        for pages in reservation.window_pages:
+            self.allocator.release(pages)
+
+    def release(self, lease: Lease) -> None:
+        """Drop all that a lease holds; pending reservations are abandoned, what was committed stays
+        cached. Raises ValueError when it was released before."""
+        check_live(lease)
+        for reservation in list(lease.reservations):
+            self.abandon(reservation)
+        self._let_go(lease)
+
+    # ---- the whole cache ----
+
+    def evict(self, num_pages: int) -> int:
+        """Evict by value until num_pages more pages are free or all that is left is pinned by
+        leases; returns how many became free."""
+        before = self.allocator.num_free
+        self._evictor.make_room(before + num_pages)
+        return self.allocator.num_free - before
+
+    def clear(self) -> None:
+        """Forget everything cached. Leases keep what they hold."""
+        self._index.clear()
+        self._evictor.clear()
+        self._record(7)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start (see `CacheStats`), and what the pool holds now."""
+        pool = self.allocator
+        return asdict(self._stats) | {
+            "page_bytes": self.spec.page_bytes,
+            "pages": pool.num_pages - 1,
+            "pages_free": pool.num_free,
+            "pages_cached": pool.num_evictable,
+            "pages_in_use": pool.num_pages - 1 - pool.num_free - pool.num_evictable,
+            "checkpoints": self._index.num_checkpoints,
+            "cached_tokens": self._index.num_tokens,
+            "leases": len(self._leases),
+        }
+
+    def digest(self) -> int:
+        """Hash of all decisions so far, in order. Ranks that were asked the same agree on it."""
+        return self._digest
+
+    def check_integrity(self) -> None:
+        """Recount the holders of every page. Raises RuntimeError on a broken invariant."""
+        self.allocator.check_integrity()
+        refs = np.zeros_like(self.allocator.ref_counts)
+        for lease in self._leases:
+            for pages in held_pages(lease):
+                np.add.at(refs, pages, 1)
+            for reservation in lease.reservations:
+                for pages in (reservation.pages, *reservation.window_pages):
+                    np.add.at(refs, pages, 1)
+        counts = (
+            ("leases hold", refs, self.allocator.ref_counts),
+            ("the index holds", self._index.check_integrity(), self.allocator.cached_counts),
+        )
+        for holder, recounted, counted in counts:
+            if not np.array_equal(recounted, counted):
+                page = int((recounted != counted).argmax())
+                raise RuntimeError(
+                    f"{holder} page {page} {recounted[page]} times, counted {counted[page]}"
+                )
+
+    # ---- within ----
+
+    def _look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
+        return look_up(
+            self._index, self._leases, self.spec, self.mode, tokens, salt, recompute_reason
+        )
+
+    def _admit(
+        self,
+        tokens: np.ndarray,
+        salt: str,
+        hit: Hit,
+        capacity_tokens: int,
+        chunk_tokens: int | None,
+    ) -> Lease | None:
+        """A lease on what was found with room for the rest; None, and no change, without room."""
+        path, checkpoint = hit.path, hit.checkpoint
+        lease = Lease(
+            salt=salt,
+            tokens=tokens,
+            shared_tokens=path.depth,
+            skipped_tokens=hit.skipped,
+            report=PrefixReport(len(tokens), path.depth, hit.skipped, hit.reason),
+        )
+        rows = path.pages(self.spec.num_blocks(path.depth)) if path.depth else None
+        if checkpoint is None:
+            self._hold(lease, rows)
+        else:
+            self._hold(lease, rows, checkpoint.window_pages, checkpoint.pages)
+        end = window_end(lease, capacity_tokens, chunk_tokens)
+        if not self._has_room(lease, capacity_tokens, end):
+            self._let_go(lease)
+            return None
+        self._tick += 1
+        self._index.touch(path, self._tick, self._evictor.clock)  # eviction may change the path
+        if checkpoint is not None:
+            checkpoint.last_access, checkpoint.clock = self._tick, self._evictor.clock
+            lease.checkpoint_pages = checkpoint.pages
+        self._open(lease, capacity_tokens, end)
+        return lease
+
+    def _hold(
+        self,
+        lease: Lease,
+        rows: np.ndarray | None,
+        window_rows: Sequence[np.ndarray] = (),
+        checkpoint_pages: np.ndarray | None = None,
+    ) -> None:
+        """References on all that a new lease starts from, so that no eviction takes it away.
+
+        rows: pages of the blocks of [0, q); window_rows: those of the windows before p. Full
+        blocks become the lease's own tables; a last one filled in part is pinned, to be copied.
+        """
+        spec, size = self.spec, self.spec.block_size_tokens
+        if rows is None:
+            rows = np.empty((0, spec.kv_pages_per_block), dtype=np.int32)
+        full = lease.shared_tokens // size
+        lease.block_table = rows[:full]
+        lease.pins = [rows[full:]]
+        full = lease.done // size
+        for i, group in enumerate(spec.window_groups):
+            first = spec.first_window_block(group, lease.done)
+            table = np.full((full, spec.pages_per_block[group]), NULL_PAGE, dtype=np.int32)
+            shared = window_rows[i] if window_rows else table
+            table[first:] = shared[: full - first]
+            lease.window_tables.append(table)
+            lease.window_first.append(first)
+            lease.pins.append(shared[full - first :])
+        if checkpoint_pages is not None:
+            lease.pins.append(checkpoint_pages)
+        for pages in held_pages(lease):
+            self.allocator.retain(pages)
+        lease.capacity_tokens = len(lease.block_table) * size
+        lease.window_end = full * size if spec.window_groups else lease.window_end
+        self._leases[lease] = None
+
+    def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
+        """Room for the rest of a held lease, and the copies of blocks shared in part."""
+        spec, size = self.spec, self.spec.block_size_tokens
+        self._grow(lease, capacity_tokens, end)
+        source, *window_sources = lease.pins[: 1 + len(spec.window_groups)]
+        if len(source):
+            own = lease.block_table[lease.shared_tokens // size]
+            for group, columns in spec.columns.items():
+                lease.copies.append(
+                    PageCopy(group, source[0, columns], own[columns], lease.shared_tokens % size)
+                )
+        for group, table, source in zip(spec.window_groups, lease.window_tables, window_sources):
+            if len(source):
+                own = table[lease.done // size]
+                lease.copies.append(PageCopy(group, source[0], own, lease.done % size))
+        lease.next_flush = (lease.done // size + 1) * size
+        self._record(1, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
+
+    def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, int]:
+        """Blocks that the block table, and the window tables, lack for this much room."""
+        blocks = self.spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
+        missing = max(0, blocks - len(lease.block_table))
+        if not self.spec.window_groups:
+            return missing, 0
+        return missing, max(0, self.spec.num_blocks(end) - len(lease.window_tables[0]))
+
+    def _has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
+        """Whether eviction could make the room."""
+        spec = self.spec
+        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
+        needed = blocks * spec.kv_pages_per_block
+        needed += window_blocks * sum(spec.pages_per_block[g] for g in spec.window_groups)
+        return needed <= self.allocator.num_free + self.allocator.num_evictable
+
+    def _grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
+        """Append blocks to the tables; `_has_room` said yes."""
+        spec = self.spec
+        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
+        if blocks:
+            new = self._allocate(blocks, spec.kv_pages_per_block)
+            lease.block_table = np.concatenate([lease.block_table, new])
+            lease.capacity_tokens = len(lease.block_table) * spec.block_size_tokens
+        if window_blocks:
+            for i, group in enumerate(spec.window_groups):
+                new = self._allocate(window_blocks, spec.pages_per_block[group])
+                lease.window_tables[i] = np.concatenate([lease.window_tables[i], new])
+            lease.window_end = len(lease.window_tables[0]) * spec.block_size_tokens
+
+    def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
+        """int32 [blocks, pages_per_block], what is worth least making room."""
+        needed = blocks * pages_per_block
+        if not self._evictor.make_room(needed, force=True):
+            raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
+        return self.allocator.allocate(needed).reshape(blocks, pages_per_block)
+
+    def _publish_tokens(self, lease: Lease, num_tokens: int | None = None) -> None:
+        """Make the lease's first num_tokens (default: all that are done) visible in the tree."""
+        num_tokens = lease.done if num_tokens is None else num_tokens
+        if self.mode == "off" or not num_tokens:
+            return
+        tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
+        rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
+        self._tick += 1
+        self._index.insert(lease.salt, tokens, rows, self._tick, self._evictor.clock)
+        if not self.spec.kv_pages_per_block:
+            self._evictor.forget_tokens(TOKENS_PER_PAGE * self.allocator.num_pages)
+
+    def _roll_windows(self, lease: Lease) -> None:
+        """Give back the window blocks that no later token can see."""
+        for i, group in enumerate(self.spec.window_groups):
+            first, held = self.spec.first_window_block(group, lease.done), lease.window_first[i]
+            if first > held:
+                table = lease.window_tables[i].copy()
+                self.allocator.release(table[held:first])
+                table[held:first] = NULL_PAGE
+                lease.window_tables[i] = table
+                lease.window_first[i] = first
+
+    def _let_go(self, lease: Lease) -> None:
+        for pages in held_pages(lease):
+            self.allocator.release(pages)
+        del self._leases[lease]
+        lease.released = True
+
+    def _record(self, *decision: int) -> None:
+        self._digest = hash((self._digest, *decision))
+
+
+def as_tokens(tokens: np.ndarray) -> np.ndarray:
+    """int32 [L], L >= 1. Raises ValueError otherwise."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens have shape {array.shape} and type {array.dtype}; a prompt is a "
+            f"one-dimensional array of at least one integer"
+        )
+    return array.astype(np.int32, copy=False)
+
+
+def window_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
+    """Where the next forward ends: windows need room up to there."""
+    if chunk_tokens is None:
+        return max(lease.done, capacity_tokens)
+    return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
+
+
+def check_live(lease: Lease) -> None:
+    """Raises ValueError for a lease that was released."""
+    if lease.released:
+        raise ValueError("this lease was released before")
+
+
+def check_pending(reservation: Reservation) -> None:
+    """Raises ValueError for a reservation that was published or abandoned."""
+    if reservation not in reservation.lease.reservations:
+        raise ValueError("this reservation was published or abandoned before")
+
+
+def held_pages(lease: Lease) -> Iterator[np.ndarray]:
+    """Flat page lists of all that a lease holds, reservations aside."""
+    yield lease.block_table.ravel()
+    for first, table in zip(lease.window_first, lease.window_tables):
+        yield table[first:].ravel()
+    for pages in lease.pins:
+        yield pages.ravel()

@@ -1,0 +1,66 @@
+"""What a request is told about its prefix, and the counters of the whole cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MissReason(str, Enum):
+    """Why a prompt's cached part was not used further. Exactly one per miss."""
+
+    NO_SHARED_PREFIX = "no_shared_prefix"
+    """Nothing that starts like this prompt is in the cache, or ever was as far as is known."""
+    MODE = "mode"
+    """The mode forbids it: "off", or "memory_only" with KV shared and all tokens computed."""
+    PROMPT_LOG_PROBS = "prompt_log_probs"
+    """The request asked for log-probs of its prompt, so every token has to be computed."""
+    STATE_NEVER_SAVED = "state_never_saved"
+    """KV is there further than any state that was ever saved."""
+    STATE_EVICTED = "state_evicted"
+    """A state was saved between p and q, and had to make room."""
+    KV_EVICTED = "kv_evicted"
+    """The next tokens were cached after position q, and had to make room."""
+    IN_FLIGHT = "in_flight"
+    """A running request is computing a state that would have served; it is not finished."""
+    NO_ROOM = "no_room"
+    """The pool cannot hold this request beside what it would have resumed from."""
+
+
+@dataclass
+class PrefixReport:
+    """What one request shared and skipped of its prompt."""
+
+    prompt_tokens: int
+    shared_tokens: int
+    """q: leading prompt tokens whose KV was reused."""
+    skipped_tokens: int
+    """p: leading prompt tokens that were not computed; p <= q."""
+    miss_reason: MissReason | None
+    """None when nothing that was ever cached of this prompt went unused."""
+    checkpoints_saved: int = 0
+    checkpoints_skipped: int = 0
+    """Checkpoints that were wanted and found no room."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that the first prefill runs; skipped + computed == prompt, always."""
+        return self.prompt_tokens - self.skipped_tokens
+
+
+@dataclass
+class CacheStats:
+    """Counters since the cache was made."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    skipped_tokens: int = 0
+    refused: int = 0
+    """`acquire`, `extend` and `fork` calls that did not fit."""
+    checkpoints_saved: int = 0
+    checkpoints_no_room: int = 0
+    checkpoints_duplicate: int = 0
+    """Saved twice by requests that ran side by side; the second copy was given back."""
+    checkpoints_evicted: int = 0
+    kv_blocks_evicted: int = 0

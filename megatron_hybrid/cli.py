@@ -1,0 +1,103 @@
+"""The command line: `megatron-hybrid demo` and `megatron-hybrid generate`."""
+
+import argparse
+import sys
+import warnings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    # megatron-core warns at import about every GPU library that is not there.
+    warnings.filterwarnings("ignore", module="megatron")
+    try:
+        return options.command(options)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"megatron-hybrid: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-hybrid",
+        description="Hybrid language models with prefix sharing at any token.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="the three prefix-caching modes side by side",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
+    demo.set_defaults(command=_demo)
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue your own text",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    generate.add_argument(
+        "--prompt",
+        action="append",
+        required=True,
+        help="text to continue; several prompts run through one cache, one after the other",
+    )
+    generate.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
+    generate.add_argument("--tokens", type=int, default=64, help="most tokens to generate")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
+    generate.add_argument("--top-p", type=float, default=0.95, help="0 keeps all tokens")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
+    generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
+    generate.set_defaults(command=_generate)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_hybrid.models.pretrained import load_pretrained
+    from megatron_hybrid.tools.demo import run_demo
+
+    console = Console()
+    with console.status("loading the model"):
+        model, tokenizer = load_pretrained(options.model)
+    return 0 if run_demo(model, tokenizer, console) else 1
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from megatron_hybrid.config import InferenceConfig
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.models.pretrained import load_pretrained
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        num_tokens_to_generate=options.tokens,
+    )
+    config = InferenceConfig(prefix_caching=options.mode, cache_bytes=options.cache_mib << 20)
+    model, tokenizer = load_pretrained(options.model)
+    engine = DynamicInferenceEngine(model, tokenizer, config)
+    for prompt in options.prompt:
+        print(prompt, end="", flush=True)
+        for event in engine.stream(prompt, params):
+            print(event.text, end="", flush=True)
+        prefix, seconds = event.result.prefix, event.result.time_to_first_token
+        reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""
+        print(
+            f"\n[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
+            f"{prefix.skipped_tokens} skipped{reason}; first token after {seconds * 1e3:.0f} ms]\n",
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

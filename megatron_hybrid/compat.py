@@ -1,0 +1,93 @@
+"""Every difference between the supported megatron-core releases (0.16.1 and 0.19.x), in one file.
+
+The rest of the package imports this module before any other part of megatron-core, so a broken or
+missing installation is explained once, here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+try:
+    import megatron.core
+    from megatron.core.transformer import TransformerConfig as TransformerConfig
+except ModuleNotFoundError as error:
+    # 0.18 and later import triton unguarded in transformer/moe/ops/paged_stash.py.
+    if error.name is not None and error.name.split(".")[0] == "triton":
+        raise ImportError(
+            "this megatron-core imports `triton` as soon as it is imported (every release from "
+            "0.18 on does), and triton is not installed. Run `pip install triton` (the wheel also "
+            "imports on a machine without a GPU), or use `pip install megatron-core==0.16.1`."
+        ) from error
+    if error.name in ("megatron", "megatron.core"):
+        raise ImportError(
+            "megatron_hybrid is built on megatron-core, which is not installed. "
+            "Run `pip install 'megatron-core>=0.16.1,<0.20'`."
+        ) from error
+    raise
+
+MEGATRON_CORE_VERSION: tuple[int, int, int] = tuple(megatron.core.package_info.VERSION[:3])
+"""(major, minor, patch) of the installed megatron-core."""
+
+_OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
+if not _OLDEST <= MEGATRON_CORE_VERSION < _FIRST_UNTESTED:
+    raise ImportError(
+        f"megatron-core {'.'.join(map(str, MEGATRON_CORE_VERSION))} is installed; megatron_hybrid "
+        "is written for 0.16.1 up to 0.19.x. Run `pip install 'megatron-core>=0.16.1,<0.20'`."
+    )
+
+
+def replace_deprecated_defaults(config: TransformerConfig) -> None:
+    """Spell a default that 0.16 warns about, at every model built, in the way it asks for."""
+    if getattr(config, "cuda_graph_scope", None) == "full":
+        config.cuda_graph_scope = []
+
+
+def canonical_parameter_name(name: str) -> str:
+    """The 0.16 spelling of a parameter name, which is ours, for the spelling of any release.
+
+    The convolution of a Mamba-2 mixer is a submodule in 0.16 (`mixer.conv1d.weight`) and a pair of
+    parameters in 0.19 (`mixer.conv1d_weight`); distributed checkpoints use the first in both.
+    """
+    for kind in ("weight", "bias"):
+        if name.endswith(f".conv1d_{kind}"):
+            return f"{name.removesuffix(f'_{kind}')}.{kind}"
+    return name
+
+
+def have_transformer_engine() -> bool:
+    """Whether megatron-core found NVIDIA's Transformer Engine when it was imported."""
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.HAVE_TE
+
+
+def transformer_engine_modules() -> SimpleNamespace:
+    """megatron-core's wrappers around Transformer Engine, by their own names.
+
+    Raises:
+        ImportError: Transformer Engine is not installed. (megatron-core itself would go on with a
+            mock and fail at the first layer.)
+    """
+    if not have_transformer_engine():
+        raise ImportError(
+            "layer_spec='transformer_engine' needs NVIDIA's Transformer Engine, which is not "
+            "installed. Run `pip install 'megatron_hybrid[gpu]'` on a machine with a CUDA toolkit, "
+            "or use layer_spec='local' (plain torch, runs anywhere)."
+        )
+    from megatron.core.extensions import transformer_engine as te
+
+    return SimpleNamespace(
+        TELayerNormColumnParallelLinear=te.TELayerNormColumnParallelLinear,
+        TERowParallelLinear=te.TERowParallelLinear,
+        TENorm=te.TENorm,
+    )
+
+
+def inference_context_arguments() -> tuple:
+    """Arguments of `BaseInferenceContext.__init__`: a flag in 0.16, a configuration in 0.19."""
+    if MEGATRON_CORE_VERSION < (0, 17, 0):
+        return (True,)  # materialize_only_last_token_logits
+    from megatron.core.inference.config import InferenceConfig
+
+    return (InferenceConfig(),)

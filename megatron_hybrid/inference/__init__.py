@@ -1,0 +1,1 @@
+"""How requests run: scheduler (which tokens), context and memory (where they are), engine."""

@@ -1,0 +1,292 @@
+"""DynamicInferenceContext: how one step's ragged batch looks to the model.
+
+The scheduler says which tokens of which requests run; this file lays them out flat (decodes first),
+tells the mixers where their keys, values and states are, and keeps the states they hand back. It
+decides nothing. It also answers what megatron-core's own attention asks of a dynamic context.
+"""
+
+import operator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from torch import Tensor
+
+from megatron_hybrid import compat
+from megatron_hybrid.cache.lease import Reservation
+from megatron_hybrid.cache.page_allocator import NULL_PAGE
+from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+# Rows of a linear layer are the same to the bit in any fp32 batch of a multiple of 8 rows (CPU).
+TOKEN_ALIGNMENT = 8
+
+
+@dataclass
+class Work:
+    """Tokens [start, start + count) of one request, to be run in one step."""
+
+    request: Request
+    start: int
+    count: int
+    reservations: list[Reservation] = field(default_factory=list)  # states to save in (start, end]
+    num_logits: int = 0  # trailing rows whose logits are wanted: 0, 1, or all for prompt log-probs
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class StepPlan:
+    """One step: the work in batch order, and requests whose prompt needs no forward pass at all."""
+
+    work: list[Work] = field(default_factory=list)
+    ready: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.work or self.ready)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(work.count for work in self.work)
+
+
+class DynamicInferenceContext(BaseInferenceContext):
+    """The inference context of a hybrid model.
+
+    Args:
+        memory: pool and live slots.
+        max_requests: rows of the block tables (live slots).
+        max_sequence_length: tokens of one request, prompt and answer.
+    """
+
+    use_flashinfer_fused_rope = False
+    num_speculative_tokens = 0
+
+    def __init__(self, memory: CacheMemory, max_requests: int, max_sequence_length: int):
+        super().__init__(*compat.inference_context_arguments())
+        self.memory = memory
+        self.max_requests = max_requests
+        self.max_sequence_length = max_sequence_length
+        self.block_size_tokens = memory.spec.block_size_tokens
+        spec = memory.spec
+        self._full_columns = spec.kv_pages_per_block
+        window_columns = [spec.pages_per_block[group] for group in spec.window_groups]
+        bounds = np.cumsum([0, self._full_columns, *window_columns]).tolist()
+        self._columns = list(zip(bounds[:-1], bounds[1:]))  # full attention, then each window group
+        # Positional block tables, one plane for each page column: [columns, slots, blocks].
+        max_blocks = -(-max_sequence_length // self.block_size_tokens)
+        self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
+        self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # what `_tables` holds
+        self._captured: list[Reservation] = []
+
+    # Laying out a step -------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Builds the batch of `plan`. Live slots and copied pages must be in place already."""
+        device = self.memory.device
+        self._ready_slots = torch.tensor(
+            [request.slot for request in plan.ready], dtype=torch.long, device=device
+        )
+        self._captured = []
+        if plan.work:
+            self._lay_out(plan.work)
+
+    def _lay_out(self, works: list[Work]) -> None:
+        block = self.block_size_tokens
+        counts = [work.count for work in works]
+        starts = [work.start for work in works]
+        slots = [work.request.slot for work in works]
+        num_tokens = sum(counts)
+        num_rows = max(TOKEN_ALIGNMENT, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
+        ends = np.cumsum(counts, dtype=np.int64)
+        offsets = ends - counts
+
+        captures = []
+        for work, offset in zip(works, offsets.tolist()):
+            self._update_tables(work.request)
+            for reservation in work.reservations:
+                # The state at the end of the chunk is the live slot itself, after the forward.
+                if reservation.position < work.end:
+                    captures.append(offset + reservation.position - work.start)
+                    self._captured.append(reservation)
+        self._layout = RaggedLayout(
+            tuple(counts), tuple(starts), tuple(captures), num_rows - num_tokens
+        )
+
+        token_ids = np.zeros(num_rows, dtype=np.int64)
+        positions = np.zeros(num_rows, dtype=np.int64)
+        np.concatenate(
+            [work.request.tokens[work.start : work.end] for work in works],
+            out=token_ids[:num_tokens],
+            casting="unsafe",
+        )
+        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(
+            np.asarray(starts, dtype=np.int64) - offsets, counts
+        )
+        # Where each token's K and V go: (page of its block, row in it). Tokens whose KV is shared or
+        # copied, and padding, go to the null page, so that no shared block is ever written.
+        slot_of_token = np.repeat(np.asarray(slots, dtype=np.int64), counts)
+        write_pages = np.full((len(self._tables), num_rows), NULL_PAGE, dtype=np.int64)
+        write_pages[:, :num_tokens] = self._tables[
+            :, slot_of_token, positions[:num_tokens] // block
+        ]
+        shared = np.repeat(
+            np.asarray([work.request.lease.shared_tokens for work in works], dtype=np.int64), counts
+        )
+        suppressed = np.flatnonzero(positions[:num_tokens] < shared)
+        write_pages[: self._full_columns, suppressed] = NULL_PAGE
+
+        kv_lengths = np.asarray([work.end for work in works], dtype=np.int64)
+        num_blocks = -(-int(kv_lengths.max()) // block)
+        self._kv_lengths, self._counts = kv_lengths, counts
+
+        device = self.memory.device
+        self.input_ids = torch.from_numpy(token_ids).to(device)[None]
+        self._positions = torch.from_numpy(positions).to(device)
+        self._write_pages = torch.from_numpy(write_pages).to(device)
+        self._write_rows = self._positions % block
+        self._block_tables = torch.from_numpy(self._tables[:, slots, :num_blocks]).to(device)
+        self._slots = torch.tensor(slots, dtype=torch.long, device=device)
+        self._last_rows = torch.from_numpy(ends - 1).to(device)
+        self._capture_rows = torch.tensor(captures, dtype=torch.long, device=device) - 1
+        self._logit_rows = torch.from_numpy(
+            np.concatenate(
+                [np.arange(end - work.num_logits, end) for work, end in zip(works, ends.tolist())]
+            )
+        ).to(device)
+        self._staging = self.memory.staging(len(captures))
+
+    def _update_tables(self, request: Request) -> None:
+        """Brings the block tables of the request's slot up to date."""
+        lease, slot = request.lease, request.slot
+        tables = [lease.block_table, *lease.window_tables]
+        known = self._known_tables[slot]
+        # A lease never changes a table in place: it puts a new array there.
+        if len(known) == len(tables) and all(map(operator.is_, known, tables)):
+            return
+        self._known_tables[slot] = tables
+        for (first, last), table in zip(self._columns, tables):
+            self._tables[first:last, slot, : len(table)] = table.T
+
+    def forget_slot(self, slot: int) -> None:
+        """A slot changes hands: its table rows are stale."""
+        self._known_tables[slot] = []
+
+    def captured_states(self) -> dict[Reservation, Tensor]:
+        """After the forward: the slot bytes, uint8 [slot_bytes], of every state captured inside."""
+        return dict(zip(self._captured, self._staging))
+
+    # What the model asks -----------------------------------------------------------------------
+
+    def is_static_batching(self) -> bool:
+        return False
+
+    def is_decode_only(self) -> bool:
+        return all(count == 1 for count in self._counts)
+
+    def ragged_layout(self) -> RaggedLayout:
+        return self._layout
+
+    def token_positions(self) -> Tensor:
+        """Absolute position of each row, int64 [T padded]."""
+        return self._positions
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self._positions[None]
+
+    def read_state(self, layer_number: int, name: str) -> Tensor:
+        """The state of each sequence before this step, [R, *shape]: a copy."""
+        return self.memory.state(layer_number, name).index_select(0, self._slots)
+
+    def write_state(self, layer_number: int, name: str, final: Tensor, captured: Tensor) -> None:
+        """Keeps the states after the step [R, *shape] and inside it [captures, *shape]."""
+        live = self.memory.state(layer_number, name)
+        live[self._slots] = final.to(live.dtype)
+        if self._captured:
+            self.memory.state(layer_number, name, self._staging).copy_(captured)
+
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """Stores K and V of the step's tokens, [T padded, 1, K, D] each (after RoPE)."""
+        key_pages, value_pages = self.memory.kv_pages(layer_number)
+        index = self._write_pages[self._column(layer_number)], self._write_rows
+        key_pages[index] = key[:, 0].to(key_pages.dtype)
+        value_pages[index] = value[:, 0].to(value_pages.dtype)
+
+    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(K pages, V pages [n, B, K, D], block table int32 [R, M]) of one layer."""
+        return (*self.memory.kv_pages(layer_number), self._block_tables[self._column(layer_number)])
+
+    def _column(self, layer_number: int) -> int:
+        window, column = self.memory.table_of_layer[layer_number]
+        return column if window is None else self._columns[1 + window][0] + column
+
+    def mamba_states_cache(
+        self, layer_number: int, intermediate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(convolution, recurrent) live-slot views of one layer, [slots, ...]."""
+        if intermediate:
+            raise ValueError("intermediate states are captured in-pass: see `captured_states()`")
+        return tuple(
+            self.memory.state(layer_number, name) for name in self.memory.state_names(layer_number)
+        )
+
+    def cu_query_lengths(self) -> tuple[Tensor, int]:
+        """(cumulative query lengths int32 [R + 1], longest)."""
+        return self._cumulative(self._counts), max(self._counts, default=0)
+
+    def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
+        """(cumulative KV lengths int32 [R + 1], KV lengths int32 [R], longest)."""
+        lengths = torch.from_numpy(self._kv_lengths.astype(np.int32)).to(self.memory.device)
+        return self._cumulative(self._kv_lengths), lengths, int(self._kv_lengths.max(initial=0))
+
+    def _cumulative(self, lengths) -> Tensor:
+        cumulative = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return torch.from_numpy(cumulative).to(self.memory.device)
+
+    def apply_rotary_emb_query(
+        self, query, query_emb, config, cu_seqlens_q, cp_group, mscale: float = 1.0
+    ) -> Tensor:
+        """RoPE at each row's absolute position; query [T padded, 1, H, D], query_emb [S, 1, 1, D]."""
+        freqs = query_emb[self._positions]
+        return apply_rotary_pos_emb(query, freqs, config, mscale=mscale, cp_group=cp_group)
+
+    def apply_rotary_emb_key(self, key, key_emb, config, cp_group, mscale: float = 1.0) -> Tensor:
+        return self.apply_rotary_emb_query(key, key_emb, config, None, cp_group, mscale)
+
+    def last_token_logits(self, hidden_1TH: Tensor) -> Tensor:
+        """Picks the rows that need logits, [n, H], and keeps the last hidden states.
+
+        Rows come in the order of `plan.work` (`num_logits` each), then one for each of
+        `plan.ready`, whose hidden state came with its checkpoint.
+        """
+        hidden_TH = hidden_1TH[0]
+        live = self.memory.hidden()
+        live[self._slots] = hidden_TH[self._last_rows].to(live.dtype)
+        if self._captured:
+            self.memory.hidden(self._staging).copy_(hidden_TH[self._capture_rows])
+        return torch.cat([hidden_TH[self._logit_rows], self.ready_hidden().to(hidden_TH.dtype)])
+
+    def ready_hidden(self) -> Tensor:
+        """Stored last hidden states of the requests that need no forward pass, [n, H]."""
+        return self.memory.hidden()[self._ready_slots]
+
+    # What a reader of the step asks -------------------------------------------------------------
+
+    @property
+    def active_token_count(self) -> int:
+        return self._layout.num_tokens
+
+    @property
+    def request_query_lengths(self) -> list[int]:
+        return list(self._counts)
+
+    @property
+    def request_kv_length_offsets(self) -> list[int]:
+        """Absolute position of each row's first token: what its KV held before this step."""
+        return list(self._layout.start_positions)

@@ -1,0 +1,229 @@
+"""The tensors behind the pages: one byte pool, and the live slots.
+
+`cache/` decides which page holds what; this file moves the bytes. A page holds, for one block of
+tokens, the K and V of some layers of one attention group, or a piece of a checkpoint. A live slot
+is the contiguous per-request state that the kernels read and write; a checkpoint is such a slot's
+bytes cut into pages, so saving or restoring one is a single indexed copy whatever the layers are.
+
+Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup, aligned
+from megatron_hybrid.models.mixers.base import KVShape, LayerCache
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def cache_spec_of(
+    layers: list[LayerCache], hidden_size: int, dtype: torch.dtype, block_size_tokens: int
+) -> CacheSpec:
+    """What the cache bookkeeping must know of a model.
+
+    Args:
+        layers: what each layer keeps from token to token, on this rank (`model.cache_requirements()`).
+        hidden_size: width of the last hidden state, kept with each checkpoint in `dtype`.
+        dtype: of K, V and the hidden state.
+    """
+    shapes = _kv_shapes(layers)
+    return CacheSpec(
+        block_size_tokens=block_size_tokens,
+        groups=tuple(
+            KVGroup(
+                num_layers=sum(layer.kv == shape for layer in layers),
+                bytes_per_token=2 * _num_bytes((shape.num_heads, shape.head_dim), dtype),
+                window=shape.window,
+            )
+            for shape in shapes
+        ),
+        state_bytes=sum(
+            aligned(_num_bytes(state.shape, state.dtype))
+            for layer in layers
+            for state in layer.states
+        ),
+        hidden_bytes=aligned(_num_bytes((hidden_size,), dtype)),
+    )
+
+
+def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
+    """The attention groups: distinct KV shapes, full attention before windows."""
+    shapes = dict.fromkeys(layer.kv for layer in layers if layer.kv is not None)
+    return sorted(shapes, key=lambda shape: shape.window is not None)
+
+
+@dataclass(frozen=True)
+class ParkedRequest:
+    """A preempted request's own bytes in host memory: its KV blocks and its live slot."""
+
+    num_tokens: int
+    block_pages: Tensor  # uint8 [blocks, kv_pages_per_block, page_bytes]
+    window_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
+    slot: Tensor  # uint8 [slot_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [self.block_pages, self.slot, *(pages for _, pages in self.window_pages)]
+        return sum(tensor.numel() for tensor in tensors)
+
+
+class CacheMemory:
+    """The byte pool with its per-layer KV views, and the live slots with their per-layer state views.
+
+    Args:
+        spec: page geometry; must come from `cache_spec_of` for the same layers.
+        layers: what each layer keeps, in layer order.
+        hidden_size: width of the last hidden state.
+        dtype: of K, V and hidden state.
+        num_pages: pages of the pool, the null page 0 included.
+        num_slots: live slots, one for each running request.
+        device: where it all lives.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        layers: list[LayerCache],
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+    ):
+        self.spec = spec
+        self.device = device
+        # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
+        self.pool = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
+        # A slot spans whole pages, so that a checkpoint is its bytes and nothing else.
+        slot_bytes = max(1, spec.checkpoint_pages) * spec.page_bytes
+        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+
+        self._state_fields: dict[tuple[int, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
+        offset = 0
+        for number, layer in enumerate(layers, start=1):
+            for state in layer.states:
+                self._state_fields[number, state.name] = (offset, tuple(state.shape), state.dtype)
+                offset += aligned(_num_bytes(state.shape, state.dtype))
+        self._hidden_field = (offset, (hidden_size,), dtype)
+
+        self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
+        self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # window group, table column
+        typed_pool = self.pool.view(dtype)
+        full_columns = num_windows = 0
+        for group, shape in enumerate(_kv_shapes(layers)):
+            members = [n for n, layer in enumerate(layers, start=1) if layer.kv == shape]
+            block_shape = (spec.block_size_tokens, shape.num_heads, shape.head_dim)
+            half = int(np.prod(block_shape))
+            pairs_per_page = spec.pairs_per_page(group)
+            for index, number in enumerate(members):
+                page, pair = divmod(index, pairs_per_page)
+                key, value = (
+                    typed_pool[:, start : start + half].unflatten(1, block_shape)
+                    for start in (2 * pair * half, (2 * pair + 1) * half)
+                )
+                self._kv_views[number] = key, value
+                if shape.window is None:
+                    self.table_of_layer[number] = None, full_columns + page
+                else:
+                    self.table_of_layer[number] = num_windows, page
+            if shape.window is None:
+                full_columns += spec.pages_per_block[group]
+            else:
+                num_windows += 1
+
+    # Views -------------------------------------------------------------------------------------
+
+    def kv_pages(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer for every page, [n, B, K, D] each (strided views of the pool)."""
+        return self._kv_views[layer_number]
+
+    @staticmethod
+    def _field(slots: Tensor, field) -> Tensor:
+        offset, shape, dtype = field
+        end = offset + _num_bytes(shape, dtype)
+        return slots[:, offset:end].view(dtype).unflatten(1, shape)
+
+    def state(self, layer_number: int, name: str, slots: Tensor | None = None) -> Tensor:
+        """One state tensor of one layer in every live slot (or in `slots`), [S, *shape] view."""
+        slots = self.slots if slots is None else slots
+        return self._field(slots, self._state_fields[layer_number, name])
+
+    def state_names(self, layer_number: int) -> list[str]:
+        return [name for number, name in self._state_fields if number == layer_number]
+
+    def hidden(self, slots: Tensor | None = None) -> Tensor:
+        """The last hidden state in every live slot (or in `slots`), [S, hidden_size] view."""
+        return self._field(self.slots if slots is None else slots, self._hidden_field)
+
+    def staging(self, count: int) -> Tensor:
+        """Slot-shaped room for states captured inside a forward pass, uint8 [count, slot_bytes]."""
+        return torch.empty(count, self.slots.shape[1], dtype=torch.uint8, device=self.device)
+
+    # Copies ------------------------------------------------------------------------------------
+
+    def _ids(self, pages: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64)).to(self.device)
+
+    def clear_slot(self, slot: int) -> None:
+        self.slots[slot].zero_()
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.slots[target].copy_(self.slots[source])
+
+    def save_checkpoint(self, state_bytes: Tensor, pages: np.ndarray) -> None:
+        """Copies a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
+        self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
+
+    def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
+        """Copies checkpoint pages into a live slot."""
+        target = self.slots[slot].view(len(pages), -1)
+        torch.index_select(self.pool, 0, self._ids(pages), out=target)
+
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies whole pages; rows past the valid ones are overwritten before anyone reads them."""
+        self.pool.index_copy_(0, self._ids(targets), self.pool[self._ids(sources)])
+
+    # Preemption --------------------------------------------------------------------------------
+
+    def park(
+        self, block_table: np.ndarray, window_tables: list[np.ndarray], num_tokens: int, slot: int
+    ) -> ParkedRequest:
+        """Copies a request's KV of `num_tokens` tokens and its live slot to host memory."""
+        num_blocks = -(-num_tokens // self.spec.block_size_tokens)
+        windows = []
+        for table in window_tables:
+            indices = np.flatnonzero(table[:num_blocks].any(axis=1))
+            windows.append((indices, self.pool[self._ids(table[indices])].cpu()))
+        return ParkedRequest(
+            num_tokens,
+            self.pool[self._ids(block_table[:num_blocks])].cpu(),
+            tuple(windows),
+            self.slots[slot].cpu().clone(),
+        )
+
+    def unpark(
+        self,
+        parked: ParkedRequest,
+        block_table: np.ndarray,
+        window_tables: list[np.ndarray],
+        first_block: int,
+        first_window_block: int,
+        slot: int,
+    ) -> None:
+        """Copies parked bytes back: the live slot, and the blocks that are not shared, which are
+        those from `first_block` (full attention) and `first_window_block` (windows) on."""
+        self.slots[slot].copy_(parked.slot)
+        blocks = parked.block_pages[first_block:]
+        table = block_table[first_block : first_block + len(blocks)]
+        self.pool[self._ids(table)] = blocks.to(self.device)
+        for table, (indices, pages) in zip(window_tables, parked.window_pages):
+            needed = (indices >= first_window_block) & table[indices].any(axis=1)
+            self.pool[self._ids(table[indices[needed]])] = pages[torch.from_numpy(needed)].to(
+                self.device
+            )

@@ -1,0 +1,52 @@
+"""What the ranks of a tensor-, pipeline- or expert-parallel job must agree on.
+
+Every rank runs the same scheduler over the same requests, so they decide alike without talking, as
+long as the few numbers that could differ (the pages that fit) are made equal once, at the start.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+def _model_parallel_group():
+    """The ranks that hold parts of one model, or None when there is one part."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    group = parallel_state.get_model_parallel_group()
+    return group if group.size() > 1 else None
+
+
+def _device_of(group) -> torch.device:
+    is_nccl = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def agree_on_minimum(value: int) -> int:
+    """The smallest `value` of all ranks that hold parts of this model."""
+    group = _model_parallel_group()
+    if group is None:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=_device_of(group))
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+    return int(tensor)
+
+
+def check_equal_on_ranks(digest: int, when: str) -> None:
+    """Raises RuntimeError if the ranks' digests of their decisions differ (debug mode)."""
+    group = _model_parallel_group()
+    if group is None:
+        return
+    # Signed: torch has no full set of operations on uint64.
+    signed = (digest & ((1 << 64) - 1)) - (1 << 63)
+    tensor = torch.tensor([signed], dtype=torch.int64, device=_device_of(group))
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    digests = [int(value) for value in gathered]
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"{when}: the ranks decided differently (digests {digests}). They must be given the "
+            "same requests in the same order."
+        )

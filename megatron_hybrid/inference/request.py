@@ -1,0 +1,145 @@
+"""One request on its way through the engine, and what its caller gets back."""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from megatron_hybrid.cache.prefix_cache import Lease
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.memory import ParkedRequest
+from megatron_hybrid.inference.sampling import Draw, SamplingParams
+
+
+class RequestStatus(str, Enum):
+    WAITING = "waiting"  # in the queue: new, or preempted
+    PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
+    DECODE = "decode"  # every token but the newest is computed
+    CLOSING = "closing"  # answered; its last token still runs so that its state can be kept
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+@dataclass
+class GenerationResult:
+    """What one request (or one sample of it) produced.
+
+    `generated_tokens` holds no stop token unless `detokenize_stop_sequence` asked for it.
+    `log_probs` has one entry for each generated token. `prompt_log_probs` has one for each prompt
+    token but the first. Times are seconds since the request was added.
+    """
+
+    request_id: int
+    prompt_tokens: list[int]
+    generated_tokens: list[int]
+    generated_text: str | None
+    finish_reason: str  # "length" | "stop" | "cancelled"
+    prefix: PrefixReport
+    log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    top_n_logprobs: list[dict[int, float]] | None = None
+    time_to_first_token: float | None = None
+    total_time: float | None = None
+    samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
+    """All n samples of the prompt; the first is this very result."""
+
+
+@dataclass(eq=False)
+class Request:
+    """The engine's record of one request. Callers get it from `add_request` as their handle.
+
+    `tokens[:num_tokens]` are the known tokens (prompt and generated); `num_computed` of them have
+    been through the model, so that the live slot holds the state after exactly those.
+    """
+
+    request_id: int
+    tokens: np.ndarray  # int32, room for the prompt and everything it may generate
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    salt: str = ""
+    cache_breakpoints: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    sample_index: int = 0
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_tokens: int = 0
+    num_computed: int = 0
+    slot: int = -1
+    lease: Lease | None = None
+    checkpoint_positions: list[int] = field(default_factory=list)
+    waits_for: "tuple[Request, int] | None" = None
+    parked: ParkedRequest | None = None
+    siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
+    samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only
+
+    report: PrefixReport | None = None
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    generated_text: str | None = None
+    added_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self):
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def done(self) -> bool:
+        """Answered: the result is complete (its last state may still be on its way to the cache)."""
+        return self.finish_reason is not None
+
+    @property
+    def closed(self) -> bool:
+        """Done, and gone from the engine."""
+        return self.status in (RequestStatus.FINISHED, RequestStatus.CANCELLED)
+
+    def mark_first_token(self) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+
+    def mark_finished(self) -> None:
+        self.finished_at = time.perf_counter()
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+
+    @property
+    def prompt_needs_logits(self) -> bool:
+        """Prompt log-probs are still to be collected, so every prompt token must be computed."""
+        return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens
+
+    def draw(self) -> Draw:
+        return Draw(self.params, self.seed, self.sample_index, self.num_tokens)
+
+    def result(self) -> GenerationResult:
+        """The answer so far; final once `done`."""
+        scored = self.params.return_log_probs
+        result = GenerationResult(
+            request_id=self.request_id,
+            prompt_tokens=self.tokens[: self.num_prompt_tokens].tolist(),
+            generated_tokens=self.generated_tokens,
+            generated_text=self.generated_text,
+            finish_reason=self.finish_reason or self.status.value,
+            prefix=self.report,
+            log_probs=list(self.log_probs) if scored else None,
+            prompt_log_probs=(
+                list(self.prompt_log_probs) if self.params.needs_prompt_logits else None
+            ),
+            top_n_logprobs=list(self.top_n_logprobs) if self.params.top_n_logprobs else None,
+            time_to_first_token=(
+                None if self.first_token_at is None else self.first_token_at - self.added_at
+            ),
+            total_time=None if self.finished_at is None else self.finished_at - self.added_at,
+        )
+        others = [request.result() for request in self.samples if request is not self]
+        result.samples = [result, *others]
+        return result

@@ -1,0 +1,196 @@
+"""From logits to tokens: parameters of one request, and the sampling of one step's rows.
+
+Sampling is a pure function of (logits, parameters, seed, sample index, position). It holds no generator
+state, so a request that was preempted, cut into other chunks or batched with other requests draws the
+same tokens, and every rank of a tensor-parallel job draws them without talking.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass
+class SamplingParams:
+    """How one request is sampled. Field names follow megatron-core's `SamplingParams`."""
+
+    temperature: float = 1.0
+    """Divides the logits. 0 means greedy."""
+
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
+
+    top_p: float = 0.0
+    """Keep the smallest set of tokens whose probability reaches top_p; 0 keeps all."""
+
+    num_tokens_to_generate: int = 30
+    """Upper bound on new tokens. 0 runs the prompt alone (to warm the cache, or to score it)."""
+
+    seed: int | None = None
+    """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
+
+    termination_id: int | None = None
+    """Token that ends the generation; None: the tokenizer's `eod`, if there is one."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the generation."""
+
+    stop_words: tuple[str, ...] | None = None
+    """Strings that end the generation once the generated text contains one of them."""
+
+    detokenize_stop_sequence: bool = False
+    """Keep the stop token or stop string in the result."""
+
+    ignore_termination: bool = False
+    """Generate on past stop tokens (benchmarks)."""
+
+    return_log_probs: bool = False
+    """Log-probabilities of the prompt's and the generated tokens (model's own, untempered)."""
+
+    skip_prompt_log_probs: bool = False
+    """With `return_log_probs`: only those of generated tokens. The prompt's need every prompt token
+    to be computed, so without this the request cannot skip any."""
+
+    top_n_logprobs: int = 0
+    """With `return_log_probs`: also the n most likely tokens at each generated position."""
+
+    add_BOS: bool = False
+    """Prepend the tokenizer's `bos` token to a text prompt."""
+
+    def __post_init__(self):
+        def check(ok: bool, message: str) -> None:
+            if not ok:
+                raise ValueError(f"SamplingParams: {message}")
+
+        def is_int(value) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        check(
+            isinstance(self.temperature, (int, float))
+            and math.isfinite(self.temperature)
+            and self.temperature >= 0,
+            f"temperature must be a finite number >= 0 (0 is greedy), got {self.temperature!r}",
+        )
+        check(
+            is_int(self.top_k) and self.top_k >= 0,
+            f"top_k must be an int >= 0 (0 keeps all tokens), got {self.top_k!r}",
+        )
+        check(
+            isinstance(self.top_p, (int, float)) and 0 <= self.top_p <= 1,
+            f"top_p must lie in [0, 1] (0 keeps all tokens), got {self.top_p!r}",
+        )
+        check(
+            is_int(self.num_tokens_to_generate) and self.num_tokens_to_generate >= 0,
+            f"num_tokens_to_generate must be an int >= 0, got {self.num_tokens_to_generate!r}",
+        )
+        check(
+            self.seed is None or (is_int(self.seed) and self.seed >= 0),
+            f"seed must be an int >= 0 or None, got {self.seed!r}",
+        )
+        check(
+            is_int(self.top_n_logprobs) and self.top_n_logprobs >= 0,
+            f"top_n_logprobs must be an int >= 0, got {self.top_n_logprobs!r}",
+        )
+        check(
+            self.top_n_logprobs == 0 or self.return_log_probs,
+            "top_n_logprobs needs return_log_probs=True",
+        )
+        if isinstance(self.stop_words, str):
+            self.stop_words = (self.stop_words,)
+        self.stop_words = tuple(self.stop_words or ())
+        check(
+            all(isinstance(word, str) and word for word in self.stop_words),
+            f"stop_words must be non-empty strings, got {self.stop_words!r}",
+        )
+        self.stop_token_ids = tuple(self.stop_token_ids)
+        check(
+            all(is_int(token) for token in self.stop_token_ids),
+            f"stop_token_ids must be ints, got {self.stop_token_ids!r}",
+        )
+        check(
+            self.termination_id is None or is_int(self.termination_id),
+            f"termination_id must be an int or None, got {self.termination_id!r}",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        return self.return_log_probs and not self.skip_prompt_log_probs
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row to sample: which parameters, and which point of which random stream."""
+
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int  # absolute position of the token to be drawn
+
+
+def _splitmix64(x: int) -> int:
+    """Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators"."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """A number in [0, 1) that depends on the three arguments alone (53 random bits)."""
+    state = 0
+    for part in (seed, sample_index, position):
+        state = _splitmix64(state ^ (part & _MASK64))
+    return (state >> 11) * 2.0**-53
+
+
+def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
+    """Draws one token for each row.
+
+    Args:
+        logits_nV: float [n, V], one row for each draw, equal on all tensor-parallel ranks.
+        draws: n parameters and stream positions.
+
+    Returns:
+        n token ids. Greedy rows take the first maximum; other rows invert the cumulative
+        distribution of the truncated, tempered softmax (float64) at `uniform(...)`.
+    """
+    tokens = logits_nV.argmax(dim=-1).tolist()
+    for row, draw in enumerate(draws):
+        params = draw.params
+        if params.is_greedy:
+            continue
+        logits_V, order_V = (logits_nV[row].double() / params.temperature).sort(
+            descending=True, stable=True
+        )
+        if params.top_k:
+            logits_V = logits_V[: params.top_k]
+        cumulative_V = logits_V.softmax(dim=-1).cumsum(dim=-1)
+        if params.top_p:
+            # Every token whose predecessors stay below top_p is kept, so at least one is.
+            kept = int((cumulative_V < params.top_p).sum()) + 1
+            cumulative_V = cumulative_V[:kept]
+        point = uniform(draw.seed, draw.sample_index, draw.position) * cumulative_V[-1]
+        rank = int(torch.searchsorted(cumulative_V, point, right=True))
+        tokens[row] = int(order_V[min(rank, len(cumulative_V) - 1)])
+    return tokens
+
+
+def log_probs_of(logits_nV: Tensor, tokens: list[int]) -> list[float]:
+    """Log-probability of one token for each row, fp32 log-softmax of the untempered logits."""
+    log_probs_nV = logits_nV.float().log_softmax(dim=-1)
+    index = torch.as_tensor(tokens, dtype=torch.long, device=logits_nV.device)
+    return log_probs_nV.gather(1, index[:, None])[:, 0].tolist()
+
+
+def top_log_probs(logits_V: Tensor, n: int) -> dict[int, float]:
+    """The n most likely tokens of one row with their log-probabilities, most likely first."""
+    values, indices = logits_V.float().log_softmax(dim=-1).topk(min(n, logits_V.numel()))
+    return dict(zip(indices.tolist(), values.tolist()))

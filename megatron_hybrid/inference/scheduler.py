@@ -1,0 +1,360 @@
+"""Which tokens of which requests run next.
+
+`Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
+new requests, all under one token budget. `Scheduler.complete` files what a step computed. Every
+decision follows from the order of requests and from numbers equal on all ranks.
+"""
+
+from bisect import insort
+from collections import deque
+
+import numpy as np
+
+from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.cache.placement import worth_waiting
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.prefix_index import common_prefix
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
+from megatron_hybrid.inference.request import Request, RequestStatus
+
+
+class Scheduler:
+    """Continuous batching over one prefix cache.
+
+    Args:
+        cache: decides what is shared and kept.
+        context: holds the tensors; told here which bytes to move.
+        max_requests: live slots.
+        max_tokens: tokens of one forward pass.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        context: DynamicInferenceContext,
+        max_requests: int,
+        max_tokens: int,
+    ):
+        self.cache = cache
+        self.context = context
+        self.memory = context.memory
+        self.max_tokens = max_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+        self.free_slots = list(range(max_requests - 1, -1, -1))
+        self.num_preemptions = 0
+        self.num_forward_tokens = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # The policy --------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plans one step. Live slots and copied pages of newly admitted requests are in place when
+        it returns. An empty plan means that there is nothing to do."""
+        plan = StepPlan()
+        for request in list(self.running):
+            if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
+                self._plan_work(plan, request)
+        for request in list(self.running):
+            if request.status is RequestStatus.PREFILL:
+                self._plan_work(plan, request)
+        for request in list(self.waiting):
+            if not self.free_slots or self._budget(plan) == 0:
+                break
+            if self._waits_for_other(request):
+                continue
+            if not self._admit(plan, request):
+                break  # first come, first served: nobody overtakes a request that lacks room
+        self.num_forward_tokens += plan.num_tokens
+        return plan
+
+    def _budget(self, plan: StepPlan) -> int:
+        return self.max_tokens - plan.num_tokens
+
+    def _plan_work(self, plan: StepPlan, request: Request) -> None:
+        """Adds the request's next tokens to the plan, as many as the budget allows."""
+        start = request.num_computed
+        count = min(self._budget(plan), request.num_tokens - start)
+        if count == 0 or request.lease is None or not self._make_room(request, start + count):
+            return
+        work = Work(request, start, count)
+        if request.prompt_needs_logits:
+            work.num_logits = count
+        elif work.end == request.num_tokens and not request.done:
+            work.num_logits = 1
+        for position in request.checkpoint_positions:
+            if start < position <= work.end:
+                reservation = self.cache.reserve_checkpoint(request.lease, position)
+                if reservation is not None:
+                    work.reservations.append(reservation)
+        plan.work.append(work)
+
+    def _make_room(self, request: Request, end: int) -> bool:
+        """Room in the pool up to token `end`, if need be by preempting later requests."""
+        while not self.cache.extend(request.lease, end):
+            closing = [r for r in self.running if r.status is RequestStatus.CLOSING]
+            if closing:
+                # An answered request only wants its state kept: that is optional.
+                self._retire(closing[-1])
+                if closing[-1] is request:
+                    return False
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _admit(self, plan: StepPlan, request: Request) -> bool:
+        """Gives a waiting request a lease and a slot, and its first work. False: no room now."""
+        tokens = request.tokens[: request.num_tokens]
+        if request.parked is not None and self._resume_parked(request):
+            self._plan_work(plan, request)
+            return True
+        reason = MissReason.PROMPT_LOG_PROBS if request.params.needs_prompt_logits else None
+        lease = self.cache.acquire(
+            tokens,
+            request.salt,
+            capacity_tokens=len(tokens),
+            chunk_tokens=self._budget(plan),
+            declared=request.cache_breakpoints,
+            recompute_reason=reason,
+        )
+        if lease is None:
+            return False
+        self.waiting.remove(request)
+        self._start(request, lease)
+        if lease.checkpoint_pages is not None:
+            self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
+        else:
+            self.memory.clear_slot(request.slot)
+        self._run_copies(request)
+        request.num_computed = lease.skipped_tokens
+        if request.num_computed == request.num_tokens:
+            request.status = RequestStatus.DECODE
+            plan.ready.append(request)
+        else:
+            self._plan_work(plan, request)
+        return True
+
+    def _start(self, request: Request, lease: Lease) -> None:
+        insort(self.running, request, key=lambda r: r.request_id)
+        request.lease = lease
+        request.slot = self.free_slots.pop()
+        self.context.forget_slot(request.slot)
+        request.status = RequestStatus.PREFILL
+        request.checkpoint_positions = list(lease.checkpoint_positions)
+        request.waits_for = None
+        if request.report is None:
+            request.report = lease.report
+
+    def _run_copies(self, request: Request) -> None:
+        lease = request.lease
+        if lease.copies:
+            self.memory.copy_pages(
+                np.concatenate([copy.src_pages for copy in lease.copies]),
+                np.concatenate([copy.dst_pages for copy in lease.copies]),
+            )
+        self.cache.restored(lease)
+
+    # Single flight -----------------------------------------------------------------------------
+
+    def _waits_for_other(self, request: Request) -> bool:
+        """Whether a running prefill will soon make a position restorable that is deeper than what
+        this request can resume from now; then it is not computed twice."""
+        if self.cache.mode != "restore" or request.parked or request.params.needs_prompt_logits:
+            return False
+        if request.waits_for is not None:
+            other, position = request.waits_for
+            if other.status is RequestStatus.PREFILL and other.num_computed < position:
+                return True
+            request.waits_for = None
+        prefills = [
+            other
+            for other in self.running
+            if other.status is RequestStatus.PREFILL and other.salt == request.salt
+        ]
+        if not prefills:
+            return False
+        tokens = request.tokens[: request.num_tokens]
+        resume = self.cache.match(tokens, request.salt).skipped_tokens
+        for other in prefills:
+            position = self._position_in_flight(other, tokens, resume)
+            if worth_waiting(resume, other.num_computed, position):
+                request.waits_for = other, position
+                return True
+        return False
+
+    def _position_in_flight(self, other: Request, tokens: np.ndarray, resume: int) -> int:
+        """The deepest position that the running prefill `other` will make restorable for `tokens`.
+
+        Where the two part further on than any state that `other` is going to save, it is asked to
+        save one there: the junction is known before the prefill reaches it.
+        """
+        common = common_prefix(tokens, other.tokens[: other.num_tokens])
+        if not self.cache.spec.needs_state:
+            return common
+        planned = [p for p in other.checkpoint_positions if other.num_computed < p <= common]
+        deepest = max(planned, default=0)
+        gain = common - max(deepest, resume, other.num_computed)
+        # Below one block of gain the copy of a state costs more than the tokens it saves.
+        if gain >= self.cache.spec.block_size_tokens:
+            insort(other.checkpoint_positions, common)
+            deepest = common
+        return deepest
+
+    # After the forward -------------------------------------------------------------------------
+
+    def complete(self, plan: StepPlan) -> None:
+        """Files what the step computed: states into their checkpoints, then blocks and checkpoints
+        become visible to others, in this order."""
+        captured = self.context.captured_states()
+        for work in plan.work:
+            request = work.request
+            for reservation in work.reservations:
+                state = captured.get(reservation)
+                if state is None:
+                    state = self.memory.slots[request.slot]
+                self.memory.save_checkpoint(state, reservation.pages)
+            request.num_computed = work.end
+            self.cache.commit(request.lease, request.tokens, work.end)
+            for reservation in work.reservations:
+                self.cache.publish_checkpoint(reservation)
+            if work.end == request.num_tokens and request.status is RequestStatus.PREFILL:
+                request.status = RequestStatus.DECODE
+            if request.status is RequestStatus.CLOSING:
+                self._retire(request)
+
+    def fork(self, request: Request) -> list[Request]:
+        """Starts the request's further samples from its live slot, right after its prefill.
+
+        Those that find no room are queued and start from the cache later. Returns the others.
+        """
+        started, queued = [], []
+        for sibling in request.siblings:
+            lease = None
+            if self.free_slots:
+                lease = self.cache.fork(request.lease, request.tokens, request.num_computed)
+            if lease is None:
+                queued.append(sibling)
+                continue
+            self._start(sibling, lease)
+            self._run_copies(sibling)
+            self.memory.copy_slot(request.slot, sibling.slot)
+            sibling.num_computed = request.num_computed
+            sibling.checkpoint_positions = []
+            sibling.status = RequestStatus.DECODE
+            started.append(sibling)
+        self.waiting.extendleft(reversed(queued))
+        request.siblings = []
+        return started
+
+    def abort(self, plan: StepPlan) -> None:
+        """The forward failed: nothing of it counts. Its requests go back to the queue and start
+        from what was cached before; live slots may be half written, so they are not kept."""
+        for work in reversed(plan.work):
+            for reservation in work.reservations:
+                self.cache.abandon(reservation)
+            self._give_up_lease(work.request)
+            work.request.num_computed = 0
+            work.request.status = RequestStatus.WAITING
+            self.waiting.appendleft(work.request)
+
+    def finish(self, request: Request) -> None:
+        """The request is answered. Its last state is kept, if need be after one more forward pass
+        for its last token; then its lease ends."""
+        keeps_state = self.cache.mode == "restore" and request.lease is not None
+        if keeps_state and request.num_computed < request.num_tokens:
+            request.status = RequestStatus.CLOSING
+            request.checkpoint_positions = [request.num_tokens]
+            return
+        if keeps_state:
+            reservation = self.cache.reserve_checkpoint(request.lease, request.num_computed)
+            if reservation is not None:
+                self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
+                self.cache.commit(
+                    request.lease, request.tokens, request.num_computed, flush=True
+                )
+                self.cache.publish_checkpoint(reservation)
+        self._retire(request)
+
+    def cancel(self, request: Request) -> None:
+        """Takes the request out; what it computed stays cached."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.lease is not None:
+            self._retire(request)
+        request.parked = None
+        request.status = RequestStatus.CANCELLED
+
+    def _retire(self, request: Request) -> None:
+        """Ends the lease and frees the slot."""
+        self._give_up_lease(request)
+        request.status = RequestStatus.FINISHED
+
+    def _give_up_lease(self, request: Request) -> None:
+        self.cache.commit(request.lease, request.tokens, request.num_computed, flush=True)
+        self.cache.release(request.lease)
+        request.lease = None
+        self.running.remove(request)
+        self.free_slots.append(request.slot)
+        request.slot = -1
+
+    # Preemption --------------------------------------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
+        goes on where it was."""
+        self.num_preemptions += 1
+        if request.num_computed:
+            request.parked = self.memory.park(
+                request.lease.block_table,
+                request.lease.window_tables,
+                request.num_computed,
+                request.slot,
+            )
+        self._give_up_lease(request)
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+
+    def _resume_parked(self, request: Request) -> bool:
+        """Re-admits a preempted request at the very token where it stopped. False: no room."""
+        parked, block = request.parked, self.cache.spec.block_size_tokens
+        done = parked.num_tokens
+        lease = self.cache.acquire(
+            request.tokens[:done],
+            request.salt,
+            capacity_tokens=request.num_tokens,
+            chunk_tokens=done,
+        )
+        if lease is None:
+            if not self.running:
+                # Alone and still no room for all of its window blocks at once: compute it again.
+                request.parked = None
+            return False
+        positions = [p for p in request.checkpoint_positions if p > done]
+        self.waiting.remove(request)
+        self._start(request, lease)
+        request.checkpoint_positions = positions
+        self._run_copies(request)
+        self.memory.unpark(
+            parked,
+            lease.block_table,
+            lease.window_tables,
+            first_block=lease.shared_tokens // block,
+            first_window_block=lease.skipped_tokens // block,
+            slot=request.slot,
+        )
+        self.cache.commit(lease, request.tokens, done)
+        request.parked = None
+        request.num_computed = done
+        if request.num_computed >= request.num_prompt_tokens and request.num_generated:
+            request.status = RequestStatus.DECODE
+        return True

@@ -1,0 +1,1 @@
+"""What is computed: hybrid models on megatron-core."""

@@ -1,0 +1,247 @@
+"""The language model: embedding, hybrid stack, output layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.enums import ModelType
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.hybrid_stack import HybridStack
+from megatron_hybrid.models.layer_pattern import split_stages
+from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs
+from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, UncachedContext
+from megatron_hybrid.models.parallel_setup import process_groups
+from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, own_spelling
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+class HybridModel(LanguageModule):
+    """A decoder whose layers are the symbols of `config.layer_pattern`.
+
+    Inside, tokens lie flat, [T, hidden], sequence after sequence: a batch of equal sequences, a
+    packed batch and a ragged inference batch are one case. Parameter names are those of
+    megatron-core's MambaModel (0.16) and HybridModel (0.19).
+
+    Args:
+        config: the architecture.
+        pg_collection: process groups, `tp` and `pp` among them.
+        pre_process: whether this pipeline stage embeds.
+        post_process: whether this pipeline stage computes logits.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        self.model_type = ModelType.encoder_or_decoder  # core's pipeline schedules read it
+        self.vocab_size = config.vocab_size
+        self.input_tensor: Tensor | None = None
+        tp_size = pg_collection.tp.size()
+        padded_vocab_size = -(-config.vocab_size // tp_size) * tp_size
+
+        stages = split_stages(config.layer_pattern, pg_collection.pp.size())
+        stage = pg_collection.pp.rank()
+        self.layer_offset = sum(map(len, stages[:stage]))
+        """Layers of the pipeline stages before this one."""
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=padded_vocab_size,
+                max_sequence_length=0,  # of learned positions, which hybrids do not have
+                position_embedding_type=config.position_embedding_type,
+                tp_group=pg_collection.tp,
+            )
+            mark_tensor_parallel(
+                self.embedding.word_embeddings.weight, 0, unpadded_size=config.vocab_size
+            )
+        self.decoder = HybridStack(
+            config, get_hybrid_layer_specs(config), stages[stage], pg_collection, post_process
+        )
+        if post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                padded_vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.share_embeddings_and_output_weights,
+                tp_group=pg_collection.tp,
+            )
+            if not self.share_embeddings_and_output_weights:
+                mark_tensor_parallel(self.output_layer.weight, 0, unpadded_size=config.vocab_size)
+        self.setup_embeddings_and_output_layer()
+        self.register_load_state_dict_pre_hook(_respell_parameters)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """What core's pipeline schedules received from the stage before, [s, b, hidden]."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def cache_requirements(self) -> list[LayerCache]:
+        """What each layer of this stage needs kept between calls; index is layer_number - 1."""
+        return [layer.cache_requirements() for layer in self.decoder.layers]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inference_context: MixerContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> Tensor:
+        """Logits, or the loss of each token.
+
+        Attention is causal and positions count from each sequence's start (in inference, from the
+        context's start positions), so `position_ids` and `attention_mask` change nothing; they are
+        there because megatron-core's training loops pass them.
+
+        Args:
+            input_ids: [b, s] int64. Packed and in inference: [1, T].
+            labels: [b, s] int64.
+            inference_context: what serves caches and states; the sole sign of inference.
+            packed_seq_params: boundaries of the sequences that the one row holds; recurrent states
+                start anew at each. Rows after the last boundary are padding.
+            runtime_gather_output: gather the logits of all tensor-parallel ranks.
+
+        Returns:
+            With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
+            the rows that its `last_token_logits(hidden [1, T, hidden])` picks. Else logits
+            [b, s, vocab], or this rank's part of the (padded) vocabulary where they are not
+            gathered. A pipeline stage before the last: hidden states [s, b, hidden].
+        """
+        b, s = input_ids.shape
+        if inference_context is None:
+            context = UncachedContext(_layout(b, s, packed_seq_params), input_ids.device)
+        else:
+            context = inference_context
+        if self.pre_process:
+            # One row of b * s tokens: core's [s, b, h] then lies in sequence order.
+            hidden_Th = self.embedding(input_ids.reshape(1, b * s), None).squeeze(1)
+        else:
+            hidden_Th = self.input_tensor.transpose(0, 1).reshape(b * s, -1)
+        hidden_Th = self.decoder(hidden_Th, context)
+        if not self.post_process:
+            return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
+        if inference_context is not None:
+            rows_nh = inference_context.last_token_logits(hidden_Th.unsqueeze(0))
+            return self.compute_logits(rows_nh).unsqueeze(0)
+        if labels is not None:
+            return self._loss(hidden_Th, labels)
+        if runtime_gather_output or self.pg_collection.tp.size() == 1:
+            return self.compute_logits(hidden_Th).view(b, s, -1)
+        return self._local_logits(hidden_Th).view(b, s, -1)
+
+    def compute_logits(self, hidden_nh: Tensor) -> Tensor:
+        """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab]."""
+        logits = self._local_logits(hidden_nh, gather=True)
+        return logits[:, : self.vocab_size]
+
+    def _local_logits(self, hidden_nh: Tensor, gather: bool = False) -> Tensor:
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        logits, _ = self.output_layer(hidden_nh, weight=weight, runtime_gather_output=gather)
+        return logits
+
+    def _loss(self, hidden_Th: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [b, s] in fp32."""
+        logits = self._local_logits(hidden_Th)
+        if self.pg_collection.tp.size() == 1:
+            # The same function in one fused pass; core's is written for split vocabularies.
+            loss = F.cross_entropy(logits.float(), labels.reshape(-1), reduction="none")
+            return loss.view_as(labels)
+        width = logits.shape[-1]
+        padding = (self.pg_collection.tp.rank() + 1) * width - self.vocab_size
+        if padding > 0:
+            # Columns that only make the vocabulary divisible are no tokens.
+            column = torch.arange(width, device=logits.device)
+            logits = logits.masked_fill(column >= width - padding, -torch.inf)
+        loss = self.compute_language_model_loss(labels.reshape(1, -1), logits.unsqueeze(1))
+        return loss.view_as(labels)
+
+
+def build_hybrid_model(
+    config: HybridConfig,
+    pg_collection: ProcessGroupCollection | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> HybridModel:
+    """A model with random weights (of torch's generator) on torch's default device.
+
+    torch.distributed and megatron-core's process groups are set up for this process where the
+    caller has not done so.
+
+    Args:
+        config: the architecture, and the sizes of the parallel groups.
+        pg_collection: process groups to use; None: megatron-core's own.
+        pre_process: whether this pipeline stage embeds.
+        post_process: whether this pipeline stage computes logits.
+
+    Raises:
+        ValueError: the process groups do not fit the config.
+        ImportError: `config.layer_spec` needs Transformer Engine, which is missing.
+    """
+    groups = process_groups(config, pg_collection)
+    if config.use_cpu_initialization:
+        device = torch.get_default_device()
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not get_cuda_rng_tracker().is_initialized():
+            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+    return HybridModel(config, groups, pre_process, post_process).to(device)
+
+
+def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
+    """Let `load_state_dict` take the names of either layer spec and any megatron-core release."""
+    own = own_spelling(model.state_dict().keys())
+    for name in list(state_dict):
+        if is_parameter(name):
+            value = state_dict.pop(name)
+            state_dict[own.get(canonical_name(name), name)] = value
+
+
+def _layout(b: int, s: int, packed_seq_params: PackedSeqParams | None) -> RaggedLayout:
+    """The layout of a batch [b, s] without caches."""
+    if packed_seq_params is None:
+        return RaggedLayout.uniform(b, s)
+    if b != 1:
+        raise ValueError(
+            f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "
+            "Flatten the batch to [1, T]."
+        )
+    boundaries = packed_seq_params.cu_seqlens_q_padded
+    if boundaries is None:
+        boundaries = packed_seq_params.cu_seqlens_q
+    cu_seqlens = boundaries.tolist()
+    lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
+    if cu_seqlens[0] != 0 or min(lengths, default=-1) < 0 or cu_seqlens[-1] > s:
+        raise ValueError(
+            f"cu_seqlens {cu_seqlens} must rise from 0 to at most the {s} tokens of input_ids."
+        )
+    lengths = tuple(length for length in lengths if length)
+    return RaggedLayout(lengths, (0,) * len(lengths), num_padding=s - cu_seqlens[-1])

@@ -1,0 +1,145 @@
+"""Gated DeltaNet (arXiv 2412.06464), with the parameters and arithmetic of core's GatedDeltaNet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
+from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops import gated_delta_rule
+
+_A_RANGE = (1.0, 16.0)
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """The projections and the output norm of a Gated DeltaNet mixer."""
+
+    in_proj: ModuleSpec | type
+    out_norm: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class GatedDeltaNetMixer(MegatronModule):
+    """S_t = exp(g) S_{t-1} + beta k_t (x) (v_t - k_t exp(g) S_{t-1}),  o_t = q_t S_t, normed, gated.
+
+    Args:
+        config: sizes are its `linear_*` fields.
+        submodules: the projections and the norm to build.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        keys, values = key_heads * self.key_dim, value_heads * self.value_dim
+        tp_size = pg_collection.tp.size()
+        self.num_key_heads = key_heads // tp_size
+        self.num_value_heads = value_heads // tp_size
+
+        projected = (keys, keys, values, values, value_heads, value_heads)  # q k v gate beta alpha
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(projected),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=pg_collection.tp,
+        )
+        mark_tensor_parallel(self.in_proj.weight, 0, projected)
+        self.split_sizes = [
+            (2 * keys + values) // tp_size,
+            values // tp_size,
+            self.num_value_heads,
+            self.num_value_heads,
+        ]
+        self.conv1d = ShortConv(
+            (keys, keys, values),
+            config.linear_conv_kernel_dim,
+            bias=False,
+            tp_size=tp_size,
+            dtype=config.params_dtype,
+        )
+        decay = torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log()
+        self.A_log = nn.Parameter(decay.to(config.params_dtype))
+        self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads, dtype=config.params_dtype))
+        for parameter in (self.A_log, self.dt_bias):
+            mark_tensor_parallel(parameter, 0)
+        self.out_norm = build_module(
+            submodules.out_norm,
+            config=config,
+            hidden_size=self.value_dim,
+            eps=config.layernorm_epsilon,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            values,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=pg_collection.tp,
+        )
+        mark_tensor_parallel(self.out_proj.weight, 1)
+
+    def cache_requirements(self) -> LayerCache:
+        """A convolution tail and the state, [H, N, P]."""
+        shape = (self.num_value_heads, self.key_dim, self.value_dim)
+        state = StateTensor("delta", shape, self.config.recurrent_state_dtype)
+        return LayerCache(states=(self.conv1d.state(), state))
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        projected, _ = self.in_proj(hidden_Th)
+        qkv, gate, beta, alpha = projected.split(self.split_sizes, -1)
+        qkv = self.conv1d(qkv, context, self.layer_number)
+        q, k, v = qkv.split(
+            [
+                self.num_key_heads * self.key_dim,
+                self.num_key_heads * self.key_dim,
+                self.num_value_heads * self.value_dim,
+            ],
+            -1,
+        )
+        o_THP, final, captured = gated_delta_rule(
+            q.unflatten(-1, (self.num_key_heads, self.key_dim)),
+            k.unflatten(-1, (self.num_key_heads, self.key_dim)),
+            v.unflatten(-1, (self.num_value_heads, self.value_dim)),
+            -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float()),
+            beta.float().sigmoid(),
+            context.read_state(self.layer_number, "delta"),
+            context.ragged_layout(),
+            self.config.linear_chunk_size,
+        )
+        context.write_state(self.layer_number, "delta", final, captured)
+        gate_THP = gate.unflatten(-1, (self.num_value_heads, self.value_dim))
+        gated = self.out_norm(o_THP) * F.silu(gate_THP.float())
+        return self.out_proj(gated.to(o_THP.dtype).flatten(1))

@@ -1,0 +1,38 @@
+"""RMS norm of a gated input, as a Mamba-2 mixer ends with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+
+
+class GatedGroupNorm(nn.Module):
+    """RMSNorm(y * SiLU(z)) * weight, the mean square taken over each group of channels.
+
+    Groups never straddle tensor-parallel ranks, so no rank needs another one's channels
+    (Mamba-2, arXiv 2405.21060, section 8.2).
+
+    Args:
+        channels: channels on this rank.
+        group_size: channels per group.
+        eps: added to the mean square.
+        dtype: dtype of the weight.
+    """
+
+    def __init__(self, channels: int, group_size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.group_size = group_size
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, dtype=dtype))
+        mark_tensor_parallel(self.weight, 0)
+
+    def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
+        """Gate and normalise in fp32; returns [T, C] in the dtype of `y_TC`."""
+        gated = y_TC.float() * F.silu(z_TC.float())
+        groups = gated.unflatten(-1, (-1, self.group_size))
+        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        normed = (groups * scale).flatten(-2) * self.weight.float()
+        return normed.to(y_TC.dtype)

@@ -1,0 +1,50 @@
+"""megatron-core's MLP as a mixer that needs no context."""
+
+from __future__ import annotations
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import LayerCache, MixerContext
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+
+
+class MLPMixer(MLP):
+    """Two projections with an activation in between, gated or not.
+
+    Args:
+        config: sizes are `hidden_size` and `ffn_hidden_size`.
+        submodules: the projections to build.
+        layer_number: unused; every mixer is built with it.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MLPSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(
+            config,
+            submodules,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=pg_collection.tp,
+        )
+        # A rank holds its piece of the gate and its piece of the value, one after the other.
+        sections = (config.ffn_hidden_size,) * (2 if config.gated_linear_unit else 1)
+        mark_tensor_parallel(self.linear_fc1.weight, 0, sections)
+        if config.add_bias_linear:
+            mark_tensor_parallel(self.linear_fc1.bias, 0, sections)
+        mark_tensor_parallel(self.linear_fc2.weight, 1)
+
+    def cache_requirements(self) -> LayerCache:
+        """Nothing."""
+        return LayerCache()
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        return super().forward(hidden_Th)

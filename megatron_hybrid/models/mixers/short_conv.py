@@ -1,0 +1,66 @@
+"""The short causal convolution in front of a recurrent scan, sharded by channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.models.mixers.base import MixerContext, StateTensor
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops import causal_conv1d
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution with SiLU; parameters as in a grouped `nn.Conv1d`.
+
+    Args:
+        sections: full sizes of the blocks of channels, each cut over the tensor-parallel ranks.
+        kernel_size: width of the convolution.
+        bias: whether it has one.
+        tp_size: number of tensor-parallel ranks.
+        dtype: dtype of the parameters, and of the inputs that are kept.
+    """
+
+    state_name = "conv"
+
+    def __init__(
+        self,
+        sections: Sequence[int],
+        kernel_size: int,
+        bias: bool,
+        tp_size: int,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        channels = sum(sections) // tp_size
+        # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
+        bound = 1.0 / math.sqrt(kernel_size)
+        weight = torch.empty(channels, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
+        self.weight = nn.Parameter(weight)
+        mark_tensor_parallel(self.weight, 0, sections)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(channels, dtype=dtype).uniform_(-bound, bound))
+            mark_tensor_parallel(self.bias, 0, sections)
+        else:
+            self.register_parameter("bias", None)
+
+    def state(self) -> StateTensor:
+        """The inputs that the next token still needs: [C, K - 1], oldest first."""
+        channels, _, width = self.weight.shape
+        return StateTensor(self.state_name, (channels, width - 1), self.weight.dtype)
+
+    def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
+        """SiLU of the convolution of each sequence, [T, C]."""
+        y_TC, final, captured = causal_conv1d(
+            x_TC,
+            self.weight.squeeze(1),
+            self.bias,
+            context.read_state(layer_number, self.state_name),
+            context.ragged_layout(),
+            activation="silu",
+        )
+        context.write_state(layer_number, self.state_name, final, captured)
+        return y_TC

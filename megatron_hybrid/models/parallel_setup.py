@@ -1,0 +1,72 @@
+"""Process groups for a model: the caller's, or else a set of our own that needs no launcher."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_hybrid.config import HybridConfig
+
+
+def process_groups(
+    config: HybridConfig, given: ProcessGroupCollection | None = None
+) -> ProcessGroupCollection:
+    """The groups to build a model with.
+
+    Without `given`, megatron-core's own are used; if the caller has not set those up either, they
+    are made here: from the launcher's environment under torchrun, else for this one process.
+
+    Raises:
+        ValueError: the groups' sizes are not those of the config.
+    """
+    if given is None:
+        _initialize_distributed()
+        if not parallel_state.model_parallel_is_initialized():
+            _initialize_model_parallel(config)
+        given = ProcessGroupCollection.use_mpu_process_groups()
+    for field, group in (
+        ("tensor_model_parallel_size", given.tp),
+        ("pipeline_model_parallel_size", given.pp),
+    ):
+        if group.size() != getattr(config, field):
+            raise ValueError(
+                f"{field} is {getattr(config, field)}, but the process group that is set up has "
+                f"{group.size()} ranks. Make them agree, or call "
+                "megatron.core.parallel_state.destroy_model_parallel() first."
+            )
+    return given
+
+
+def _initialize_distributed() -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_destroy_distributed)
+
+
+def _destroy_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _initialize_model_parallel(config: HybridConfig) -> None:
+    needed = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    if dist.get_world_size() % needed:
+        raise ValueError(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} times "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} needs a multiple "
+            f"of {needed} processes, but there are {dist.get_world_size()}. "
+            f"Start with `torchrun --nproc-per-node {needed}`."
+        )
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    )

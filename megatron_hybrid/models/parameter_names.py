@@ -1,0 +1,49 @@
+"""One spelling for each parameter, whichever layer spec and megatron-core release wrote it.
+
+The canonical spelling is that of the local spec in 0.16: norms apart from projections.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from megatron_hybrid import compat
+
+# Where the transformer_engine spec keeps a layer's norm -> where the local spec keeps it. The rest
+# of such a name is `weight` or `bias` in both.
+_FUSED_NORMS = {
+    "mixer.in_proj.layer_norm_": "norm.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.(.*)$")
+
+
+def canonical_name(name: str, layer_offset: int = 0) -> str:
+    """The canonical spelling of a parameter's name.
+
+    Args:
+        layer_offset: layers of the pipeline stages before the one that `name` counts within.
+    """
+    name = compat.canonical_parameter_name(name)
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    prefix, layer, rest = match.groups()
+    for fused, local in _FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = local + rest.removeprefix(fused)
+    return f"{prefix}{int(layer) + layer_offset}.{rest}"
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a state-dict key names a tensor of the model, not a module's private extra state."""
+    return not name.endswith("._extra_state")
+
+
+def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
+    """Canonical spelling -> the spelling among `names`."""
+    return {canonical_name(name, layer_offset): name for name in names if is_parameter(name)}

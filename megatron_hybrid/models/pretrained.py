@@ -1,0 +1,64 @@
+"""A trained model and its tokenizer from a folder, or the one that ships in the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid.models.checkpoint import CheckpointError, load_checkpoint, read_config
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.tokenizer import TOKENIZER_FILE, Tokenizer
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
+
+
+def load_pretrained(
+    folder: str | os.PathLike,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> tuple[HybridModel, Tokenizer | None]:
+    """A model in eval mode, and its tokenizer (None where the folder has none).
+
+    Args:
+        folder: a checkpoint, or "demo" for the small model in the package.
+        device: where to put it; None: torch's default device.
+        dtype: what to run it in; None: what it was saved in.
+        overrides: HybridConfig fields of this run, such as tensor_model_parallel_size.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or a broken one.
+    """
+    path = DEMO_FOLDER if str(folder) == DEMO else Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
+            f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
+        )
+    if dtype is not None:
+        overrides["params_dtype"] = dtype
+    # Drawing random weights that are overwritten at once takes longer than reading the file.
+    config = read_config(path, perform_initialization=False, **overrides)
+    with torch.device(device if device is not None else torch.get_default_device()):
+        model = build_hybrid_model(config)
+    load_checkpoint(model, path, cast=dtype is not None)
+    return model.eval(), _load_tokenizer(path, config.vocab_size)
+
+
+def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    if not (path / TOKENIZER_FILE).exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_folder(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{path / TOKENIZER_FILE} has {tokenizer.vocab_size} tokens, but the model's "
+            f"vocab_size is {vocab_size}. They do not belong together."
+        )
+    return tokenizer

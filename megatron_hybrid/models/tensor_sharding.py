@@ -1,0 +1,77 @@
+"""How a parameter is cut over tensor-parallel ranks, said by the parameter itself.
+
+A sharded parameter carries megatron-core's attributes (`tensor_model_parallel`, `partition_dim`,
+`partition_stride`) and, where a rank holds pieces of several concatenated blocks,
+`partition_sections`: the full sizes of these blocks along `partition_dim`. One pair of functions
+then cuts and joins any parameter of any layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mark_tensor_parallel(
+    parameter: nn.Parameter,
+    dim: int,
+    sections: Sequence[int] | None = None,
+    unpadded_size: int | None = None,
+) -> None:
+    """Say that `parameter` is this rank's piece of a tensor that is cut along `dim`.
+
+    Args:
+        sections: full sizes of the blocks that lie one after another along `dim`, each of which is
+            cut on its own; None: one block.
+        unpadded_size: full size along `dim` without the rows that only make it divisible.
+    """
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
+    parameter.partition_stride = 1
+    if sections is not None:
+        parameter.partition_sections = tuple(sections)
+    if unpadded_size is not None:
+        parameter.unpadded_size = unpadded_size
+
+
+def full_shape(parameter: Tensor, tp_size: int) -> tuple[int, ...]:
+    """Shape of the whole tensor that `parameter` is this rank's piece of."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        dim = parameter.partition_dim
+        shape[dim] = getattr(parameter, "unpadded_size", shape[dim] * tp_size)
+    return tuple(shape)
+
+
+def shard(full: Tensor, parameter: Tensor, rank: int, tp_size: int) -> Tensor:
+    """The piece of `full` that belongs where `parameter` is, for one rank."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    dim = parameter.partition_dim
+    padding = parameter.shape[dim] * tp_size - full.shape[dim]
+    if padding:
+        full = F.pad(full, (0, 0) * (full.dim() - 1 - dim) + (0, padding))
+    if tp_size == 1:
+        return full
+    sections = getattr(parameter, "partition_sections", (full.shape[dim],))
+    pieces = [block.chunk(tp_size, dim)[rank] for block in full.split(sections, dim)]
+    return torch.cat(pieces, dim)
+
+
+def unshard(pieces: Sequence[Tensor], parameter: Tensor) -> Tensor:
+    """The whole tensor, from the pieces of all ranks in order. Inverse of `shard`."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return pieces[0]
+    dim = parameter.partition_dim
+    if len(pieces) == 1:
+        full = pieces[0]
+    else:
+        total = sum(piece.shape[dim] for piece in pieces)
+        sections = getattr(parameter, "partition_sections", (total,))
+        local = [size // len(pieces) for size in sections]
+        blocks = zip(*(piece.split(local, dim) for piece in pieces))
+        full = torch.cat([piece for block in blocks for piece in block], dim)
+    return full.narrow(dim, 0, getattr(parameter, "unpadded_size", full.shape[dim]))

@@ -1,0 +1,156 @@
+"""The chunks of a ragged batch: laying tokens out on them, and carrying states through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_hybrid.ops.ragged import index_tensor
+
+if TYPE_CHECKING:
+    from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+class ChunkGrid:
+    """Chunks of the sequences behind the leading steps of a layout.
+
+    The grid is anchored at absolute position 0: the token at position t sits in row
+    `t % chunk_size` of its chunk, whichever call computes it. A sequence that starts inside a
+    chunk leaves the rows before it empty; empty rows hold zeros, which change no state (decay 1,
+    input 0). The S chunks lie sequence by sequence.
+    """
+
+    def __init__(self, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+        self.chunk_size = chunk_size
+        first_seq = layout.num_steps
+        self.lengths = layout.lengths[first_seq:]
+        self.first_rows = [p % chunk_size for p in layout.start_positions[first_seq:]]
+        self.counts = [
+            -(-(row + length) // chunk_size)
+            for row, length in zip(self.first_rows, self.lengths, strict=True)
+        ]
+        self.num_chunks = sum(self.counts)
+        self.is_full = self.num_chunks * chunk_size == sum(self.lengths)
+        firsts = [sum(self.counts[:r]) for r in range(len(self.counts))]
+
+        # Wave j holds the j-th chunk of every sequence that has one. With the longest sequences
+        # first, the sequences alive in a wave are a prefix of those of the wave before.
+        order = sorted(range(len(self.counts)), key=lambda r: -self.counts[r])
+        waves = [
+            [firsts[r] + j for r in order if j < self.counts[r]] for j in range(max(self.counts))
+        ]
+        self.wave_sizes = [len(wave) for wave in waves]
+        self._sequence_order = _Permutation(order, device)
+        self._chunk_order = _Permutation([chunk for wave in waves for chunk in wave], device)
+
+        chunks, rows = [], []
+        for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
+            if owner < first_seq:
+                continue
+            r = owner - first_seq
+            row = self.first_rows[r] + count - 1 - layout.cu_seqlens[owner]
+            chunks.append(firsts[r] + row // chunk_size)
+            rows.append(row % chunk_size)
+        self.capture_chunks = index_tensor(chunks, device)
+        self._capture_rows = index_tensor(rows, device)
+
+    def pad(self, x_T: torch.Tensor) -> torch.Tensor:
+        """Scan tokens `[tokens, ...]` laid out on the grid, `[S, L, ...]`, zeros in empty rows."""
+        if not self.is_full:
+            empty = x_T.new_zeros((self.chunk_size, *x_T.shape[1:]))
+            pieces = []
+            for x_seq, row, count in zip(
+                x_T.split(self.lengths), self.first_rows, self.counts, strict=True
+            ):
+                behind = count * self.chunk_size - row - len(x_seq)
+                pieces += [empty[:row], x_seq, empty[:behind]]
+            x_T = torch.cat(pieces)
+        return x_T.reshape(self.num_chunks, self.chunk_size, *x_T.shape[1:])
+
+    def unpad(self, y_SL: torch.Tensor) -> torch.Tensor:
+        """The tokens' rows of `[S, L, ...]` in flat order, `[tokens, ...]`."""
+        y_T = y_SL.flatten(0, 1)
+        if self.is_full:
+            return y_T
+        per_seq = y_T.split([count * self.chunk_size for count in self.counts])
+        rows = zip(per_seq, self.first_rows, self.lengths, strict=True)
+        return torch.cat([y_seq[row : row + length] for y_seq, row, length in rows])
+
+    def recur(
+        self,
+        state_R: torch.Tensor,
+        inputs_S: Sequence[torch.Tensor],
+        step: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Carry the states through the chunks, one wave of all sequences at a time.
+
+        `step(state, *inputs of these chunks) -> (state after them, output of them | None)`.
+        Returns each chunk's start state `[S, ...]`, the outputs `[S, ...]` (None where step has
+        none) and the final states `[R, ...]`.
+        """
+        state = self._sequence_order.apply(state_R)
+        waves = zip(
+            *(self._chunk_order.apply(x_S).split(self.wave_sizes) for x_S in inputs_S), strict=True
+        )
+        starts, outputs, finals = [], [], []
+        for size, inputs in zip(self.wave_sizes, waves, strict=True):
+            if size < len(state):
+                finals.append(state[size:])
+                state = state[:size]
+            starts.append(state)
+            state, output = step(state, *inputs)
+            outputs.append(output)
+        finals.append(state)
+        start_S = self._chunk_order.invert(torch.cat(starts))
+        output_S = None if outputs[0] is None else self._chunk_order.invert(torch.cat(outputs))
+        return start_S, output_S, self._sequence_order.invert(torch.cat(finals[::-1]))
+
+    def capture_decays(
+        self, cum_SHL: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decays up to each captured row: of the chunk's start state `[n, H, 1, 1]`, and of what
+        its rows added `[n, H, L]`, 0 for the rows behind the captured one.
+
+        `cum_SHL` is the float64 running sum of log decays in each chunk.
+        """
+        rows_n = self._capture_rows
+        cum_nHL = cum_SHL[self.capture_chunks]
+        cum_nH1 = cum_nHL.gather(2, rows_n.view(-1, 1, 1).expand(-1, cum_nHL.shape[1], 1))
+        behind_n1L = torch.arange(self.chunk_size, device=rows_n.device) > rows_n.view(-1, 1, 1)
+        weight_nHL = (cum_nH1 - cum_nHL).masked_fill(behind_n1L, -torch.inf).exp()
+        return cum_nH1.exp().to(dtype).unsqueeze(-1), weight_nHL.to(dtype)
+
+
+class _Permutation:
+    """A fixed order of rows and its inverse; the identity costs nothing."""
+
+    def __init__(self, order: list[int], device: torch.device | str) -> None:
+        self.is_identity = order == list(range(len(order)))
+        if not self.is_identity:
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            self._order = index_tensor(order, device)
+            self._inverse = index_tensor(inverse, device)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_identity else _Reorder.apply(x, self._order, self._inverse)
+
+    def invert(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_identity else _Reorder.apply(x, self._inverse, self._order)
+
+
+class _Reorder(torch.autograd.Function):
+    """`x[order]` for a permutation: its gradient is a gather too, not a sum into zeros."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.orders = order, inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, inverse = ctx.orders
+        return _Reorder.apply(grad, inverse, order), None, None

@@ -1,0 +1,167 @@
+"""How the sequences of one call lie one behind the other in flat tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_hybrid.ops.chunk_grid import ChunkGrid
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """Lengths, positions and wanted states of the sequences that one call computes together.
+
+    Row t of a flat tensor `[T, ...]` is a token; sequence r owns rows
+    `cu_seqlens[r] .. cu_seqlens[r + 1]`; `num_padding` trailing rows belong to no sequence.
+    A batch is laid out with its decodes (length 1) first: the leading sequences of length 1 take
+    one vectorised recurrent step, all others the chunked scan. Any other mix is right too, only
+    slower. The layout is immutable; index tensors are made once per device and kept with it.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence in this call, each at least 1."""
+    start_positions: tuple[int, ...]
+    """Absolute position of each sequence's first token of this call."""
+    captures: tuple[int, ...] = ()
+    """Wanted states, as strictly ascending counts c of flat tokens: the state of the sequence that
+    owns flat token c - 1, right after that token."""
+    num_padding: int = 0
+    """Trailing rows of the flat tensors that belong to no sequence; outputs are zero there."""
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "start_positions", "captures"):
+            object.__setattr__(self, name, tuple(int(value) for value in getattr(self, name)))
+        if not self.lengths:
+            raise ValueError("a RaggedLayout needs at least one sequence, lengths is empty")
+        if len(self.start_positions) != len(self.lengths):
+            raise ValueError(
+                f"{len(self.start_positions)} start_positions for {len(self.lengths)} lengths: "
+                "give one absolute position per sequence"
+            )
+        if min(self.lengths) < 1:
+            raise ValueError(
+                f"lengths holds {min(self.lengths)}; each sequence of a call needs at least 1 "
+                "token, leave out the ones that have none"
+            )
+        if min(self.start_positions) < 0:
+            raise ValueError(
+                f"start_positions holds {min(self.start_positions)}; positions count from 0"
+            )
+        if self.num_padding < 0:
+            raise ValueError(f"num_padding is {self.num_padding}; it must be at least 0")
+        for before, count in pairwise((0, *self.captures)):
+            if count <= before or count > self.num_tokens:
+                raise ValueError(
+                    f"captures holds {count} after {before}; captures are strictly ascending "
+                    f"counts of flat tokens in 1..{self.num_tokens}"
+                )
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def uniform(num_sequences: int, length: int) -> RaggedLayout:
+        """`num_sequences` sequences of `length` tokens from position 0 (a training batch)."""
+        return RaggedLayout((length,) * num_sequences, (0,) * num_sequences)
+
+    @staticmethod
+    def packed(cu_seqlens: Sequence[int]) -> RaggedLayout:
+        """Sequences from position 0 with the boundaries `cu_seqlens` = (0, end of the first, ..).
+
+        Empty sequences (equal boundaries, as padded `PackedSeqParams` have them) are left out.
+        """
+        bounds = [int(bound) for bound in cu_seqlens]
+        if bounds[:1] != [0]:
+            raise ValueError(f"cu_seqlens starts with {bounds[:1]}; the first boundary must be 0")
+        lengths = tuple(b - a for a, b in pairwise(bounds) if a != b)
+        return RaggedLayout(lengths, (0,) * len(lengths))
+
+    @functools.cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Flat row of each sequence's first token, and `num_tokens` at the end: R + 1 numbers."""
+        return (0, *accumulate(self.lengths))
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, padding rows not counted."""
+        return sum(self.lengths)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows T of the flat tensors: `num_tokens + num_padding`."""
+        return self.num_tokens + self.num_padding
+
+    @property
+    def num_sequences(self) -> int:
+        """R."""
+        return len(self.lengths)
+
+    @functools.cached_property
+    def num_steps(self) -> int:
+        """Leading sequences of length 1: they take the vectorised recurrent step."""
+        return next((r for r, n in enumerate(self.lengths) if n > 1), len(self.lengths))
+
+    @functools.cached_property
+    def capture_sequences(self) -> tuple[int, ...]:
+        """The sequence that owns each capture: n numbers."""
+        owners, r = [], 0
+        for count in self.captures:
+            while self.cu_seqlens[r + 1] < count:
+                r += 1
+            owners.append(r)
+        return tuple(owners)
+
+    def token_positions(self, device: torch.device | str) -> torch.Tensor:
+        """Absolute position of each row, int64 `[T]`; padding rows have position 0."""
+        return self._cached(
+            ("token_positions", torch.device(device)),
+            lambda: (
+                [
+                    position
+                    for start, length in zip(self.start_positions, self.lengths, strict=True)
+                    for position in range(start, start + length)
+                ]
+                + [0] * self.num_padding
+            ),
+            device,
+        )
+
+    def sequence_ids(self, device: torch.device | str) -> torch.Tensor:
+        """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
+        return self._cached(
+            ("sequence_ids", torch.device(device)),
+            lambda: [r for r, length in enumerate(self.lengths) for _ in range(length)],
+            device,
+        )
+
+    def chunk_grid(self, chunk_size: int, device: torch.device | str) -> ChunkGrid:
+        """The chunks that the sequences behind the leading steps fill; made once, then kept."""
+        from megatron_hybrid.ops.chunk_grid import ChunkGrid
+
+        key = ("chunk_grid", chunk_size, torch.device(device))
+        if key not in self._memo:
+            self._memo[key] = ChunkGrid(self, chunk_size, device)
+        return self._memo[key]
+
+    @functools.cached_property
+    def _memo(self) -> dict:
+        return {}
+
+    def _cached(self, key, values, device) -> torch.Tensor:
+        if key not in self._memo:
+            self._memo[key] = index_tensor(values(), device)
+        return self._memo[key]
+
+
+def index_tensor(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """An int64 tensor that may be kept: usable by autograd even if made in inference mode."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int64, device=device)

@@ -1,0 +1,70 @@
+"""What the scans of all recurrent mixers share: decays, and the split in steps and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_hybrid.ops.checks import join
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+def ragged_scan(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    inputs_T: tuple[torch.Tensor, ...],
+    states_R: torch.Tensor,
+    layout: RaggedLayout,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the leading single tokens by `step` and all other sequences by `chunked`.
+
+    Args:
+        step: `(*inputs of the steps, states) -> (outputs, states after them)`.
+        chunked: `(*inputs of the rest, states, grid) -> (outputs, final, captured states)`.
+        inputs_T: flat tensors; padding rows are not looked at.
+        states_R: initial states, one per sequence.
+        layout: lengths, positions and captures.
+        chunk_size: rows of a chunk.
+
+    Returns:
+        Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`.
+    """
+    num_steps, num_tokens = layout.num_steps, layout.num_tokens
+    outputs, finals, captured = [], [], []
+    if num_steps:
+        output, final = step(*(t[:num_steps] for t in inputs_T), states_R[:num_steps])
+        outputs.append(output)
+        finals.append(final)
+        # A sequence of one token that is captured is captured at its end.
+        captured += [final[count - 1 : count] for count in layout.captures if count <= num_steps]
+    if num_steps < layout.num_sequences:
+        grid = layout.chunk_grid(chunk_size, states_R.device)
+        output, final, captured_scan = chunked(
+            *(t[num_steps:num_tokens] for t in inputs_T), states_R[num_steps:], grid
+        )
+        outputs.append(output)
+        finals.append(final)
+        captured.append(captured_scan)
+    if not captured:
+        captured.append(states_R[:0])
+    return join(outputs), join(finals), join(captured)
+
+
+def decay_matrix(cum_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp(cum[i] - cum[j]) for i >= j and 0 above the diagonal: `[..., L]` -> `[..., L, L]`.
+
+    `cum_L` is a float64 running sum of log decays. A chunk with a strong decay in it has sums in
+    the hundreds, whose fp32 spacing alone would be an error of 1e-5 in the decays behind it. The
+    sum is split in a rounded part and its rest: the difference of two nearby rounded parts is exact
+    in fp32, and two distant ones decay to nothing.
+    """
+    high = cum_L.to(dtype)
+    diff = high.unsqueeze(-1) + (-high).unsqueeze(-2)
+    if dtype != cum_L.dtype:
+        low = (cum_L.detach() - high.detach()).to(dtype)
+        diff.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    length = cum_L.shape[-1]
+    future = torch.full((length, length), -torch.inf, dtype=dtype, device=cum_L.device).triu_(1)
+    return diff.add_(future).exp_()

@@ -1,0 +1,229 @@
+"""`megatron-hybrid demo`: the same requests in the three prefix-caching modes, side by side."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request import GenerationResult
+from megatron_hybrid.inference.sampling import SamplingParams
+
+SYSTEM_PROMPT = (
+    "You are the teller of stories at a long winter fire. The company has come a great way through "
+    "the snow, and they are tired and cold, and they wish to hear of other places. Speak plainly "
+    "and kindly, as an old friend of the house would speak. Let there be a wood in the story, and "
+    "a house at the edge of the wood, and somebody who has lost something and goes to look for it. "
+    "Do not hurry; the night is long and the fire is good. When a child of the company asks a "
+    "question, answer it, and then go on with the story as if it had been a part of it from the "
+    "beginning. Never frighten the little ones more than they like to be frightened, and always "
+    "let the lost thing be found at last, though it may not be the same thing that was lost. And "
+    "now the company is seated, the door is shut against the wind, and one of them begins to speak."
+)
+USERS = (
+    '\n\n"Tell us," said the miller, "of the girl who lost her shadow."',
+    '\n\n"I should like," said the old lady, "to hear about the grey horse."',
+    '\n\n"Is it true," asked the little boy, "that the fox can talk?"',
+)
+SECOND_TURN = '\n\n"And what," asked the old lady, "did she say to that?"'
+# Cut to the exact numbers of tokens below; what it says does not matter much.
+LONG_TEXT = " ".join(
+    (
+        "There was once a man who kept a garden on the side of a hill, and every morning before "
+        "the sun was up he went out to see what had grown in the night.",
+        "He had planted beans along the wall and cabbages under the apple trees, and in the middle "
+        "of it all there stood a well with a wooden lid.",
+        "Nobody in the village remembered who had dug the well, and the water that came up from "
+        "it was so cold that it made the teeth ache, even in August.",
+        "One day, when he had lifted the lid and let down the bucket, he heard a small voice from "
+        "below, which said very civilly that it would be obliged to him for a little help.",
+        "The man was not easily surprised, for he had lived alone a long time, and those who live "
+        "alone grow used to voices; so he leaned over and asked who was there.",
+        "It is only I, said the voice, and I have been here since the spring, when I came down to "
+        "look at the stars, which are to be seen from the bottom of a well at noon.",
+        "He let down the rope, and felt it grow heavy, and drew it up again hand over hand, and "
+        "what should be sitting in the bucket but a hedgehog, wet through and in a bad temper.",
+        "They went into the kitchen together, and he gave it bread and milk in a saucer, and it "
+        "told him all that it had seen, which was a great deal more than he had expected.",
+        "After that the hedgehog stayed with him, and in the evenings they sat on the bench beside "
+        "the door and watched the carts go by upon the road to the market town.",
+        "Now the road was an old one, and there were many who travelled on it that had no business "
+        "at any market, as the gardener was to learn before the year was out.",
+        "In October there came a woman with a basket, and she asked whether she might rest a while, "
+        "and what the apples cost, and whether the well was deep.",
+        "The apples cost nothing to those who are tired, said the gardener, and as for the well, "
+        "you had better ask my friend here, who has made a study of it.",
+        "She laughed, and set the basket down, and there was something in the basket that moved.",
+    )
+)
+ANSWER_TOKENS = 24
+
+
+@dataclass
+class Row:
+    """One request in one mode."""
+
+    name: str
+    result: GenerationResult
+
+
+@dataclass
+class Run:
+    """All requests in one mode."""
+
+    mode: str
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: dict = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[list[list[int]]]:
+        return [[s.generated_tokens for s in row.result.samples] for row in self.rows]
+
+
+def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Run:
+    """Sends the demo's requests through a fresh engine, one after the other."""
+    engine = DynamicInferenceEngine(
+        model,
+        tokenizer,
+        InferenceConfig(
+            prefix_caching=mode, cache_bytes=128 << 20, max_requests=8, max_sequence_length=2048
+        ),
+    )
+    run = Run(mode)
+    greedy = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER_TOKENS, ignore_termination=True)
+
+    def ask(name: str, prompt, params: SamplingParams = greedy, **arguments) -> GenerationResult:
+        progress(f"{mode}: {name}")
+        result = engine.generate([prompt], params, **arguments)[0]
+        run.rows.append(Row(name, result))
+        return result
+
+    # The first forward pass of a process pays for one-time set-up; it belongs to no request.
+    engine.generate(["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), salt="warm-up")
+    began = time.perf_counter()
+    system_tokens = [len(tokenizer.tokenize(SYSTEM_PROMPT))]
+    first = None
+    for number, user in enumerate(USERS, start=1):
+        result = ask(
+            f"system prompt, user {number}", SYSTEM_PROMPT + user, cache_breakpoints=system_tokens
+        )
+        first = first or result
+    ask("user 1 again", SYSTEM_PROMPT + USERS[0])
+    follow_up = tokenizer.tokenize(SECOND_TURN)
+    ask("user 1, second turn", [*first.prompt_tokens, *first.generated_tokens, *follow_up])
+    sampling = SamplingParams(
+        temperature=0.8, top_p=0.95, seed=7, num_tokens_to_generate=ANSWER_TOKENS
+    )
+    ask("4 samples of one prompt", SYSTEM_PROMPT + USERS[1] + SECOND_TURN, sampling, n=4)
+    long_text = tokenizer.tokenize(LONG_TEXT)
+    for length in (479, 552):
+        for attempt in ("", ", again"):
+            # Each length starts with a token of its own, so that nothing is shared between them.
+            prompt = [long_text[length % 7], *long_text[: length - 1]]
+            ask(f"{length} tokens{attempt}", prompt)
+    run.seconds = time.perf_counter() - began
+    run.stats = engine.stats()
+    engine.check_integrity()
+    return run
+
+
+def run_demo(model, tokenizer, console: Console) -> bool:
+    """Runs and prints the demo; whether all modes gave identical outputs."""
+    console.print(
+        f"[bold]{model.config.layer_pattern}[/bold]: Mamba-2 (M), Gated DeltaNet (G), attention "
+        "(*), sliding window (W), MLP (-); "
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n"
+    )
+    runs = []
+    num_requests = len(USERS) + 7
+    with Progress(
+        TextColumn("{task.description:<40}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=num_requests * len(PREFIX_CACHING_MODES))
+        for mode in PREFIX_CACHING_MODES:
+            runs.append(
+                run_mode(
+                    model, tokenizer, mode, lambda text: bar.update(task, description=text, advance=1)
+                )
+            )
+    console.print(_requests_table(runs))
+    console.print(_totals_table(runs))
+    identical = all(run.outputs == runs[0].outputs for run in runs)
+    if identical:
+        console.print("[green]identical outputs[/green] in all three modes, token by token")
+    else:
+        console.print("[red]the outputs of the three modes differ[/red]")
+    answer = runs[-1].rows[0].result
+    console.print(f"\n[dim]{USERS[0].strip()}[/dim] {answer.generated_text.strip()} ...")
+    return identical
+
+
+def _requests_table(runs: list[Run]) -> Table:
+    table = Table(
+        title="prompt tokens: shared (KV reused), skipped (not computed), run (prefilled)",
+        title_justify="left",
+    )
+    table.add_column("request")
+    table.add_column("prompt", justify="right")
+    for run in runs:
+        if run.mode != "off":
+            table.add_column(f"{run.mode}\nshared", justify="right")
+        if run.mode == "restore":
+            table.add_column("\nskipped", justify="right")
+        table.add_column("off\nrun" if run.mode == "off" else "\nrun", justify="right")
+        table.add_column("\nTTFT ms", justify="right")
+    for rows in zip(*(run.rows for run in runs)):
+        cells = [rows[0].name, str(rows[0].result.prefix.prompt_tokens)]
+        for run, row in zip(runs, rows):
+            prefix = row.result.prefix
+            if run.mode != "off":
+                cells.append(str(prefix.shared_tokens))
+            if run.mode == "restore":
+                cells.append(f"[bold green]{prefix.skipped_tokens}[/bold green]")
+            cells.append(str(prefix.computed_tokens))
+            cells.append(f"{row.result.time_to_first_token * 1e3:.1f}")
+        table.add_row(*cells)
+    return table
+
+
+def _totals_table(runs: list[Run]) -> Table:
+    table = Table(title="totals", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.mode, justify="right")
+
+    def line(name: str, value: Callable[[Run], str]) -> None:
+        table.add_row(name, *(value(run) for run in runs))
+
+    def prefix_sum(attribute: str) -> Callable[[Run], str]:
+        return lambda run: str(sum(getattr(row.result.prefix, attribute) for row in run.rows))
+
+    line("prompt tokens", prefix_sum("prompt_tokens"))
+    line("shared tokens", prefix_sum("shared_tokens"))
+    line("skipped tokens", prefix_sum("skipped_tokens"))
+    line("prefill tokens computed", prefix_sum("computed_tokens"))
+    for name, key in (
+        ("most memory held by requests", "peak_pages_in_use"),
+        ("memory kept for later prompts", "pages_cached"),
+    ):
+        line(
+            name,
+            lambda run, key=key: f"{run.stats[key]} pages, "
+            f"{run.stats[key] * run.stats['page_bytes'] / 2**20:.2f} MiB",
+        )
+    line(
+        "sum of times to first token",
+        lambda run: f"{sum(row.result.time_to_first_token for row in run.rows):.2f} s",
+    )
+    line("all requests", lambda run: f"{run.seconds:.2f} s")
+    return table

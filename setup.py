@@ -1,0 +1,48 @@
+"""Packaging of megatron_hybrid. Tool settings live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    r'__version__ = "([^"]+)"', (ROOT / "megatron_hybrid" / "version.py").read_text()
+).group(1)
+
+setup(
+    name="megatron_hybrid",
+    version=VERSION,
+    description="Hybrid language models on megatron-core, with prefix sharing that works for them",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
+    package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "numpy>=1.26",
+        "safetensors>=0.4",
+        "tokenizers>=0.20",
+        "rich>=13",
+        # megatron-core imports these without declaring them.
+        "einops>=0.7",
+        "psutil>=5",
+        # From 0.18 on, `import megatron.core` itself imports triton.
+        'triton>=3; python_version >= "3.12" and platform_system == "Linux"',
+    ],
+    extras_require={
+        # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See README.
+        "gpu": ["transformer-engine[pytorch]>=2.0", "triton>=3"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=5.0"],
+        "dev": ["ruff>=0.12", "matplotlib>=3.8"],
+    },
+    entry_points={"console_scripts": ["megatron-hybrid = megatron_hybrid.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

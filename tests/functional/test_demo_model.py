@@ -1,0 +1,107 @@
+"""The model that ships in the package: what it is made of, and that it learned English.
+
+The sample is a chapter of Alice's Adventures in Wonderland (1865, public domain) that the training
+script keeps out of the training text. The bounds leave some room above what docs/demo_model.md
+measured, so that a retrained model passes; an untrained one is at log(vocabulary) = 8.03.
+"""
+
+import itertools
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_hybrid as mh
+
+FOLDER = Path(mh.__file__).parent / "demo_model"
+DATA = Path(__file__).parent / "data"
+SAMPLE = DATA / "alice_chapter_5.txt"
+
+LAYER_PATTERN = "M-G-W-M-*-"
+PARAMETERS = 4_836_728
+VOCAB_SIZE = 3072
+SLIDING_WINDOW = 128
+LARGEST_BYTES = 12_000_000
+LARGEST_LOSS = 3.9
+LARGEST_BITS_PER_BYTE = 1.65
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return mh.load_pretrained("demo", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def sample_losses(demo):
+    """Loss of each token but the first of the sample, read as one sequence."""
+    model, tokenizer = demo
+    ids = torch.tensor(tokenizer.tokenize(SAMPLE.read_text()))
+    with torch.no_grad():
+        logits = model.eval()(ids[None, :-1])[0]
+    return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+
+
+def test_files_are_small_and_complete():
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(sizes)
+    assert sum(sizes.values()) <= LARGEST_BYTES
+
+
+def test_architecture_is_the_documented_one(demo):
+    model, tokenizer = demo
+    config = model.config
+    assert config.layer_pattern == LAYER_PATTERN
+    assert config.vocab_size == tokenizer.vocab_size == VOCAB_SIZE
+    assert config.sliding_window == SLIDING_WINDOW
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
+    caches = model.cache_requirements()
+    for symbol, cache in zip(LAYER_PATTERN, caches, strict=True):
+        assert bool(cache.states) == (symbol in "MG")
+        assert (cache.kv is not None) == (symbol in "W*")
+        if cache.kv is not None:
+            assert cache.kv.window == (SLIDING_WINDOW if symbol == "W" else None)
+
+
+def test_tokenizer_takes_any_text_and_gives_it_back(demo):
+    _, tokenizer = demo
+    for text in (SAMPLE.read_text(), "naïve 東京 \t\n <x>", " leading space"):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.tokenize("<|endoftext|>") == [tokenizer.eod]
+
+
+def test_held_out_loss(sample_losses):
+    bits = sample_losses.sum() / torch.log(torch.tensor(2.0)) / len(SAMPLE.read_bytes())
+    assert sample_losses.mean() < LARGEST_LOSS
+    assert bits < LARGEST_BITS_PER_BYTE
+
+
+def test_loss_does_not_rise_with_the_position(sample_losses):
+    """The sample is longer than any sequence of the training: nothing breaks behind its end."""
+    assert len(sample_losses) > 2500
+    first, last = sample_losses[:512].mean(), sample_losses[2048:].mean()
+    assert last < first + 0.2
+
+
+def test_writes_recognisable_english(demo):
+    """Most of what it writes are words of English, and it does not repeat itself."""
+    model, tokenizer = demo
+    generator = torch.Generator().manual_seed(0)
+    prompt = "Once upon a time there was a little boy who"
+    ids = torch.tensor(tokenizer.tokenize(prompt))
+    prompt_length = len(ids)
+    for _ in range(150):
+        with torch.no_grad():
+            logits = model(ids[None])[0, -1] / 0.8
+        values, indices = logits.topk(40)
+        choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
+        ids = torch.cat([ids, indices[choice]])
+    words = re.findall(r"[a-z]+", tokenizer.detokenize(ids[prompt_length:].tolist()).lower())
+    assert len(words) > 80
+    # These hundred words make up about half of English prose (0.56 of the sample).
+    frequent_words = set((DATA / "frequent_words.txt").read_text().split())
+    frequent = sum(word in frequent_words for word in words)
+    assert frequent / len(words) > 0.35, words
+    pairs = Counter(itertools.pairwise(words))
+    assert pairs.most_common(1)[0][1] < len(words) / 10, words

@@ -1,0 +1,80 @@
+"""What the tests compare with: tiny random models and their full forward pass without any cache."""
+
+import functools
+
+import numpy as np
+import torch
+
+from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+
+VOCAB_SIZE = 97
+ALL_MIXERS = "MG*-W-"
+
+
+@functools.lru_cache(maxsize=32)
+def tiny_model(layer_pattern: str = ALL_MIXERS, seed: int = 0, **fields) -> HybridModel:
+    """A random model whose logits are far apart, so that greedy tokens are beyond rounding."""
+    torch.manual_seed(seed)
+    config = HybridConfig(
+        **{
+            "layer_pattern": layer_pattern,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "vocab_size": VOCAB_SIZE,
+            "sliding_window": 24,
+            "mamba_head_dim": 16,
+            "mamba_state_dim": 16,
+            "mamba_chunk_size": 16,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_chunk_size": 16,
+            "init_method_std": 0.1,
+            **fields,
+        }
+    )
+    return build_hybrid_model(config).eval()
+
+
+def tiny_engine(model: HybridModel | None = None, tokenizer=None, **fields):
+    """An engine with sizes for tests."""
+    config = InferenceConfig(
+        **{
+            "cache_bytes": 4 << 20,
+            "max_requests": 8,
+            "max_tokens": 512,
+            "max_sequence_length": 1024,
+            **fields,
+        }
+    )
+    return DynamicInferenceEngine(model or tiny_model(), tokenizer, config)
+
+
+def random_tokens(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
+
+
+@torch.no_grad()
+def full_logits(model: HybridModel, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one forward pass over all tokens, without any cache."""
+    return model(torch.tensor([tokens]))[0]
+
+
+def greedy_tokens(model: HybridModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation, each token from a full forward pass over all tokens before it."""
+    return list(_greedy_tokens(model, tuple(prompt), count))
+
+
+@functools.lru_cache(maxsize=4096)
+def _greedy_tokens(model: HybridModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(full_logits(model, tokens)[-1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def greedy(count: int, **fields) -> SamplingParams:
+    return SamplingParams(top_k=1, num_tokens_to_generate=count, **fields)

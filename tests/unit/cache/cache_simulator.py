@@ -1,0 +1,250 @@
+"""A model runner without a model: memory whose every row says which tokens it stands for.
+
+The KV row of position t, and the state after t + 1 tokens, is the hash of (salt, tokens[: t + 1]),
+as in a causal model, where it is a function of just these. So a row that belongs to another prompt,
+to another position, or to nobody any more is seen at once when it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hybrid.cache.lease import Lease, PageCopy, Reservation
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+
+GARBAGE = -1
+"""What free pages are filled with."""
+
+
+def prefix_hashes(tokens, salt: str) -> np.ndarray:
+    """int64 [len(tokens) + 1]: entry t is the hash of the first t tokens (and the salt)."""
+    value = sum(salt.encode()) * 7919
+    hashes = [value]
+    for token in tokens:
+        value = (value * 1_000_003 + int(token) * 31 + 17) % (2**61 - 1)
+        hashes.append(value)
+    return np.array(hashes, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that holds a lease."""
+
+    tokens: list[int]
+    """Prompt, then what was generated."""
+    salt: str
+    lease: Lease
+    state: int
+    """The live slot: what the recurrent layers have seen."""
+    saved: list[int] = field(default_factory=list)
+    """Positions whose checkpoints this request published."""
+
+    @property
+    def done(self) -> int:
+        return self.lease.done
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.lease.prompt_tokens
+
+
+class Simulator:
+    """Runs requests against a PrefixCache and checks every row that they read."""
+
+    def __init__(self, cache: PrefixCache):
+        self.cache = cache
+        self.spec = cache.spec
+        self.memory = np.full(
+            (cache.allocator.num_pages, self.spec.block_size_tokens), GARBAGE, dtype=np.int64
+        )
+        self.written: list[tuple[np.ndarray, np.ndarray]] = []
+
+    # ---- one request, step by step ----
+
+    def start(
+        self, prompt, salt: str = "", *, chunk: int | None = None, room: int = 0, **options
+    ) -> Running | None:
+        """Acquire, copy, restore. chunk: tokens per forward; room: tokens beyond the prompt."""
+        prompt = [int(token) for token in prompt]
+        lease = self.cache.acquire(
+            np.array(prompt, dtype=np.int32),
+            salt,
+            capacity_tokens=len(prompt) + room,
+            chunk_tokens=chunk,
+            **options,
+        )
+        if lease is None:
+            return None
+        running = Running(prompt, salt, lease, state=int(prefix_hashes([], salt)[0]))
+        self._restore(running)
+        return running
+
+    def _restore(self, running: Running) -> None:
+        lease = running.lease
+        expected = prefix_hashes(running.tokens, running.salt)
+        for copy in lease.copies:
+            self._copy(copy)
+        if lease.checkpoint_pages is not None:
+            restored = self.memory[lease.checkpoint_pages]
+            assert (restored == expected[lease.skipped_tokens]).all(), "another prompt's state"
+        running.state = int(expected[lease.skipped_tokens])
+        self.cache.restored(lease)
+
+    def _copy(self, copy: PageCopy) -> None:
+        rows = np.arange(copy.num_rows)
+        assert len(copy.src_pages) == self.spec.pages_per_block[copy.group]
+        for source, target in zip(copy.src_pages, copy.dst_pages, strict=True):
+            self._write(np.full(len(rows), target), rows, self.memory[source, rows])
+
+    def forward(self, running: Running, n: int, *, save: bool = True) -> bool:
+        """Compute the next n tokens of running.tokens; False when there is no room for them."""
+        lease, cache = running.lease, self.cache
+        start, end = lease.done, lease.done + n
+        assert end <= len(running.tokens)
+        if not cache.extend(lease, max(end, lease.capacity_tokens), chunk_tokens=n):
+            return False
+        reservations = []
+        if save:
+            wanted = [p for p in lease.checkpoint_positions if start < p <= end]
+            reservations = [cache.reserve_checkpoint(lease, p) for p in wanted]
+        self.compute(running, end)
+        cache.commit(lease, np.array(running.tokens, dtype=np.int32), end)
+        for reservation in filter(None, reservations):
+            self.publish(running, reservation)
+        return True
+
+    def compute(self, running: Running, end: int) -> None:
+        """The forward itself: write what may be written, then read all that attention reads."""
+        lease, spec, size = running.lease, self.spec, self.spec.block_size_tokens
+        start = lease.done
+        expected = prefix_hashes(running.tokens[:end], running.salt)
+        assert running.state == expected[start], "the live slot is at another place"
+        positions = np.arange(max(start, lease.writable_from), end)
+        for column in range(spec.kv_pages_per_block):
+            pages = lease.block_table[positions // size, column]
+            self._write(pages, positions % size, expected[positions + 1])
+            seen = np.arange(end)
+            self._read(lease.block_table[seen // size, column], seen % size, expected[seen + 1])
+        positions = np.arange(start, end)
+        for group, table in zip(spec.window_groups, lease.window_tables):
+            seen = np.arange(max(0, start - spec.groups[group].window + 1), end)
+            for column in range(spec.pages_per_block[group]):
+                pages = table[positions // size, column]
+                self._write(pages, positions % size, expected[positions + 1])
+                self._read(table[seen // size, column], seen % size, expected[seen + 1])
+        running.state = int(expected[end])
+
+    def publish(self, running: Running, reservation: Reservation) -> bool:
+        """Copy the state at the reserved position out, then make it visible."""
+        expected = prefix_hashes(running.tokens[: reservation.position], running.salt)[-1]
+        for row in range(self.spec.block_size_tokens):
+            pages = reservation.pages
+            self._write(pages, np.full(len(pages), row), np.full(len(pages), expected))
+        published = self.cache.publish_checkpoint(reservation)
+        if published:
+            running.saved.append(reservation.position)
+        return published
+
+    def fork(self, running: Running) -> Running | None:
+        tokens = np.array(running.tokens, dtype=np.int32)
+        lease = self.cache.fork(running.lease, tokens, running.done)
+        if lease is None:
+            return None
+        new = Running(list(running.tokens), running.salt, lease, running.state)
+        assert lease.checkpoint_pages is None
+        self._restore(new)
+        return new
+
+    def finish(self, running: Running, *, save: bool = True) -> None:
+        """Commit to the last token, save the state there, release."""
+        if running.done:
+            tokens = np.array(running.tokens, dtype=np.int32)
+            self.cache.commit(running.lease, tokens, running.done, flush=True)
+            if save and (reservation := self.cache.reserve_checkpoint(running.lease, running.done)):
+                self.publish(running, reservation)
+        self.cache.release(running.lease)
+
+    def cancel(self, running: Running) -> None:
+        self.cache.release(running.lease)
+
+    # ---- a whole request ----
+
+    def run(
+        self, prompt, answer=(), salt: str = "", *, chunk: int | None = None, **options
+    ) -> Running:
+        """Prefill in chunks, decode the answer (the last of its tokens is sampled, not computed),
+        finish. `chunk` None: one forward."""
+        running = self.start(prompt, salt, chunk=chunk, **options)
+        assert running is not None, "no room"
+        while running.done < len(prompt):
+            n = len(prompt) - running.done
+            assert self.forward(running, min(n, chunk or n)), "no room"
+        for token in answer:
+            running.tokens.append(int(token))
+            assert self.forward(running, 1), "no room"
+        self.finish(running)
+        self.check()
+        return running
+
+    # ---- memory ----
+
+    def _write(self, pages: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+        assert (pages != 0).all(), "write into the null page"
+        assert not self.visible()[pages, rows].any(), "a visible row or checkpoint is overwritten"
+        self.memory[pages, rows] = values
+
+    def _read(self, pages: np.ndarray, rows: np.ndarray, expected: np.ndarray) -> None:
+        got = self.memory[pages, rows]
+        wrong = np.flatnonzero(got != expected)
+        assert not wrong.size, f"rows {wrong.tolist()} of {len(got)} are not this request's"
+
+    def visible(self) -> np.ndarray:
+        """bool [pages, B]: rows that others may read."""
+        size = self.spec.block_size_tokens
+        visible = np.zeros_like(self.memory, dtype=bool)
+        for edge in self.cache._index.edges():
+            for block, pages in enumerate(edge.pages(size), start=edge.first_block):
+                visible[pages, : edge.end - block * size] = True
+            for checkpoint in edge.checkpoints.values():
+                visible[checkpoint.pages] = True
+                for group, rows in zip(self.spec.window_groups, checkpoint.window_pages):
+                    first = self.spec.first_window_block(group, checkpoint.position)
+                    for block, pages in enumerate(rows, start=first):
+                        visible[pages, : checkpoint.position - block * size] = True
+        return visible
+
+    def check(self) -> None:
+        """Integrity, and every cached row and checkpoint is what its path says."""
+        cache, size = self.cache, self.spec.block_size_tokens
+        cache.check_integrity()
+        free = cache.allocator._free[: cache.allocator.num_free]
+        self.memory[free] = GARBAGE
+        for salt, tokens, edge in cached_paths(cache):
+            expected = prefix_hashes(tokens, salt)
+            for block, pages in enumerate(edge.pages(size), start=edge.first_block):
+                rows = np.arange(block * size, min(edge.end, (block + 1) * size))
+                for page in pages:
+                    self._read(np.full(len(rows), page), rows % size, expected[rows + 1])
+            for position, checkpoint in edge.checkpoints.items():
+                assert (self.memory[checkpoint.pages] == expected[position]).all()
+                for group, blocks in zip(self.spec.window_groups, checkpoint.window_pages):
+                    window = self.spec.groups[group].window
+                    rows = np.arange(max(0, position - window), position)
+                    first = self.spec.first_window_block(group, position)
+                    for column in range(blocks.shape[1]):
+                        pages = blocks[rows // size - first, column]
+                        self._read(pages, rows % size, expected[rows + 1])
+
+
+def cached_paths(cache: PrefixCache):
+    """(salt, all tokens from the root to the edge's end, edge) of every edge in the tree."""
+    for salt, root in cache._index._roots.items():
+        stack = [((), root)]
+        while stack:
+            before, edge = stack.pop()
+            tokens = before + tuple(edge.tokens.tolist())
+            if edge is not root:
+                yield salt, tokens, edge
+            stack.extend((tokens, child) for child in edge.children.values())

@@ -1,0 +1,292 @@
+"""PrefixCache under random sequences of operations, against brute force.
+
+Tiny pools and an alphabet of two tokens, so that prefixes collide, blocks are split, and room runs
+out all the time. The simulator checks every row that is read or overwritten; this machine checks
+decisions: q and p against a plain search through what is cached and, as long as nothing had to go,
+through everything that was ever committed; that refusals are right and change nothing; that reports
+add up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from cache_simulator import Simulator, cached_paths
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+
+FULL, WIDE = KVGroup(2, 64), KVGroup(3, 128)
+WINDOW, ODD_WINDOW = KVGroup(2, 64, window=16), KVGroup(1, 64, window=21)
+SPECS = {
+    "hybrid": CacheSpec(16, (FULL,), state_bytes=3000, hidden_bytes=64),
+    "pure attention": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
+    "two full groups": CacheSpec(16, (FULL, WIDE), state_bytes=3000, hidden_bytes=64),
+    "hybrid with window": CacheSpec(16, (WINDOW, FULL), state_bytes=2000, hidden_bytes=64),
+    "windows only": CacheSpec(16, (WINDOW, ODD_WINDOW), state_bytes=0, hidden_bytes=64),
+    "state only": CacheSpec(16, (), state_bytes=3000, hidden_bytes=64),
+    "all": CacheSpec(16, (FULL, ODD_WINDOW, WIDE, WINDOW), state_bytes=900, hidden_bytes=16),
+}
+tokens = st.lists(st.integers(0, 1), max_size=40)
+fraction = st.floats(0, 1)
+which = st.integers(0, 1000)
+
+
+def shared_length(a, b) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    @initialize(
+        name=st.sampled_from(sorted(SPECS)),
+        mode=st.sampled_from(["restore", "restore", "restore", "memory_only", "off"]),
+        num_pages=st.one_of(st.integers(2, 40), st.integers(40, 150)),
+    )
+    def make(self, name, mode, num_pages):
+        self.spec = SPECS[name]
+        self.cache = PrefixCache(self.spec, num_pages, mode)
+        self.sim = Simulator(self.cache)
+        self.running = []
+        self.prompts = [[]]
+        self.committed: set[tuple] = set()
+        self.saved: set[tuple] = set()
+        self.cleared = False
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            for running in self.running:
+                self.sim.cancel(running)
+            self.sim.check()
+            assert not self.cache.allocator.ref_counts.any()
+
+    # ---- operations ----
+
+    @rule(
+        of=which,
+        part=fraction,
+        suffix=tokens,
+        salt=st.sampled_from(["", "", "", "other"]),
+        room=st.integers(0, 30),
+        chunk=st.sampled_from([None, 1, 5, 40]),
+        declared=st.lists(st.integers(0, 60), max_size=2),
+        log_probs=st.sampled_from([None] * 9 + ["prompt_log_probs"]),
+    )
+    def start(self, of, part, suffix, salt, room, chunk, declared, log_probs):
+        base = self.prompts[of % len(self.prompts)]
+        prompt = (base[: round(part * len(base))] + suffix)[:150]
+        if not prompt:
+            return
+        q, p = self.expected_match(prompt, salt, log_probs)
+        array = np.array(prompt, dtype=np.int32)
+        before = self.snapshot()
+        match = self.cache.match(array, salt, recompute_reason=log_probs)
+        assert self.snapshot() == before, "match has a side effect"
+        assert (match.prompt_tokens, match.shared_tokens, match.skipped_tokens) == (
+            len(prompt),
+            q,
+            p,
+        )
+        options = {"declared": declared, "recompute_reason": log_probs}
+        running = self.sim.start(prompt, salt, chunk=chunk, room=room, **options)
+        if running is None:
+            assert self.snapshot() == before, "a refused request changed something"
+            assert self.running or not self.cache.fits(len(prompt) + room, chunk)
+            return
+        lease = running.lease
+        report = lease.report
+        if report.miss_reason is MissReason.NO_ROOM:
+            assert not self.running
+        else:
+            assert (report.shared_tokens, report.skipped_tokens) == (q, p)
+            assert report.miss_reason is match.miss_reason
+        self.check_report(report, log_probs)
+        assert lease.writable_from == report.shared_tokens
+        assert lease.checkpoint_pages is None and not lease.copies
+        self.prompts.append(prompt)
+        self.running.append(running)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which, n=st.integers(1, 50), new=st.integers(0, 1), save=st.booleans())
+    def forward(self, who, n, new, save):
+        running = self.running[who % len(self.running)]
+        if running.done == len(running.tokens):
+            running.tokens.append(new)
+        n = min(n, len(running.tokens) - running.done)
+        before = self.snapshot()
+        if not self.sim.forward(running, n, save=save):
+            assert self.snapshot() == before, "a refused extension changed something"
+            capacity = max(running.done + n, running.lease.capacity_tokens)
+            alone = len(self.running) == 1 and not running.lease.reservations
+            assert not alone or not self.cache.fits(capacity, n)
+            return
+        assert running.done <= len(running.tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which, new=tokens)
+    def decode(self, who, new):
+        running = self.running[who % len(self.running)]
+        if running.done == len(running.tokens):
+            for token in new:
+                running.tokens.append(token)
+                if not self.sim.forward(running, 1):
+                    running.tokens.pop()
+                    return
+
+    @precondition(lambda self: self.running)
+    @rule(who=which, ahead=st.integers(0, 20))
+    def reserve(self, who, ahead):
+        running = self.running[who % len(self.running)]
+        lease = running.lease
+        position = min(
+            lease.done + ahead, lease.capacity_tokens, lease.window_end, len(running.tokens)
+        )
+        if position:
+            self.cache.reserve_checkpoint(lease, position)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which, publish=st.booleans())
+    def settle(self, who, publish):
+        running = self.running[who % len(self.running)]
+        for reservation in list(running.lease.reservations):
+            if not publish:
+                self.cache.abandon(reservation)
+            elif reservation.position <= running.done:
+                self.sim.publish(running, reservation)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which)
+    def fork(self, who):
+        running = self.running[who % len(self.running)]
+        before = self.snapshot()
+        new = self.sim.fork(running)
+        if new is None:
+            assert self.snapshot() == before, "a refused fork changed something"
+            return
+        full = running.done // self.spec.block_size_tokens
+        assert np.array_equal(
+            new.lease.block_table[:full], running.lease.block_table[:full]
+        )
+        self.running.append(new)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which, save=st.booleans())
+    def finish(self, who, save):
+        running = self.running.pop(who % len(self.running))
+        self.sim.finish(running, save=save)
+        self.prompts.append(running.tokens)
+        if running.done and self.cache.mode != "off":
+            self.committed.add((running.salt, *running.tokens[: running.done]))
+            self.saved.update((running.salt, *running.tokens[:p]) for p in running.saved)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which)
+    def cancel(self, who):
+        self.sim.cancel(self.running.pop(who % len(self.running)))
+
+    @rule(n=st.integers(0, 30))
+    def evict(self, n):
+        refs = self.cache.allocator.ref_counts.copy()
+        freed = self.cache.evict(n)
+        assert freed >= 0
+        assert np.array_equal(refs, self.cache.allocator.ref_counts)
+
+    @precondition(lambda self: len(self.prompts) > 8)
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.cleared = True
+        assert self.cache.allocator.num_evictable == 0
+
+    # ---- what must hold ----
+
+    @invariant()
+    def memory_is_right(self):
+        if hasattr(self, "sim"):
+            self.sim.check()
+
+    @invariant()
+    def holders_are_right(self):
+        if not hasattr(self, "sim"):
+            return
+        refs = np.zeros_like(self.cache.allocator.ref_counts)
+        for running in self.running:
+            lease = running.lease
+            np.add.at(refs, lease.block_table.ravel(), 1)
+            for table in lease.window_tables:
+                np.add.at(refs, table[table != 0], 1)
+            for reservation in lease.reservations:
+                np.add.at(refs, reservation.pages, 1)
+                for pages in reservation.window_pages:
+                    np.add.at(refs, pages.ravel(), 1)
+        assert np.array_equal(refs, self.cache.allocator.ref_counts)
+
+    @invariant()
+    def nothing_is_lost_without_need(self):
+        """Until something was evicted, all that was ever finished is found in full."""
+        if not hasattr(self, "sim") or self.cleared or self.cache.stats()["kv_blocks_evicted"]:
+            return
+        if not self.spec.kv_pages_per_block and self.cache.stats()["checkpoints_evicted"]:
+            return
+        for salt, *prompt in self.committed:
+            match = self.cache.match(np.array(prompt, dtype=np.int32), salt)
+            assert match.shared_tokens == len(prompt)
+            if self.cache.mode == "restore" and not self.cache.stats()["checkpoints_evicted"]:
+                saved = [p for p in range(len(prompt) + 1) if (salt, *prompt[:p]) in self.saved]
+                assert match.skipped_tokens >= max(saved, default=0)
+
+    def expected_match(self, prompt, salt, log_probs):
+        """q and p by a search through all that is in the tree."""
+        q, restorable = 0, {0}
+        for of, path, edge in cached_paths(self.cache):
+            if of == salt:
+                q = max(q, shared_length(prompt, path))
+                restorable |= {p for p in edge.checkpoints if path[:p] == tuple(prompt[:p])}
+        if self.cache.mode == "off":
+            return 0, 0
+        if self.cache.mode == "memory_only" or log_probs:
+            return q, 0
+        p = max(p for p in restorable if p <= q)
+        if not self.spec.needs_state and p < len(prompt):
+            p = min(q, len(prompt) - 1)
+        return q, p
+
+    def check_report(self, report, log_probs):
+        assert report.skipped_tokens <= report.shared_tokens <= report.prompt_tokens
+        assert report.skipped_tokens + report.computed_tokens == report.prompt_tokens
+        reason = report.miss_reason
+        if report.skipped_tokens == report.prompt_tokens:
+            assert reason is None
+        elif report.skipped_tokens < report.shared_tokens or not report.shared_tokens:
+            assert reason is not None
+        if self.cache.mode == "off":
+            assert reason is MissReason.MODE
+        elif log_probs and report.shared_tokens:
+            assert reason in (MissReason.PROMPT_LOG_PROBS, MissReason.NO_ROOM)
+        elif self.cache.mode == "memory_only" and report.shared_tokens:
+            assert reason in (MissReason.MODE, MissReason.NO_ROOM)
+
+    def snapshot(self):
+        """All that decides the future, save the count of refusals."""
+        pool = self.cache.allocator
+        tree = [
+            (salt, path, edge.start, edge.pages(16).tolist(), sorted(edge.checkpoints))
+            + (edge.last_access, edge.clock)
+            for salt, path, edge in cached_paths(self.cache)
+        ]
+        leases = [
+            (r.lease.block_table.tolist(), r.done, len(r.lease.reservations)) for r in self.running
+        ]
+        counts = pool.ref_counts.tolist(), pool.cached_counts.tolist(), pool.num_free
+        return tree, leases, counts, self.cache.digest(), self.cache._tick
+
+
+TestPrefixCacheMachine = PrefixCacheMachine.TestCase
+TestPrefixCacheMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
