@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from demo_corpus import fetch_documents
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_hybrid.models.checkpoint import save_checkpoint
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import megatron_hybrid as mh
+from megatron_hybrid.models.checkpoint import save_checkpoint
 
 END_OF_TEXT = "<|endoftext|>"
 SHIPPED = Path(mh.__file__).parent / "demo_model"
@@ -230,9 +230,7 @@ def token_losses(model, inputs: torch.Tensor, labels: torch.Tensor, lengths: lis
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    logits = model(inputs[None], positions[None], None, packed_seq_params=packed)
-    return torch.nn.functional.cross_entropy(logits[0].float(), labels, reduction="none")
+    return model(inputs[None], labels=labels[None], packed_seq_params=packed)[0]
 
 
 def shape_model(recipe: Recipe):
@@ -288,7 +286,7 @@ def sample(model, tokenizer, prompt: str, tokens: int, seed: int, temperature=0.
     ids = torch.tensor(tokenizer.encode(prompt).ids)
     model.eval()
     for _ in range(tokens):
-        logits = model(ids[None], torch.arange(len(ids))[None], None)[0, -1].float()
+        logits = model(ids[None])[0, -1].float()
         values, indices = (logits / temperature).topk(top_k)
         choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
         if indices[choice] == tokenizer.token_to_id(END_OF_TEXT):
@@ -333,7 +331,7 @@ class Run:
         if set(differing) - {"steps"} or (differing and begun):
             raise SystemExit(
                 f"{self.folder} holds step {state['step']} of a run with other "
-                f"{', '.join(differing)}: pass --fresh to begin again, or another --run folder"
+                f"{', '.join(differing)}: pass --fresh to begin again, or another --folder"
             )
         return state
 
@@ -351,6 +349,11 @@ class Run:
 def train(run: Run, text_folder: Path, save_minutes: float, eval_every: int):
     """Train to the recipe's last step. Returns (model, tokenizer), the model in eval mode."""
     recipe, rank, workers = run.recipe, dist.get_rank(), dist.get_world_size()
+    if recipe.micro_batches % workers:
+        raise SystemExit(
+            f"{workers} workers cannot share {recipe.micro_batches} micro-batches a step evenly: "
+            f"use a number of workers that divides {recipe.micro_batches}"
+        )
     if rank:
         dist.barrier()  # the first worker fetches the text and makes the tokenizer
     documents = fetch_documents(text_folder)
@@ -378,13 +381,13 @@ def train(run: Run, text_folder: Path, save_minutes: float, eval_every: int):
         step, seconds = state["step"], state["seconds"]
     if not rank:
         run.cut_log(step)
-    if not rank and not step:
-        run.log(
-            parameters=sum(p.numel() for p in model.parameters()),
-            training_tokens=sum(map(len, data.documents)),
-            held_out_tokens=sum(map(len, evaluation)),
-            **asdict(recipe),
-        )
+    run.log(
+        begins_after=step,
+        parameters=sum(p.numel() for p in model.parameters()),
+        training_tokens=sum(map(len, data.documents)),
+        held_out_tokens=sum(map(len, evaluation)),
+        **asdict(recipe),
+    )
 
     with _progress(visible=rank == 0) as bar:
         task = bar.add_task("training", total=recipe.steps, completed=step, note="")
@@ -457,7 +460,8 @@ def plot_curve(log: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    recipe = Recipe(**{key: records[0][key] for key in asdict(Recipe())})
+    last_start = [record for record in records if "begins_after" in record][-1]
+    recipe = Recipe(**{key: last_start[key] for key in asdict(Recipe())})
     millions = recipe.batch_tokens / 1e6
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for key, name, style in (
@@ -505,9 +509,7 @@ SAMPLE_PROMPTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--run", type=Path, default=Path("runs/demo_model"), help="folder of the run"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo_model"), help="of the run")
     parser.add_argument(
         "--text", type=Path, default=Path("runs/text"), help="cache of the packages"
     )
@@ -532,7 +534,7 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(options.threads or max(1, os.cpu_count() // dist.get_world_size()))
-    run = Run(options.run, Recipe(steps=options.steps, seed=options.seed))
+    run = Run(options.folder, Recipe(steps=options.steps, seed=options.seed))
     if options.fresh and not dist.get_rank():
         run.forget()
     dist.barrier()
@@ -540,13 +542,13 @@ def main() -> None:
 
     if dist.get_rank():
         return
-    exported = options.run / "exported"
+    exported = options.folder / "exported"
     save_checkpoint(model, exported)
-    shutil.copy(options.run / "tokenizer.json", exported)
+    shutil.copy(options.folder / "tokenizer.json", exported)
     if options.export:
         shutil.copytree(exported, SHIPPED, dirs_exist_ok=True)
-    plot_curve(options.run / "log.jsonl", options.plot or options.run / "curve.png")
-    print((options.run / "log.jsonl").read_text().splitlines()[-1])
+    plot_curve(options.folder / "log.jsonl", options.plot or options.folder / "curve.png")
+    print((options.folder / "log.jsonl").read_text().splitlines()[-1])
     for prompt in SAMPLE_PROMPTS:
         print("-" * 80, sample(model, tokenizer, prompt, tokens=120, seed=0), sep="\n")
 

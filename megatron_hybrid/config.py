@@ -122,7 +122,7 @@ class HybridConfig(TransformerConfig):
     """One symbol per layer, `|` between pipeline stages; see `models/layer_pattern.py`."""
 
     vocab_size: int = 0
-    """Number of tokens. The embedding is padded to a multiple of the tensor-parallel size inside."""
+    """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
 
     sliding_window: int | None = None
     """Positions that a `W` layer sees, its own included: (t - sliding_window, t]."""
@@ -140,7 +140,7 @@ class HybridConfig(TransformerConfig):
     """Use the word embedding as the output layer too."""
 
     mamba_expand: int = 2
-    """Inner width of a Mamba-2 layer as a multiple of hidden_size, where mamba_num_heads is None."""
+    """Inner width of a Mamba-2 layer in multiples of hidden_size, if mamba_num_heads is None."""
 
     mamba_num_groups: int = 1
     """Groups of Mamba-2 heads that share B and C; a multiple of the tensor-parallel size."""

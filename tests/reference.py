@@ -63,17 +63,25 @@ def full_logits(model: HybridModel, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]))[0]
 
 
+def is_greedy(model: HybridModel, prompt: list[int], generated: list[int]) -> bool:
+    """Whether `generated` is the greedy continuation of `prompt`: one full forward pass over both
+    predicts each generated token from the tokens before it."""
+    logits = _cached_full_logits(model, (*prompt, *generated))
+    predicted = logits[len(prompt) - 1 : -1].argmax(dim=-1)
+    return predicted.tolist() == list(generated)
+
+
+@functools.lru_cache(maxsize=512)
+def _cached_full_logits(model: HybridModel, tokens: tuple[int, ...]) -> torch.Tensor:
+    return full_logits(model, list(tokens))
+
+
 def greedy_tokens(model: HybridModel, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation, each token from a full forward pass over all tokens before it."""
-    return list(_greedy_tokens(model, tuple(prompt), count))
-
-
-@functools.lru_cache(maxsize=4096)
-def _greedy_tokens(model: HybridModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(full_logits(model, tokens)[-1].argmax()))
-    return tuple(tokens[len(prompt) :])
+    return tokens[len(prompt) :]
 
 
 def greedy(count: int, **fields) -> SamplingParams:

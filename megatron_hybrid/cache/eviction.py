@@ -14,9 +14,10 @@ import heapq
 from collections.abc import Callable
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.cache.prefix_index import Checkpoint, Edge, PrefixIndex
-from megatron_hybrid.cache.report import CacheStats
+from megatron_hybrid.cache.prefix_index import PrefixIndex
+from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 Key = tuple[int, float, int]
 
@@ -166,6 +167,19 @@ class Evictor:
             self.add(item)
         return self._allocator.num_free >= num_pages
 
+    def make_room_for(self, num_pages: int, value: float, tick: int) -> bool:
+        """Room for a checkpoint of this value (`checkpoint_value`), among what is worth less.
+
+        A refusal brings the clock forward by the value that it cost (as in Young's Landlord, 1994):
+        old things that nobody uses give way at last to small ones that keep asking.
+        """
+        if num_pages > self._allocator.num_free + self._allocator.num_evictable:
+            return False  # leases hold the room; that says nothing against what is cached
+        if self.make_room(num_pages, below=(1, self.clock + value, tick)):
+            return True
+        self.clock += value
+        return False
+
     def add(self, item: Edge | Checkpoint) -> None:
         """Enter an edge's tail or a checkpoint."""
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
@@ -191,8 +205,8 @@ class Evictor:
         """Where tails hold no pages, bound the tokens that the index keeps in host memory."""
         while self._index.num_tokens > limit and self.tails.least() is not None:
             edge = self.tails.pop()
+            self._record(EVICTED_TAIL, edge.start, edge.end, 0)
             self._index.drop_tail(edge, tail_start(edge, self._spec))
-            self._record(edge.start, edge.end)
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next. Tails without pages are not worth dropping for room."""
@@ -213,7 +227,7 @@ class Evictor:
             return True
         if not force and self._allocator.ref_counts[checkpoint.pages].any():
             return False
-        self._record(checkpoint.position)
+        self._record(EVICTED_STATE, checkpoint.position)
         self._index.drop_checkpoint(checkpoint)
         self._stats.checkpoints_evicted += 1
         return True
@@ -232,7 +246,7 @@ class Evictor:
             free = int(held.argmax()) if held.any() else len(rows)
             drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
         if drop:
-            self._record(edge.start, edge.end, drop)
+            self._record(EVICTED_TAIL, edge.start, edge.end, drop)
             self._index.drop_tail(edge, (first + len(rows) - drop) * size)
             self._stats.kv_blocks_evicted += drop
         return drop > 0

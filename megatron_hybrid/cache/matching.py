@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hybrid.cache.lease import Lease
-from megatron_hybrid.cache.prefix_index import Checkpoint, Path, PrefixIndex
+from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.tree import Checkpoint, Path
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,29 @@ the life of a request in calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from megatron_hybrid.cache.eviction import EvictionQueue, Evictor, checkpoint_value, tail_key
-from megatron_hybrid.cache.lease import Lease, Match, PageCopy, Reservation
+from megatron_hybrid.cache.lease import Lease, Match, Reservation
+from megatron_hybrid.cache.lease_pages import LeasePages, held_pages, window_end
 from megatron_hybrid.cache.matching import Hit, look_up
-from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator
+from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.placement import prefill_positions, saves_work
-from megatron_hybrid.cache.prefix_index import Checkpoint, PrefixIndex
-from megatron_hybrid.cache.report import CacheStats, MissReason, PrefixReport
+from megatron_hybrid.cache.prefix_index import PrefixIndex
+from megatron_hybrid.cache.report import (
+    ADMITTED,
+    CLEARED,
+    NOT_RESERVED,
+    RESERVED,
+    CacheStats,
+    MissReason,
+    PrefixReport,
+)
 from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.tree import Checkpoint
 
 MODES = ("off", "memory_only", "restore")
 TOKENS_PER_PAGE = 1024
@@ -51,6 +61,7 @@ class PrefixCache:
         )
         self._stats = CacheStats()
         self._evictor = Evictor(spec, self._index, self.allocator, self._stats, tails, self._record)
+        self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._tick = 0
         self._digest = 0
@@ -156,10 +167,10 @@ class PrefixCache:
         blocks = self.spec.num_blocks(num_tokens)
         first = [self.spec.first_window_block(g, num_tokens) for g in self.spec.window_groups]
         windows = [table[i:blocks] for i, table in zip(first, lease.window_tables)]
-        self._hold(new, lease.block_table[:blocks], windows)
+        self._pages.hold(new, lease.block_table[:blocks], windows)
         capacity_tokens = capacity_tokens or num_tokens + 1
-        if not self._has_room(new, capacity_tokens, capacity_tokens):
-            self._let_go(new)
+        if not self._pages.has_room(new, capacity_tokens, capacity_tokens):
+            self._pages.let_go(new)
             self._stats.refused += 1
             return None
         self._open(new, capacity_tokens, capacity_tokens)
@@ -187,10 +198,10 @@ class PrefixCache:
         if capacity_tokens <= lease.capacity_tokens and end <= lease.window_end:
             return True
         check_live(lease)
-        if not self._has_room(lease, capacity_tokens, end):
+        if not self._pages.has_room(lease, capacity_tokens, end):
             self._stats.refused += 1
             return False
-        self._grow(lease, capacity_tokens, end)
+        self._pages.grow(lease, capacity_tokens, end)
         return True
 
     def commit(
@@ -216,7 +227,7 @@ class PrefixCache:
                 f"and there is room for {room}; call extend before the forward"
             )
         self._publish_tokens(lease)
-        self._roll_windows(lease)
+        self._pages.roll_windows(lease)
         size = self.spec.block_size_tokens
         lease.next_flush = (lease.done // size + 1) * size
 
@@ -246,15 +257,13 @@ class PrefixCache:
             for group, table in zip(self.spec.window_groups, lease.window_tables)
         ]
         needed = self.spec.checkpoint_pages
-        num_pages = needed + sum(rows.size for rows in windows)
         rebuild = position - (below.position if below else 0) if needs_state else 1
-        value = self._evictor.clock + checkpoint_value(rebuild, num_pages)
+        value = checkpoint_value(rebuild, needed + sum(rows.size for rows in windows))
         self._tick += 1
-        possible = needed <= self.allocator.num_free + self.allocator.num_evictable
-        if not possible or not self._evictor.make_room(needed, below=(1, value, self._tick)):
+        if not self._evictor.make_room_for(needed, value, self._tick):
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
-            self._record(5, position)
+            self._record(NOT_RESERVED, position)
             return None
         for rows in windows:
             self.allocator.retain(rows)
@@ -262,7 +271,7 @@ class PrefixCache:
         reservation = Reservation(lease, position, pages, windows)
         lease.reservations.append(reservation)
         lease.next_flush = min(lease.next_flush, position)
-        self._record(6, position)
+        self._record(RESERVED, position)
         return reservation
 
     def publish_checkpoint(self, reservation: Reservation) -> bool:
@@ -303,7 +312,9 @@ class PrefixCache:
         check_live(lease)
         for reservation in list(lease.reservations):
             self.abandon(reservation)
-        self._let_go(lease)
+        self._pages.let_go(lease)
+        del self._leases[lease]
+        lease.released = True
 
     # ---- the whole cache ----
 
@@ -318,7 +329,7 @@ class PrefixCache:
         """Forget everything cached. Leases keep what they hold."""
         self._index.clear()
         self._evictor.clear()
-        self._record(7)
+        self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (see `CacheStats`), and what the pool holds now."""
@@ -385,12 +396,12 @@ class PrefixCache:
         )
         rows = path.pages(self.spec.num_blocks(path.depth)) if path.depth else None
         if checkpoint is None:
-            self._hold(lease, rows)
+            self._pages.hold(lease, rows)
         else:
-            self._hold(lease, rows, checkpoint.window_pages, checkpoint.pages)
+            self._pages.hold(lease, rows, checkpoint.window_pages, checkpoint.pages)
         end = window_end(lease, capacity_tokens, chunk_tokens)
-        if not self._has_room(lease, capacity_tokens, end):
-            self._let_go(lease)
+        if not self._pages.has_room(lease, capacity_tokens, end):
+            self._pages.let_go(lease)
             return None
         self._tick += 1
         self._index.touch(path, self._tick, self._evictor.clock)  # eviction may change the path
@@ -400,95 +411,11 @@ class PrefixCache:
         self._open(lease, capacity_tokens, end)
         return lease
 
-    def _hold(
-        self,
-        lease: Lease,
-        rows: np.ndarray | None,
-        window_rows: Sequence[np.ndarray] = (),
-        checkpoint_pages: np.ndarray | None = None,
-    ) -> None:
-        """References on all that a new lease starts from, so that no eviction takes it away.
-
-        rows: pages of the blocks of [0, q); window_rows: those of the windows before p. Full
-        blocks become the lease's own tables; a last one filled in part is pinned, to be copied.
-        """
-        spec, size = self.spec, self.spec.block_size_tokens
-        if rows is None:
-            rows = np.empty((0, spec.kv_pages_per_block), dtype=np.int32)
-        full = lease.shared_tokens // size
-        lease.block_table = rows[:full]
-        lease.pins = [rows[full:]]
-        full = lease.done // size
-        for i, group in enumerate(spec.window_groups):
-            first = spec.first_window_block(group, lease.done)
-            table = np.full((full, spec.pages_per_block[group]), NULL_PAGE, dtype=np.int32)
-            shared = window_rows[i] if window_rows else table
-            table[first:] = shared[: full - first]
-            lease.window_tables.append(table)
-            lease.window_first.append(first)
-            lease.pins.append(shared[full - first :])
-        if checkpoint_pages is not None:
-            lease.pins.append(checkpoint_pages)
-        for pages in held_pages(lease):
-            self.allocator.retain(pages)
-        lease.capacity_tokens = len(lease.block_table) * size
-        lease.window_end = full * size if spec.window_groups else lease.window_end
-        self._leases[lease] = None
-
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Room for the rest of a held lease, and the copies of blocks shared in part."""
-        spec, size = self.spec, self.spec.block_size_tokens
-        self._grow(lease, capacity_tokens, end)
-        source, *window_sources = lease.pins[: 1 + len(spec.window_groups)]
-        if len(source):
-            own = lease.block_table[lease.shared_tokens // size]
-            for group, columns in spec.columns.items():
-                lease.copies.append(
-                    PageCopy(group, source[0, columns], own[columns], lease.shared_tokens % size)
-                )
-        for group, table, source in zip(spec.window_groups, lease.window_tables, window_sources):
-            if len(source):
-                own = table[lease.done // size]
-                lease.copies.append(PageCopy(group, source[0], own, lease.done % size))
-        lease.next_flush = (lease.done // size + 1) * size
-        self._record(1, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
-
-    def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, int]:
-        """Blocks that the block table, and the window tables, lack for this much room."""
-        blocks = self.spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
-        missing = max(0, blocks - len(lease.block_table))
-        if not self.spec.window_groups:
-            return missing, 0
-        return missing, max(0, self.spec.num_blocks(end) - len(lease.window_tables[0]))
-
-    def _has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
-        """Whether eviction could make the room."""
-        spec = self.spec
-        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
-        needed = blocks * spec.kv_pages_per_block
-        needed += window_blocks * sum(spec.pages_per_block[g] for g in spec.window_groups)
-        return needed <= self.allocator.num_free + self.allocator.num_evictable
-
-    def _grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Append blocks to the tables; `_has_room` said yes."""
-        spec = self.spec
-        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
-        if blocks:
-            new = self._allocate(blocks, spec.kv_pages_per_block)
-            lease.block_table = np.concatenate([lease.block_table, new])
-            lease.capacity_tokens = len(lease.block_table) * spec.block_size_tokens
-        if window_blocks:
-            for i, group in enumerate(spec.window_groups):
-                new = self._allocate(window_blocks, spec.pages_per_block[group])
-                lease.window_tables[i] = np.concatenate([lease.window_tables[i], new])
-            lease.window_end = len(lease.window_tables[0]) * spec.block_size_tokens
-
-    def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
-        """int32 [blocks, pages_per_block], what is worth least making room."""
-        needed = blocks * pages_per_block
-        if not self._evictor.make_room(needed, force=True):
-            raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
-        return self.allocator.allocate(needed).reshape(blocks, pages_per_block)
+        """The lease is live: it gets room for the rest."""
+        self._leases[lease] = None
+        self._pages.open(lease, capacity_tokens, end)
+        self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 
     def _publish_tokens(self, lease: Lease, num_tokens: int | None = None) -> None:
         """Make the lease's first num_tokens (default: all that are done) visible in the tree."""
@@ -501,23 +428,6 @@ class PrefixCache:
         self._index.insert(lease.salt, tokens, rows, self._tick, self._evictor.clock)
         if not self.spec.kv_pages_per_block:
             self._evictor.forget_tokens(TOKENS_PER_PAGE * self.allocator.num_pages)
-
-    def _roll_windows(self, lease: Lease) -> None:
-        """Give back the window blocks that no later token can see."""
-        for i, group in enumerate(self.spec.window_groups):
-            first, held = self.spec.first_window_block(group, lease.done), lease.window_first[i]
-            if first > held:
-                table = lease.window_tables[i].copy()
-                self.allocator.release(table[held:first])
-                table[held:first] = NULL_PAGE
-                lease.window_tables[i] = table
-                lease.window_first[i] = first
-
-    def _let_go(self, lease: Lease) -> None:
-        for pages in held_pages(lease):
-            self.allocator.release(pages)
-        del self._leases[lease]
-        lease.released = True
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
@@ -534,13 +444,6 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     return array.astype(np.int32, copy=False)
 
 
-def window_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
-    """Where the next forward ends: windows need room up to there."""
-    if chunk_tokens is None:
-        return max(lease.done, capacity_tokens)
-    return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
-
-
 def check_live(lease: Lease) -> None:
     """Raises ValueError for a lease that was released."""
     if lease.released:
@@ -551,12 +454,3 @@ def check_pending(reservation: Reservation) -> None:
     """Raises ValueError for a reservation that was published or abandoned."""
     if reservation not in reservation.lease.reservations:
         raise ValueError("this reservation was published or abandoned before")
-
-
-def held_pages(lease: Lease) -> Iterator[np.ndarray]:
-    """Flat page lists of all that a lease holds, reservations aside."""
-    yield lease.block_table.ravel()
-    for first, table in zip(lease.window_first, lease.window_tables):
-        yield table[first:].ravel()
-    for pages in lease.pins:
-        yield pages.ravel()

@@ -1,12 +1,7 @@
-"""PrefixIndex: a token-exact radix tree with KV blocks along its edges and checkpoints anywhere.
+"""PrefixIndex: a token-exact radix tree per salt, and how it grows, splits, joins and shrinks.
 
-An edge spans the positions (start, end] of its path: it holds the tokens there, and one row of
-pages for each block that has at least one of them. A split inside a block leaves the page of that
-block with both edges, so the invariant holds for every position m on a path: the path has a page
-for each block index below ceil(m / B), with valid rows for all tokens < m (of two edges that hold
-the same block index, the deeper one's page is the one that counts).
-
-The tree knows no leases and never fails for lack of room: who inserts brings the pages.
+The tree knows no leases and never fails for lack of room: who inserts brings the pages, and only
+the eviction policy says what to drop. What an edge is, and the invariant of a path: tree.py.
 """
 
 from __future__ import annotations
@@ -16,128 +11,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.tree import (
+    MAX_TRACES,
+    Checkpoint,
+    Edge,
+    Path,
+    common_prefix,
+    fingerprint,
+    remember,
+)
 
-FINGERPRINT_TOKENS = 16
-"""Tokens remembered of a dropped tail."""
-MAX_TOMBSTONES = 32
-"""Traces of dropped things that one edge keeps of each kind; the oldest go first."""
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge whose traces are kept."""
-
-
-class Checkpoint:
-    """A published state after `position` tokens, and what the eviction policy knows of it."""
-
-    __slots__ = ("clock", "edge", "last_access", "pages", "position", "queued", "window_pages")
-
-    def __init__(self, position: int, pages: np.ndarray, window_pages: list[np.ndarray]):
-        self.edge: Edge | None = None  # None: dropped
-        self.position = position
-        self.pages = pages
-        self.window_pages = window_pages
-        self.last_access = 0
-        self.clock = 0.0
-        self.queued: tuple | None = None
-
-    def page_lists(self) -> list[np.ndarray]:
-        """All that it holds, one flat array per kind (a page is in one of them only)."""
-        return [self.pages, *(pages.ravel() for pages in self.window_pages)]
-
-
-class Edge:
-    """Tokens, block pages and checkpoints between two branching points (a root has none)."""
-
-    __slots__ = (
-        "_pages",
-        "_tokens",
-        "checkpoints",
-        "children",
-        "clock",
-        "end",
-        "evicted_states",
-        "evicted_tails",
-        "first_block",
-        "last_access",
-        "parent",
-        "queued",
-        "start",
-    )
-
-    def __init__(self, parent: Edge | None, start: int, tokens: np.ndarray, pages: np.ndarray):
-        self.parent = parent  # None: a root, or dropped
-        self.children: dict[int, Edge] = {}
-        self.start = start
-        self.end = start + len(tokens)
-        self.first_block = 0
-        self.checkpoints: dict[int, Checkpoint] = {}
-        self.evicted_states: dict[int, None] = {}
-        # (position, next tokens as bytes) of dropped tails, oldest first
-        self.evicted_tails: dict[tuple[int, bytes], None] = {}
-        self.last_access = 0
-        self.clock = 0.0
-        self.queued: tuple | None = None
-        self._tokens = tokens
-        self._pages = pages
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32 [end - start]."""
-        return self._tokens[: self.end - self.start]
-
-    def pages(self, block_size: int) -> np.ndarray:
-        """int32 [blocks, kv_pages_per_block]: rows of blocks first_block .. ceil(end / B) - 1."""
-        return self._pages[: -(-self.end // block_size) - self.first_block]
-
-    def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The last checkpoint on this edge at a position <= limit."""
-        position = max((p for p in self.checkpoints if p <= limit), default=None)
-        return None if position is None else self.checkpoints[position]
-
-
-class Path:
-    """How far a token sequence is in the tree. Valid until the tree changes."""
-
-    __slots__ = ("block_size", "depth", "edges", "root")
-
-    def __init__(self, root: Edge | None, edges: list[Edge], depth: int, block_size: int):
-        self.root = root
-        self.edges = edges
-        self.depth = depth  # tokens matched
-        self.block_size = block_size
-
-    def pages(self, num_blocks: int) -> np.ndarray:
-        """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
-        that the matched tokens touch."""
-        rows = []
-        for edge, deeper in zip(self.edges, [*self.edges[1:], None]):
-            end = num_blocks if deeper is None else min(num_blocks, deeper.first_block)
-            rows.append(edge._pages[: max(0, end - edge.first_block)])
-        return np.concatenate(rows)
-
-    def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The last checkpoint at a matched position <= limit."""
-        limit = min(limit, self.depth)
-        for edge in reversed(self.edges):
-            if edge.checkpoints and edge.start < limit:
-                checkpoint = edge.deepest_checkpoint(limit)
-                if checkpoint is not None:
-                    return checkpoint
-        return None
-
-    def state_was_evicted(self, above: int) -> bool:
-        """Whether a checkpoint in (above, depth] was dropped to make room."""
-        return any(above < p <= self.depth for edge in self.edges for p in edge.evicted_states)
-
-    def tail_was_evicted(self, tokens: np.ndarray) -> bool:
-        """Whether the tree once went on with the next of `tokens` after the matched ones."""
-        last = self.edges[-1] if self.edges else self.root
-        if last is None or not last.evicted_tails or self.depth >= len(tokens):
-            return False
-        following = fingerprint(tokens[self.depth :])
-        return any(
-            position == self.depth and (following.startswith(tail) or tail.startswith(following))
-            for position, tail in last.evicted_tails
-        )
 
 
 class PrefixIndex:
@@ -329,8 +214,8 @@ class PrefixIndex:
         self._allocator.uncache(leaf.pages(self._block_size)[rows:])
         if kept is leaf:
             leaf.end = new_end
-            # Copies, so that a long tail's memory is really given back.
-            leaf._tokens, leaf._pages = leaf.tokens.copy(), leaf._pages[:rows].copy()
+            if 2 * (new_end - leaf.start) < len(leaf._tokens):  # give the memory back
+                leaf._tokens, leaf._pages = leaf.tokens.copy(), leaf._pages[:rows].copy()
             leaf.evicted_states = {p: None for p in leaf.evicted_states if p <= new_end}
             leaf.evicted_tails = {t: None for t in leaf.evicted_tails if t[0] <= new_end}
         else:
@@ -362,7 +247,7 @@ class PrefixIndex:
         child.checkpoints.update(edge.checkpoints)
         for name in ("evicted_states", "evicted_tails"):
             traces = {**getattr(edge, name), **getattr(child, name)}
-            setattr(child, name, dict(list(traces.items())[-MAX_TOMBSTONES:]))
+            setattr(child, name, dict(list(traces.items())[-MAX_TRACES:]))
         edge.parent, edge.children, edge.checkpoints = None, {}, {}
         edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
 
@@ -426,19 +311,6 @@ class PrefixIndex:
         return counts
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading positions where two int32 arrays agree."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax())
-    return first if differ[first] else n
-
-
-def fingerprint(tokens: np.ndarray) -> bytes:
-    """The first few tokens as bytes, to recognise a tail that was dropped."""
-    return tokens[:FINGERPRINT_TOKENS].tobytes()
-
-
 def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
     """The array, or one at least twice as long with its first `used` rows, if it is too short."""
     if needed <= len(array):
@@ -446,11 +318,3 @@ def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
     grown = np.empty((max(needed, 2 * len(array)), *array.shape[1:]), dtype=array.dtype)
     grown[:used] = array[:used]
     return grown
-
-
-def remember(traces: dict, key) -> None:
-    """Add a key to an ordered set of at most MAX_TOMBSTONES; the oldest goes first."""
-    traces.pop(key, None)
-    traces[key] = None
-    if len(traces) > MAX_TOMBSTONES:
-        del traces[next(iter(traces))]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+ADMITTED, RESERVED, NOT_RESERVED, EVICTED_STATE, EVICTED_TAIL, CLEARED = range(6)
+"""Kinds of decisions in the digest (plain integers: their hash is the same in every process)."""
+
 
 class MissReason(str, Enum):
     """Why a prompt's cached part was not used further. Exactly one per miss."""

@@ -70,6 +70,7 @@ class Request:
     lease: Lease | None = None
     checkpoint_positions: list[int] = field(default_factory=list)
     waits_for: "tuple[Request, int] | None" = None
+    common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
     parked: ParkedRequest | None = None
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only

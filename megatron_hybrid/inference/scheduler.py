@@ -7,6 +7,7 @@ decision follows from the order of requests and from numbers equal on all ranks.
 
 from bisect import insort
 from collections import deque
+from itertools import islice
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Scheduler:
         self.context = context
         self.memory = context.memory
         self.max_tokens = max_tokens
+        self.max_waiting_looked_at = 2 * max_requests
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
@@ -65,13 +67,17 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(plan, request)
-        for request in list(self.waiting):
-            if not self.free_slots or self._budget(plan) == 0:
-                break
-            if self._waits_for_other(request):
+        blocked = False
+        for request in list(islice(self.waiting, self.max_waiting_looked_at)):
+            # Also asked of requests that cannot start yet: it is the running prefill that must know
+            # early where they will part from it.
+            if self._waits_for_other(request) or blocked:
                 continue
-            if not self._admit(plan, request):
-                break  # first come, first served: nobody overtakes a request that lacks room
+            # First come, first served: nobody overtakes a request that lacks room.
+            blocked = (
+                not self.free_slots or not self._budget(plan) or not self._admit(plan, request)
+            )
+        self._reserve_checkpoints(plan)
         self.num_forward_tokens += plan.num_tokens
         return plan
 
@@ -82,32 +88,34 @@ class Scheduler:
         """Adds the request's next tokens to the plan, as many as the budget allows."""
         start = request.num_computed
         count = min(self._budget(plan), request.num_tokens - start)
-        if count == 0 or request.lease is None or not self._make_room(request, start + count):
+        if not count or request.lease is None or not self._make_room(plan, request, start + count):
             return
         work = Work(request, start, count)
         if request.prompt_needs_logits:
             work.num_logits = count
         elif work.end == request.num_tokens and not request.done:
             work.num_logits = 1
-        for position in request.checkpoint_positions:
-            if start < position <= work.end:
-                reservation = self.cache.reserve_checkpoint(request.lease, position)
-                if reservation is not None:
-                    work.reservations.append(reservation)
         plan.work.append(work)
 
-    def _make_room(self, request: Request, end: int) -> bool:
-        """Room in the pool up to token `end`, if need be by preempting later requests."""
+    def _reserve_checkpoints(self, plan: StepPlan) -> None:
+        """Room for the states to be saved in this step; optional, so what finds none is left out."""
+        for work in plan.work:
+            for position in work.request.checkpoint_positions:
+                if work.start < position <= work.end:
+                    reservation = self.cache.reserve_checkpoint(work.request.lease, position)
+                    if reservation is not None:
+                        work.reservations.append(reservation)
+
+    def _make_room(self, plan: StepPlan, request: Request, end: int) -> bool:
+        """Room in the pool up to token `end`, if need be by taking it from later requests."""
         while not self.cache.extend(request.lease, end):
             closing = [r for r in self.running if r.status is RequestStatus.CLOSING]
+            victim = closing[-1] if closing else self.running[-1]
+            plan.work = [work for work in plan.work if work.request is not victim]
             if closing:
-                # An answered request only wants its state kept: that is optional.
-                self._retire(closing[-1])
-                if closing[-1] is request:
-                    return False
-                continue
-            victim = self.running[-1]
-            self._preempt(victim)
+                self._retire(victim)  # answered: it only wants its last state kept
+            else:
+                self._preempt(victim)
             if victim is request:
                 return False
         return True
@@ -115,9 +123,14 @@ class Scheduler:
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Gives a waiting request a lease and a slot, and its first work. False: no room now."""
         tokens = request.tokens[: request.num_tokens]
-        if request.parked is not None and self._resume_parked(request):
-            self._plan_work(plan, request)
-            return True
+        if request.parked is not None:
+            if self._resume_parked(request):
+                self._plan_work(plan, request)
+                return True
+            if self.running:
+                return False
+            # Alone, and no room to put all of its window blocks back at once: compute them again.
+            request.parked = None
         reason = MissReason.PROMPT_LOG_PROBS if request.params.needs_prompt_logits else None
         lease = self.cache.acquire(
             tokens,
@@ -152,6 +165,7 @@ class Scheduler:
         request.status = RequestStatus.PREFILL
         request.checkpoint_positions = list(lease.checkpoint_positions)
         request.waits_for = None
+        request.common_with.clear()
         if request.report is None:
             request.report = lease.report
 
@@ -176,29 +190,32 @@ class Scheduler:
             if other.status is RequestStatus.PREFILL and other.num_computed < position:
                 return True
             request.waits_for = None
-        prefills = [
-            other
-            for other in self.running
-            if other.status is RequestStatus.PREFILL and other.salt == request.salt
-        ]
-        if not prefills:
-            return False
         tokens = request.tokens[: request.num_tokens]
-        resume = self.cache.match(tokens, request.salt).skipped_tokens
-        for other in prefills:
-            position = self._position_in_flight(other, tokens, resume)
+        resume = None
+        for other in self.running:
+            if other.status is not RequestStatus.PREFILL or other.salt != request.salt:
+                continue
+            common = request.common_with.get(other.request_id)
+            if common is None:
+                common = common_prefix(tokens, other.tokens[: other.num_tokens])
+                request.common_with[other.request_id] = common
+            if common <= other.num_computed:
+                continue  # whatever it saves from here on is beyond what they share
+            if resume is None:
+                resume = self.cache.match(tokens, request.salt).skipped_tokens
+            position = self._position_in_flight(other, common, resume)
             if worth_waiting(resume, other.num_computed, position):
                 request.waits_for = other, position
                 return True
         return False
 
-    def _position_in_flight(self, other: Request, tokens: np.ndarray, resume: int) -> int:
-        """The deepest position that the running prefill `other` will make restorable for `tokens`.
+    def _position_in_flight(self, other: Request, common: int, resume: int) -> int:
+        """The deepest of the first `common` positions that the running prefill `other` will make
+        restorable.
 
         Where the two part further on than any state that `other` is going to save, it is asked to
         save one there: the junction is known before the prefill reaches it.
         """
-        common = common_prefix(tokens, other.tokens[: other.num_tokens])
         if not self.cache.spec.needs_state:
             return common
         planned = [p for p in other.checkpoint_positions if other.num_computed < p <= common]
@@ -335,9 +352,6 @@ class Scheduler:
             chunk_tokens=done,
         )
         if lease is None:
-            if not self.running:
-                # Alone and still no room for all of its window blocks at once: compute it again.
-                request.parked = None
             return False
         positions = [p for p in request.checkpoint_positions if p > done]
         self.waiting.remove(request)

@@ -39,7 +39,8 @@ def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
         CheckpointError: the folder cannot be written.
     """
     state = full_state_dict(model)
-    if state is None or model.pg_collection.dp.rank() != 0:
+    data_parallel = getattr(model.pg_collection, "dp", None)
+    if state is None or (data_parallel is not None and data_parallel.rank() != 0):
         return
     folder = Path(folder)
     try:
@@ -90,8 +91,8 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
         raise CheckpointError(f"{path} does not exist; a checkpoint holds its weights there.")
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
             pieces = _take_pieces(model, shapes, file.get_tensor, str(path), cast)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.collectives import gather_last_dim
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs
@@ -158,14 +160,14 @@ class HybridModel(LanguageModule):
 
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab]."""
-        logits = self._local_logits(hidden_nh, gather=True)
+        logits = gather_last_dim(self._local_logits(hidden_nh), self.pg_collection.tp)
         return logits[:, : self.vocab_size]
 
-    def _local_logits(self, hidden_nh: Tensor, gather: bool = False) -> Tensor:
+    def _local_logits(self, hidden_nh: Tensor) -> Tensor:
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(hidden_nh, weight=weight, runtime_gather_output=gather)
+        logits, _ = self.output_layer(hidden_nh, weight=weight)
         return logits
 
     def _loss(self, hidden_Th: Tensor, labels: Tensor) -> Tensor:
@@ -238,7 +240,7 @@ def _layout(b: int, s: int, packed_seq_params: PackedSeqParams | None) -> Ragged
     if boundaries is None:
         boundaries = packed_seq_params.cu_seqlens_q
     cu_seqlens = boundaries.tolist()
-    lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
     if cu_seqlens[0] != 0 or min(lengths, default=-1) < 0 or cu_seqlens[-1] > s:
         raise ValueError(
             f"cu_seqlens {cu_seqlens} must rise from 0 to at most the {s} tokens of input_ids."

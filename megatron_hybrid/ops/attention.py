@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid.ops.checks import check_rows, check_shape, pad_rows
+from megatron_hybrid.ops.checks import check_rows, check_shape, join, pad_rows, rows_between
 from megatron_hybrid.ops.ragged import RaggedLayout
 
-QUERY_TILE = 256
-"""Queries that share one mask: bounds the mask's memory and skips the keys that no query sees."""
+QUERY_TILE = 128
+"""Queries that share one mask. Keys that no query of a tile sees are skipped, which is half of all
+in a causal square (torch's CPU kernel reads them even with is_causal), and masks stay small."""
 
 GATHER_BYTES = 8 << 20
 """Keys and values that one group of decodes gathers: many decodes over one long shared prefix
@@ -61,27 +62,20 @@ def paged_attention(
         )
     outs = []
     if layout.num_steps:
-        outs.append(
-            _decode(
-                q_THD[: layout.num_steps],
-                (k_pages_nBKD, v_pages_nBKD),
-                block_table_RM,
-                kv_lengths[: layout.num_steps],
-                softmax_scale,
-                window,
-            )
-        )
+        q_steps = rows_between(q_THD, 0, layout.num_steps)
+        pages = k_pages_nBKD, v_pages_nBKD
+        outs.append(_decode(q_steps, pages, block_table_RM, layout, softmax_scale, window))
     for r in range(layout.num_steps, layout.num_sequences):
         start = layout.start_positions[r]
         first = 0 if window is None else max(0, start - window + 1) // B
         blocks = block_table_RM[r, first : -(-kv_lengths[r] // B)]
         k, v = (
-            pages[blocks].flatten(0, 1)[None, : kv_lengths[r] - first * B]
+            pages.index_select(0, blocks).flatten(0, 1)[None, : kv_lengths[r] - first * B]
             for pages in (k_pages_nBKD, v_pages_nBKD)
         )
         q = q_THD[None, layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]]
         outs.append(_attend(q, k, v, start - first * B, softmax_scale, window).squeeze(0))
-    return pad_rows(torch.cat(outs), layout)
+    return pad_rows(join(outs), layout)
 
 
 def varlen_attention(
@@ -110,7 +104,7 @@ def varlen_attention(
     for name, tensor in (("q", q_THD), ("k", k_TKD), ("v", v_TKD)):
         check_rows(name, tensor, layout)
     _check_heads(q_THD, k_TKD.unsqueeze(1), v_TKD.unsqueeze(1), "[T, 1, K, D]", window)
-    qkv = [t[: layout.num_tokens] for t in (q_THD, k_TKD, v_TKD)]
+    qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKD)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)
         return pad_rows(_attend(q, k, v, 0, softmax_scale, window).flatten(0, 1), layout)
@@ -118,7 +112,7 @@ def varlen_attention(
         _attend(q[None], k[None], v[None], 0, softmax_scale, window).squeeze(0)
         for q, k, v in zip(*(t.split(layout.lengths) for t in qkv), strict=True)
     ]
-    return pad_rows(torch.cat(outs), layout)
+    return pad_rows(join(outs), layout)
 
 
 def _attend(
@@ -131,17 +125,13 @@ def _attend(
 ) -> torch.Tensor:
     """Query row i sees the key rows (offset + i - window, offset + i]."""
     q, k, v = (t.transpose(1, 2) for t in (q_bsHD, k_btKD, v_btKD))
-    gqa = q.shape[1] != k.shape[1]
     size = q.shape[2]
-    if offset == 0 and (window is None or window >= size):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        return o.transpose(1, 2)
     tiles = []
     for i in range(0, size, QUERY_TILE):
         end = min(i + QUERY_TILE, size)
         low = 0 if window is None else max(0, offset + i - window + 1)
         high = offset + end
-        rows = torch.arange(offset + i, offset + end, device=q.device).unsqueeze(1)
+        rows = torch.arange(offset + i, high, device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
         visible = columns <= rows
         if window is not None:
@@ -152,56 +142,76 @@ def _attend(
             v[:, :, low:high],
             attn_mask=visible,
             scale=scale,
-            enable_gqa=gqa,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         tiles.append(o.transpose(1, 2))
-    return torch.cat(tiles, dim=1)
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
 
 def _decode(
     q_RHD: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor],
     block_table_RM: torch.Tensor,
-    kv_lengths: list[int],
+    layout: RaggedLayout,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One query per sequence: sequences of like length side by side, padded to the longest."""
+    """One query per sequence, a group of sequences at a time."""
     _, B, K, D = pages[0].shape
-    bytes_per_block = 2 * B * K * D * pages[0].element_size()
-    firsts = [0 if window is None else max(0, n - window) // B for n in kv_lengths]
-    sizes = [-(-n // B) - first for n, first in zip(kv_lengths, firsts, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda r: -sizes[r])
-    device = q_RHD.device
-    outs, done = [], 0
-    while done < len(order):
-        size = sizes[order[done]]
-        fits = max(1, GATHER_BYTES // (size * bytes_per_block))
-        group = order[done : done + fits]
-        done += len(group)
-        rows = torch.tensor(group, device=device)
-        first = torch.tensor([firsts[r] for r in group], device=device).unsqueeze(1)
-        length = torch.tensor([kv_lengths[r] for r in group], device=device).unsqueeze(1)
-        column = first + torch.arange(size, device=device)
-        # Columns behind a sequence's end repeat its last block: whatever they hold is masked.
-        column = column.minimum((length - 1) // B)
-        blocks = block_table_RM[rows.unsqueeze(1), column]
-        k, v = (page[blocks].flatten(1, 2).transpose(1, 2) for page in pages)
-        position = (first * B) + torch.arange(size * B, device=device)
-        visible = position < length
-        if window is not None:
-            visible &= position >= length - window
-        o = F.scaled_dot_product_attention(
-            q_RHD[rows].unsqueeze(2),
-            k,
-            v,
-            attn_mask=visible[:, None, None],
-            scale=scale,
-            enable_gqa=q_RHD.shape[1] != K,
+    max_blocks = max(1, GATHER_BYTES // (2 * B * K * D * pages[0].element_size()))
+    groups, inverse = layout.cached(
+        ("decode groups", B, window, max_blocks, q_RHD.device),
+        lambda: _decode_groups(layout, B, window, max_blocks, q_RHD.device),
+    )
+    outs = []
+    for rows, columns, visible in groups:
+        blocks = block_table_RM[rows.unsqueeze(1), columns]
+        k, v = (
+            page.index_select(0, blocks.flatten()).view(len(rows), -1, K, D).transpose(1, 2)
+            for page in pages
         )
-        outs.append(o.squeeze(2))
-    inverse = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device)
-    return torch.cat(outs).index_select(0, inverse)
+        # The query heads of a key/value head as its query rows: keys are read once for all.
+        q = q_RHD[rows].unflatten(1, (K, -1))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        outs.append(o.flatten(1, 2))
+    return join(outs).index_select(0, inverse)
+
+
+def _decode_groups(
+    layout: RaggedLayout, B: int, window: int | None, max_blocks: int, device: torch.device
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Decodes of like length side by side: at most `max_blocks` in a group, at most half padding.
+
+    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]` and which of
+    their keys are visible `[r, 1, 1, m * B]`; and the place of each row behind all groups.
+    """
+    lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
+    firsts = [0 if window is None else max(0, n - window) // B for n in lengths]
+    sizes = [-(-n // B) - first for n, first in zip(lengths, firsts, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda r: -sizes[r])
+    members: list[list[int]] = []
+    for r in order:
+        longest = sizes[members[-1][0]] if members else 0
+        if 2 * sizes[r] >= longest > 0 and (len(members[-1]) + 1) * longest <= max_blocks:
+            members[-1].append(r)
+        else:
+            members.append([r])
+    groups = []
+    for group in members:
+        first, length = (
+            torch.tensor([numbers[r] for r in group], device=device).unsqueeze(1)
+            for numbers in (firsts, lengths)
+        )
+        size = sizes[group[0]]
+        # Columns behind a sequence's end repeat its last block, and their keys are not visible.
+        columns = (first + torch.arange(size, device=device)).minimum((length - 1) // B)
+        positions = first * B + torch.arange(size * B, device=device)
+        visible = positions < length
+        if window is not None:
+            visible &= positions >= length - window
+        groups.append((torch.tensor(group, device=device), columns, visible[:, None, None]))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return groups, torch.tensor(inverse, device=device)
 
 
 def _check_heads(

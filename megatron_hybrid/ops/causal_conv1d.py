@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid.ops.checks import check_rows, check_shape, compute_dtype, pad_rows
-from megatron_hybrid.ops.ragged import RaggedLayout, index_tensor
+from megatron_hybrid.ops.checks import (
+    check_rows,
+    check_shape,
+    compute_dtype,
+    join,
+    pad_rows,
+    rows_between,
+    without_autocast,
+)
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 
+@without_autocast
 def causal_conv1d(
     x_TC: torch.Tensor,
     weight_CK: torch.Tensor,
@@ -61,39 +70,68 @@ def causal_conv1d(
         check_shape("initial_states of causal_conv1d", initial_states_RCk, (R, C, K - 1), meaning)
         tails_RkC = initial_states_RCk.to(x_TC.dtype).transpose(1, 2)
 
-    # Each sequence behind its tail: row t of sequence r becomes row t + (r + 1)(K - 1).
-    num_steps, cu = layout.num_steps, layout.cu_seqlens
-    x_scan = x_TC[num_steps : layout.num_tokens]
-    pieces = [torch.cat([tails_RkC[:num_steps], x_TC[:num_steps, None]], dim=1).flatten(0, 1)]
-    for r, x_seq in enumerate(x_scan.split(layout.lengths[num_steps:]), start=num_steps):
-        pieces += [tails_RkC[r], x_seq]
-    extended = torch.cat(pieces)
-
-    dtype = compute_dtype(x_TC)
-    y_ext = _windows(extended.to(dtype), weight_CK.to(dtype), bias_C)
-    keep = [y_ext[: num_steps * K : K]] if num_steps else []
-    keep += [y_ext[cu[r] + r * (K - 1) : cu[r + 1] + r * (K - 1)] for r in range(num_steps, R)]
-    y_TC = torch.cat(keep)
+    x_TC = rows_between(x_TC, 0, layout.num_tokens)
+    extended_EC = _behind_tails(x_TC, tails_RkC, layout)
+    y_EC = _windows(extended_EC, weight_CK, bias_C)
+    # Windows that reach into the next sequence's tail lie between those that are kept.
+    num_steps = layout.num_steps
+    sizes = [size for length in layout.lengths[num_steps:] for size in (length, K - 1)][:-1]
+    if num_steps:
+        y_steps, *y_scan = y_EC.split([len(y_EC) - sum(sizes), *sizes])
+        y_TC = join([y_steps[::K], *y_scan[::2]])
+    else:
+        y_TC = join(y_EC.split(sizes)[::2])
     if activation == "silu":
         y_TC = F.silu(y_TC)
 
-    def tails_after(counts, owners):
-        ends = [count + (r + 1) * (K - 1) for count, r in zip(counts, owners, strict=True)]
-        rows = index_tensor([range(end - (K - 1), end) for end in ends], x_TC.device)
-        return extended[rows.view(-1, K - 1)].transpose(1, 2)
-
-    final_RCk = tails_after(cu[1:], range(R))
-    captured_nCk = tails_after(layout.captures, layout.capture_sequences)
+    rows_Rk, rows_nk = layout.cached(
+        ("conv tails", K, x_TC.device), lambda: _tail_rows(layout, K, x_TC.device)
+    )
+    final_RCk, captured_nCk = (extended_EC[rows].transpose(1, 2) for rows in (rows_Rk, rows_nk))
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCk, captured_nCk
 
 
-def _windows(x_EC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor | None):
-    """Output of each full window of K rows, `[E - K + 1, C]`."""
-    K = weight_CK.shape[1]
-    size = len(x_EC) - K + 1
-    y_EC = x_EC[:size] * weight_CK[:, 0]
-    if bias_C is not None:
-        y_EC = y_EC + bias_C.to(x_EC.dtype)
-    for j in range(1, K):
-        y_EC.addcmul_(x_EC[j : j + size], weight_CK[:, j])
-    return y_EC
+def _behind_tails(
+    x_TC: torch.Tensor, tails_RkC: torch.Tensor, layout: RaggedLayout
+) -> torch.Tensor:
+    """Each sequence behind its tail: row t of sequence r becomes row t + (r + 1)(K - 1)."""
+    num_steps = layout.num_steps
+    x_steps, *x_scan = x_TC.split([num_steps, *layout.lengths[num_steps:]])
+    pieces = [torch.cat([tails_RkC[:num_steps], x_steps.unsqueeze(1)], dim=1).flatten(0, 1)]
+    for r, x_seq in enumerate(x_scan, start=num_steps):
+        pieces += [tails_RkC[r], x_seq]
+    return torch.cat(pieces)
+
+
+def _tail_rows(
+    layout: RaggedLayout, K: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows behind the tails that are the new tails: final `[R, k]`, captured `[n, k]`."""
+
+    def rows(counts, owners):
+        ends = [count + (r + 1) * (K - 1) for count, r in zip(counts, owners, strict=True)]
+        first_n1 = torch.tensor(ends, dtype=torch.int64, device=device).unsqueeze(1) - (K - 1)
+        return first_n1 + torch.arange(K - 1, device=device)
+
+    return (
+        rows(layout.cu_seqlens[1:], range(layout.num_sequences)),
+        rows(layout.captures, layout.capture_sequences),
+    )
+
+
+def _windows(
+    x_EC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum of each full window of K rows, `[E - K + 1, C]`, in the compute dtype.
+
+    As a 2-d convolution over a channels-last image of width 1: `[E, C]` is that layout as it is,
+    and its depthwise kernels are several times faster than those of conv1d on `[C, E]`.
+    """
+    dtype = compute_dtype(x_EC)
+    y_1CE1 = F.conv2d(
+        x_EC.to(dtype)[None, :, None].permute(0, 3, 1, 2),
+        weight_CK.to(dtype)[:, None, :, None],
+        None if bias_C is None else bias_C.to(dtype),
+        groups=x_EC.shape[1],
+    )
+    return y_1CE1[0, :, :, 0].t()

@@ -77,6 +77,11 @@ def without_autocast(op):
     return wrapper
 
 
+def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """`x_T[first:end]`; the whole tensor as it is, whose slice would cost a copy in backward."""
+    return x_T if (first, end) == (0, len(x_T)) else x_T[first:end]
+
+
 def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Append the layout's padding rows, as zeros."""
     if not layout.num_padding:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_hybrid.ops.ragged import index_tensor
-
 if TYPE_CHECKING:
     from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -55,8 +53,8 @@ class ChunkGrid:
             row = self.first_rows[r] + count - 1 - layout.cu_seqlens[owner]
             chunks.append(firsts[r] + row // chunk_size)
             rows.append(row % chunk_size)
-        self.capture_chunks = index_tensor(chunks, device)
-        self._capture_rows = index_tensor(rows, device)
+        self.capture_chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
+        self._capture_rows = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def pad(self, x_T: torch.Tensor) -> torch.Tensor:
         """Scan tokens `[tokens, ...]` laid out on the grid, `[S, L, ...]`, zeros in empty rows."""
@@ -132,8 +130,8 @@ class _Permutation:
         self.is_identity = order == list(range(len(order)))
         if not self.is_identity:
             inverse = sorted(range(len(order)), key=order.__getitem__)
-            self._order = index_tensor(order, device)
-            self._inverse = index_tensor(inverse, device)
+            self._order = torch.tensor(order, device=device)
+            self._inverse = torch.tensor(inverse, device=device)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.is_identity else _Reorder.apply(x, self._order, self._inverse)

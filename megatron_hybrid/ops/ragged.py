@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,49 +119,46 @@ class RaggedLayout:
             owners.append(r)
         return tuple(owners)
 
-    def token_positions(self, device: torch.device | str) -> torch.Tensor:
-        """Absolute position of each row, int64 `[T]`; padding rows have position 0."""
-        return self._cached(
-            ("token_positions", torch.device(device)),
-            lambda: (
-                [
-                    position
-                    for start, length in zip(self.start_positions, self.lengths, strict=True)
-                    for position in range(start, start + length)
-                ]
-                + [0] * self.num_padding
-            ),
-            device,
-        )
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """`make()`, kept with the layout under `key`: index tensors are built once, not per layer.
 
-    def sequence_ids(self, device: torch.device | str) -> torch.Tensor:
-        """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
-        return self._cached(
-            ("sequence_ids", torch.device(device)),
-            lambda: [r for r, length in enumerate(self.lengths) for _ in range(length)],
-            device,
-        )
-
-    def chunk_grid(self, chunk_size: int, device: torch.device | str) -> ChunkGrid:
-        """The chunks that the sequences behind the leading steps fill; made once, then kept."""
-        from megatron_hybrid.ops.chunk_grid import ChunkGrid
-
-        key = ("chunk_grid", chunk_size, torch.device(device))
+        Tensors made here are normal ones even in inference mode, so that autograd may keep them.
+        """
         if key not in self._memo:
-            self._memo[key] = ChunkGrid(self, chunk_size, device)
+            with torch.inference_mode(False):
+                self._memo[key] = make()
         return self._memo[key]
 
     @functools.cached_property
     def _memo(self) -> dict:
         return {}
 
-    def _cached(self, key, values, device) -> torch.Tensor:
-        if key not in self._memo:
-            self._memo[key] = index_tensor(values(), device)
-        return self._memo[key]
+    def token_positions(self, device: torch.device | str) -> torch.Tensor:
+        """Absolute position of each row, int64 `[T]`; padding rows have position 0."""
+        sequences = zip(self.start_positions, self.lengths, strict=True)
+        return self.cached(
+            ("token_positions", torch.device(device)),
+            lambda: torch.tensor(
+                [p for start, length in sequences for p in range(start, start + length)]
+                + [0] * self.num_padding,
+                device=device,
+            ),
+        )
 
+    def sequence_ids(self, device: torch.device | str) -> torch.Tensor:
+        """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
+        return self.cached(
+            ("sequence_ids", torch.device(device)),
+            lambda: torch.tensor(
+                [r for r, length in enumerate(self.lengths) for _ in range(length)], device=device
+            ),
+        )
 
-def index_tensor(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """An int64 tensor that may be kept: usable by autograd even if made in inference mode."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def chunk_grid(self, chunk_size: int, device: torch.device | str) -> ChunkGrid:
+        """The chunks that the sequences behind the leading steps fill."""
+        from megatron_hybrid.ops.chunk_grid import ChunkGrid
+
+        return self.cached(
+            ("chunk_grid", chunk_size, torch.device(device)),
+            lambda: ChunkGrid(self, chunk_size, device),
+        )

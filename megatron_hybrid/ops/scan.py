@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_hybrid.ops.checks import join
+from megatron_hybrid.ops.checks import join, rows_between
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 
@@ -42,7 +42,7 @@ def ragged_scan(
     if num_steps < layout.num_sequences:
         grid = layout.chunk_grid(chunk_size, states_R.device)
         output, final, captured_scan = chunked(
-            *(t[num_steps:num_tokens] for t in inputs_T), states_R[num_steps:], grid
+            *(rows_between(t, num_steps, num_tokens) for t in inputs_T), states_R[num_steps:], grid
         )
         outputs.append(output)
         finals.append(final)

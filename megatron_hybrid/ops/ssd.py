@@ -9,6 +9,7 @@ from megatron_hybrid.ops.checks import (
     check_shape,
     compute_dtype,
     pad_rows,
+    rows_between,
     states_or_zeros,
     without_autocast,
 )
@@ -63,7 +64,8 @@ def ssd_scan(
         _step, _chunked, inputs, states_RHPN, layout, chunk_size
     )
     if D_H is not None:
-        y_THP = torch.addcmul(y_THP, x_f[: layout.num_tokens], D_H.to(dtype).unsqueeze(-1))
+        x_f = rows_between(x_f, 0, layout.num_tokens)
+        y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))
     return pad_rows(y_THP.to(x_THP.dtype), layout), final_RHPN, captured_nHPN
 
 

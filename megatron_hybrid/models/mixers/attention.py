@@ -91,6 +91,7 @@ class AttentionMixer(MegatronModule):
             tp_group=pg_collection.tp,
         )
         mark_tensor_parallel(self.linear_proj.weight, 1)
+        # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm)
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
@@ -30,7 +31,7 @@ class GatedDeltaNetSubmodules:
 
 
 class GatedDeltaNetMixer(MegatronModule):
-    """S_t = exp(g) S_{t-1} + beta k_t (x) (v_t - k_t exp(g) S_{t-1}),  o_t = q_t S_t, normed, gated.
+    """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
     Args:
         config: sizes are its `linear_*` fields.
@@ -95,6 +96,8 @@ class GatedDeltaNetMixer(MegatronModule):
             hidden_size=self.value_dim,
             eps=config.layernorm_epsilon,
         )
+        for parameter in self.out_norm.parameters():
+            sum_gradient_over_ranks(parameter, pg_collection.tp)
         self.out_proj = build_module(
             submodules.out_proj,
             values,

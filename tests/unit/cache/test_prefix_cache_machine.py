@@ -10,10 +10,11 @@ add up.
 from __future__ import annotations
 
 import numpy as np
-from cache_simulator import Simulator, cached_paths
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulator import Simulator, cached_paths
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -30,20 +31,31 @@ SPECS = {
     "state only": CacheSpec(16, (), state_bytes=3000, hidden_bytes=64),
     "all": CacheSpec(16, (FULL, ODD_WINDOW, WIDE, WINDOW), state_bytes=900, hidden_bytes=16),
 }
-tokens = st.lists(st.integers(0, 1), max_size=40)
+MODES = ("restore", "restore", "restore", "memory_only", "off")
 fraction = st.floats(0, 1)
 which = st.integers(0, 1000)
+length = st.integers(0, 60)
+pattern = st.integers(0, 15)
+
+
+def some_tokens(length: int, pattern: int) -> list[int]:
+    """One of a few token sequences of this length, so that prefixes meet again."""
+    return [(pattern >> i % 4) & 1 for i in range(length)]
 
 
 def shared_length(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+def used(edge):
+    return edge.last_access, edge.clock
+
+
 class PrefixCacheMachine(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(sorted(SPECS)),
-        mode=st.sampled_from(["restore", "restore", "restore", "memory_only", "off"]),
-        num_pages=st.one_of(st.integers(2, 40), st.integers(40, 150)),
+        mode=st.sampled_from(MODES),
+        num_pages=st.one_of(st.integers(2, 60), st.integers(60, 200)),
     )
     def make(self, name, mode, num_pages):
         self.spec = SPECS[name]
@@ -67,18 +79,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(
         of=which,
         part=fraction,
-        suffix=tokens,
+        length=length,
+        pattern=pattern,
         salt=st.sampled_from(["", "", "", "other"]),
         room=st.integers(0, 30),
         chunk=st.sampled_from([None, 1, 5, 40]),
         declared=st.lists(st.integers(0, 60), max_size=2),
         log_probs=st.sampled_from([None] * 9 + ["prompt_log_probs"]),
     )
-    def start(self, of, part, suffix, salt, room, chunk, declared, log_probs):
+    def start(self, **drawn):
+        self.begin(**drawn)
+
+    def begin(
+        self, of, part, length, pattern, salt="", room=0, chunk=None, declared=(), log_probs=None
+    ):
         base = self.prompts[of % len(self.prompts)]
-        prompt = (base[: round(part * len(base))] + suffix)[:150]
+        prompt = (base[: round(part * len(base))] + some_tokens(length, pattern))[:150]
         if not prompt:
-            return
+            return None
         q, p = self.expected_match(prompt, salt, log_probs)
         array = np.array(prompt, dtype=np.int32)
         before = self.snapshot()
@@ -94,7 +112,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if running is None:
             assert self.snapshot() == before, "a refused request changed something"
             assert self.running or not self.cache.fits(len(prompt) + room, chunk)
-            return
+            return None
         lease = running.lease
         report = lease.report
         if report.miss_reason is MissReason.NO_ROOM:
@@ -107,6 +125,30 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert lease.checkpoint_pages is None and not lease.copies
         self.prompts.append(prompt)
         self.running.append(running)
+        return running
+
+    @rule(
+        of=which,
+        part=fraction,
+        length=length,
+        pattern=pattern,
+        chunk=st.integers(1, 60),
+        answer=st.integers(0, 30),
+    )
+    def serve(self, of, part, length, pattern, chunk, answer):
+        """A whole request in one step, beside those that are running."""
+        running = self.begin(of, part, length, pattern, chunk=chunk)
+        if running is None:
+            return
+        while running.done < len(running.tokens):
+            if not self.sim.forward(running, min(chunk, len(running.tokens) - running.done)):
+                break
+        else:
+            for token in some_tokens(answer, pattern):
+                running.tokens.append(token)
+                if not self.sim.forward(running, 1):
+                    break
+        self.finish(self.running.index(running), save=True)
 
     @precondition(lambda self: self.running)
     @rule(who=which, n=st.integers(1, 50), new=st.integers(0, 1), save=st.booleans())
@@ -125,11 +167,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert running.done <= len(running.tokens)
 
     @precondition(lambda self: self.running)
-    @rule(who=which, new=tokens)
-    def decode(self, who, new):
+    @rule(who=which, length=length, pattern=pattern)
+    def decode(self, who, length, pattern):
         running = self.running[who % len(self.running)]
         if running.done == len(running.tokens):
-            for token in new:
+            for token in some_tokens(length, pattern):
                 running.tokens.append(token)
                 if not self.sim.forward(running, 1):
                     running.tokens.pop()
@@ -166,9 +208,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.snapshot() == before, "a refused fork changed something"
             return
         full = running.done // self.spec.block_size_tokens
-        assert np.array_equal(
-            new.lease.block_table[:full], running.lease.block_table[:full]
-        )
+        assert np.array_equal(new.lease.block_table[:full], running.lease.block_table[:full])
         self.running.append(new)
 
     @precondition(lambda self: self.running)
@@ -186,14 +226,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def cancel(self, who):
         self.sim.cancel(self.running.pop(who % len(self.running)))
 
-    @rule(n=st.integers(0, 30))
+    @rule(n=st.integers(0, 12))
     def evict(self, n):
         refs = self.cache.allocator.ref_counts.copy()
         freed = self.cache.evict(n)
         assert freed >= 0
         assert np.array_equal(refs, self.cache.allocator.ref_counts)
 
-    @precondition(lambda self: len(self.prompts) > 8)
+    @precondition(lambda self: len(self.prompts) > 25)
     @rule()
     def clear(self):
         self.cache.clear()
@@ -272,8 +312,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """All that decides the future, save the count of refusals."""
         pool = self.cache.allocator
         tree = [
-            (salt, path, edge.start, edge.pages(16).tolist(), sorted(edge.checkpoints))
-            + (edge.last_access, edge.clock)
+            (salt, path, edge.start, edge.pages(16).tolist(), sorted(edge.checkpoints), used(edge))
             for salt, path, edge in cached_paths(self.cache)
         ]
         leases = [
@@ -285,8 +324,64 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
 TestPrefixCacheMachine.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=60,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+@pytest.mark.parametrize("mode", ["restore", "memory_only"])
+def test_long_random_run(name, mode):
+    """The same operations, drawn plainly: hypothesis' short examples seldom fill a pool."""
+    random = np.random.default_rng(sorted(SPECS).index(name))
+    for num_pages in (12, 30, 80):
+        machine = PrefixCacheMachine()
+        machine.make(name, mode, num_pages)
+        for _ in range(LONG_RUN_STEPS):
+            random_step(machine, random)
+            machine.memory_is_right()
+            machine.holders_are_right()
+            machine.nothing_is_lost_without_need()
+        machine.teardown()
+
+
+LONG_RUN_STEPS = 60
+
+
+def random_step(machine: PrefixCacheMachine, random: np.random.Generator) -> None:
+    def draw(n):
+        return int(random.integers(n))
+
+    start = {
+        "of": draw(1000),
+        "part": random.choice([0.0, 1.0, float(random.random())]),
+        "length": draw(60),
+        "pattern": draw(16),
+        "chunk": 1 + draw(60),
+    }
+    operation = draw(12)
+    if operation < 4:
+        machine.serve(**start, answer=draw(30))
+    elif operation < 6 and len(machine.running) < 5:
+        declared = [draw(60)] if draw(2) else []
+        machine.begin(**start, room=draw(30), declared=declared)
+    elif operation == 6:
+        machine.evict(draw(8))
+    elif machine.running:
+        who = draw(1000)
+        if operation == 7:
+            machine.forward(who, 1 + draw(50), draw(2), bool(draw(2)))
+        elif operation == 8:
+            machine.decode(who, draw(60), draw(16))
+        elif operation == 9:
+            machine.reserve(who, draw(20))
+            machine.forward(who, 1 + draw(20), draw(2), True)
+            machine.settle(who, bool(draw(3)))
+        elif operation == 10 and len(machine.running) < 5:
+            machine.fork(who)
+        elif draw(2):
+            machine.finish(who, bool(draw(2)))
+        else:
+            machine.cancel(who)

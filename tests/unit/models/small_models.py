@@ -1,0 +1,43 @@
+"""Small random models for the tests of this folder."""
+
+import torch
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+
+ALL_MIXERS = "MG*-W-"
+
+
+def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:
+    """Every dimension a different number where it can be, so that mix-ups do not cancel."""
+    return HybridConfig(
+        **{
+            "layer_pattern": pattern,
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "vocab_size": 61,
+            "ffn_hidden_size": 80,
+            "sliding_window": 7,
+            "mamba_head_dim": 16,
+            "mamba_state_dim": 12,
+            "mamba_num_groups": 2,
+            "mamba_chunk_size": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_chunk_size": 8,
+            "init_method_std": 0.15,
+            **fields,
+        }
+    )
+
+
+def small_model(pattern: str = ALL_MIXERS, **fields) -> HybridModel:
+    """In eval mode."""
+    return build_hybrid_model(small_config(pattern, **fields)).eval()
+
+
+def random_tokens(*shape: int, vocab_size: int = 61) -> torch.Tensor:
+    return torch.randint(0, vocab_size, shape)

@@ -1,0 +1,246 @@
+"""megatron-core's own hybrid model and mixers, made to run on a CPU, to compare ours with.
+
+Their kernels (mamba_ssm, causal_conv1d, fla, Transformer Engine, CUDA) are replaced by naive
+float64 versions written here; everything else is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.mamba import MambaModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+
+from megatron_hybrid import compat
+
+
+@contextlib.contextmanager
+def _importable_without_triton():
+    """mamba_mixer decorates kernels at import, which are never run here."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.language, triton.jit, language.constexpr = language, lambda function: function, int
+    sys.modules.update({"triton": triton, "triton.language": language})
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+
+with _importable_without_triton():
+    from megatron.core.ssm import mamba_mixer
+
+IS_0_16 = compat.MEGATRON_CORE_VERSION < (0, 17, 0)
+if IS_0_16:
+    from megatron.core.ssm import gated_delta_net as gdn_module
+    from megatron.core.ssm import mamba_block as stack_module
+else:
+    from megatron.core.models.hybrid import hybrid_block as stack_module
+    from megatron.core.ssm.gated_delta_net import common as gdn_module
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+
+class GroupedRMSNorm(nn.Module):
+    """mamba_ssm's RMSNormGated without a gate: the kernel below has gated already."""
+
+    def __init__(self, hidden_size, eps, group_size, norm_before_gate, device, dtype):
+        super().__init__()
+        assert not norm_before_gate
+        self.eps, self.group_size = eps, group_size
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x):
+        groups = x.double().unflatten(-1, (-1, self.group_size))
+        groups = groups / (groups.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return (groups.flatten(-2) * self.weight).to(x.dtype)
+
+
+def split_conv1d_scan(
+    zxbcdt, conv_weight, conv_bias, dt_bias, A, D, chunk_size, headdim, ngroups, **_
+):
+    """mamba_ssm's mamba_split_conv1d_scan_combined as the plain recurrence, in float64."""
+    dtype = zxbcdt.dtype
+    zxbcdt, conv_weight, conv_bias, dt_bias, A, D = (
+        t.double() for t in (zxbcdt, conv_weight, conv_bias, dt_bias, A, D)
+    )
+    heads = D.numel()
+    inner = heads * headdim
+    states = (conv_weight.shape[0] - inner) // (2 * ngroups)
+    batch, length, _ = zxbcdt.shape
+    z, xbc, dt = zxbcdt.split([inner, conv_weight.shape[0], heads], -1)
+    padded = F.pad(xbc.transpose(1, 2), (conv_weight.shape[1] - 1, 0))
+    convolved = F.conv1d(padded, conv_weight.unsqueeze(1), conv_bias, groups=len(conv_weight))
+    x, B, C = (
+        F.silu(convolved).transpose(1, 2).split([inner, ngroups * states, ngroups * states], -1)
+    )
+    x = x.unflatten(-1, (heads, headdim))
+    B, C = (
+        t.unflatten(-1, (ngroups, states)).repeat_interleave(heads // ngroups, 2) for t in (B, C)
+    )
+    dt = F.softplus(dt + dt_bias)
+    state = x.new_zeros(batch, heads, headdim, states)
+    ys = []
+    for t in range(length):
+        decay = torch.exp(dt[:, t] * A)[..., None, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        ys.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    y = torch.stack(ys, 1).flatten(-2) * F.silu(z)
+    return y.to(dtype)
+
+
+class PlainCoreAttention(nn.Module):
+    """Causal softmax attention in float64, in place of TEDotProductAttention."""
+
+    def __init__(self, config, softmax_scale=None, **_):
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        q, k, v = (t.permute(1, 2, 0, 3).double() for t in (query, key, value))  # b h s d
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * self.scale
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        o = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        return o.permute(2, 0, 1, 3).flatten(-2).to(query.dtype)
+
+
+def l2norm(x):
+    """fla's l2norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+@contextlib.contextmanager
+def on_cpu(monkeypatch):
+    """Within it, megatron-core's hybrid modules build and run on the CPU."""
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    with monkeypatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        for module in (mamba_mixer, gdn_module):
+            patch.setattr(module, "get_cuda_rng_tracker", lambda: tracker)
+        patch.setattr(mamba_mixer, "HAVE_MAMBA_SSM", True)
+        patch.setattr(mamba_mixer, "ExtendedRMSNorm", GroupedRMSNorm)
+        patch.setattr(
+            mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan, raising=False
+        )
+        patch.setattr(stack_module, "TENorm", WrappedTorchNorm)
+        patch.setattr(gdn_module, "HAVE_FLA", True)
+        patch.setattr(gdn_module, "l2norm", l2norm, raising=False)
+        yield
+
+
+def mamba_model(config, max_sequence_length=512):
+    """MambaModel (0.16) or HybridModel (0.19) of a HybridConfig, local layers; use in `on_cpu`."""
+    head_norm = WrappedTorchNorm if config.qk_layernorm else None
+    mlp = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    if IS_0_16:
+        mlp_spec = ModuleSpec(module=MLP, submodules=MLPSubmodules(**mlp))
+        kinds = {}
+    else:
+        from functools import partial
+
+        mlp_spec = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(**mlp))
+        kinds = {
+            "gdn_layer": ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm,
+                    self_attention=ModuleSpec(module=GatedDeltaNet, submodules=GDN_SUBMODULES),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            )
+        }
+    spec = ModuleSpec(
+        module=stack_module.MambaStack,
+        submodules=stack_module.MambaStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=WrappedTorchNorm,
+                    mixer=ModuleSpec(
+                        module=mamba_mixer.MambaMixer,
+                        params={
+                            "expand": config.mamba_expand,
+                            "d_conv": config.mamba_conv_kernel,
+                            "chunk_size": config.mamba_chunk_size,
+                        },
+                        submodules=mamba_mixer.MambaMixerSubmodules(
+                            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                        ),
+                    ),
+                    mamba_bda=get_bias_dropout_add,
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm,
+                    self_attention=ModuleSpec(
+                        module=SelfAttention,
+                        params={"attn_mask_type": AttnMaskType.causal},
+                        submodules=SelfAttentionSubmodules(
+                            linear_qkv=ColumnParallelLinear,
+                            core_attention=PlainCoreAttention,
+                            linear_proj=RowParallelLinear,
+                            q_layernorm=head_norm,
+                            k_layernorm=head_norm,
+                        ),
+                    ),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp_spec, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+            **kinds,
+        ),
+    )
+    pattern = "hybrid_override_pattern" if IS_0_16 else "hybrid_layer_pattern"
+    return MambaModel(
+        config,
+        spec,
+        vocab_size=config.vocab_size,
+        max_sequence_length=max_sequence_length,
+        position_embedding_type=config.position_embedding_type,
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        **{pattern: config.layer_pattern},
+    )
+
+
+GDN_SUBMODULES = GatedDeltaNetSubmodules(
+    in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+)
+
+
+def gated_delta_net(config):
+    """core's GatedDeltaNet on its torch path (config.deterministic_mode); use in `on_cpu`."""
+    assert config.deterministic_mode
+    return GatedDeltaNet(
+        config,
+        GDN_SUBMODULES,
+        layer_number=1,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )

@@ -1,0 +1,132 @@
+"""The model as a whole: it builds, learns, and does what its configuration says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import ALL_MIXERS, random_tokens, small_config, small_model
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+
+def test_the_short_configuration_is_complete():
+    config = HybridConfig(
+        layer_pattern="MM*-MM*-", hidden_size=64, num_attention_heads=4, vocab_size=256
+    )
+    logits = build_hybrid_model(config)(torch.arange(10)[None])
+    assert logits.shape == (1, 10, 256)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("pattern", [*"MG*W-", ALL_MIXERS, "M|G*|W-"])
+def test_every_parameter_gets_a_gradient(pattern):
+    model = small_model(pattern, qk_layernorm=True, attention_output_gate=True).train()
+    tokens = random_tokens(2, 20)
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+    assert loss.shape == (2, 19)
+    loss.mean().backward()
+    silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert silent == []
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    model = small_model()
+    tokens = random_tokens(2, 20)
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+    logits = model(tokens[:, :-1])
+    expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(loss, expected)
+
+
+def test_it_learns_a_short_text():
+    model = build_hybrid_model(small_config(init_method_std=0.02)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = random_tokens(2, 33)
+    losses = []
+    for _ in range(40):
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 3.9
+    assert losses[-1] < 0.5
+
+
+@pytest.mark.parametrize("pattern", [*"MG*W", ALL_MIXERS])
+def test_no_token_sees_a_later_one(pattern):
+    model = small_model(pattern)
+    tokens = random_tokens(1, 24)
+    changed = tokens.clone()
+    changed[0, 15] = (changed[0, 15] + 1) % 61
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :15], after[:, :15], atol=1e-6, rtol=0)
+    assert (before[:, 15] - after[:, 15]).abs().max() > 1e-2
+
+
+def test_a_window_ends_where_it_should():
+    model = small_model("W", sliding_window=7, position_embedding_type="none")
+    tokens = random_tokens(1, 24)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 61
+    different = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-6
+    assert different.nonzero().flatten().tolist() == list(range(10, 17))
+
+
+def test_full_attention_without_positions_ignores_order():
+    model = small_model("*", position_embedding_type="none")
+    tokens = random_tokens(1, 12)
+    shuffled = tokens.clone()
+    shuffled[0, :11] = tokens[0, :11].flip(0)
+    torch.testing.assert_close(model(tokens)[:, -1], model(shuffled)[:, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_shared_embeddings_have_one_weight():
+    model = small_model(share_embeddings_and_output_weights=True)
+    assert model.output_layer.weight is None
+    tokens = random_tokens(1, 9)
+    model(tokens, labels=tokens).mean().backward()
+    assert model.embedding.word_embeddings.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_run(dtype):
+    exact = small_model()
+    model = small_model(params_dtype=dtype)
+    model.load_state_dict(exact.state_dict())
+    kept = {n.rsplit(".")[-1] for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"A_log", "D"}, "core keeps these two of Mamba-2 in fp32"
+    tokens = random_tokens(2, 30)
+    with torch.no_grad():
+        logits, expected = model(tokens), exact(tokens)
+    assert logits.dtype == dtype
+    error = (logits.float() - expected).norm() / expected.norm()
+    assert error < 0.05
+
+
+def test_dropout_acts_in_training_alone():
+    model = small_model(hidden_dropout=0.3)
+    tokens = random_tokens(1, 12)
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_a_seed_makes_the_model():
+    torch.manual_seed(5)
+    first = small_model()
+    torch.manual_seed(5)
+    second = small_model()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+def test_a_model_built_on_a_device_lies_there():
+    with torch.device("meta"):
+        model = build_hybrid_model(small_config(perform_initialization=False))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_groups_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 2, but the process group"):
+        small_model()  # sets up groups of one process
+        small_model(tensor_model_parallel_size=2)

@@ -1,0 +1,159 @@
+"""Every mixer, run piece by piece through a context, gives what one uncached forward gives."""
+
+import pytest
+import torch
+from small_models import ALL_MIXERS, random_tokens, small_model
+
+from megatron_hybrid.models.mixers.base import LayerCache
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+BLOCK = 4
+CONTEXT_BLOCKS = 16
+
+
+class DictContext:
+    """The plainest context: states in a dict per sequence, one run of KV blocks per sequence."""
+
+    def __init__(self, requirements: list[LayerCache], num_sequences: int):
+        self.states = {
+            (layer, state.name): torch.zeros(num_sequences, *state.shape, dtype=state.dtype)
+            for layer, cache in enumerate(requirements, 1)
+            for state in cache.states
+        }
+        self.pages = {
+            layer: torch.zeros(
+                2, num_sequences * CONTEXT_BLOCKS, BLOCK, cache.kv.num_heads, cache.kv.head_dim
+            )
+            for layer, cache in enumerate(requirements, 1)
+            if cache.kv
+        }
+        self.captured = {}
+
+    def begin(self, sequences, lengths, starts, captures=(), padding=0):
+        self.sequences = torch.tensor(sequences)
+        self.layout = RaggedLayout(tuple(lengths), tuple(starts), tuple(captures), padding)
+
+    def ragged_layout(self):
+        return self.layout
+
+    def token_positions(self):
+        return self.layout.token_positions("cpu")
+
+    def read_state(self, layer_number, name):
+        return self.states[layer_number, name][self.sequences]
+
+    def write_state(self, layer_number, name, final, captured):
+        self.states[layer_number, name][self.sequences] = final.to(
+            self.states[layer_number, name].dtype
+        )
+        self.captured[layer_number, name] = captured
+
+    def append_key_value_cache(self, layer_number, key, value):
+        rows = self.layout.num_tokens
+        owners = self.sequences[self.layout.sequence_ids("cpu")]
+        positions = self.token_positions()[:rows]
+        blocks = owners * CONTEXT_BLOCKS + positions // BLOCK
+        for page, new in zip(self.pages[layer_number], (key, value)):
+            page[blocks, positions % BLOCK] = new[:rows, 0]
+
+    def key_value_cache(self, layer_number):
+        keys, values = self.pages[layer_number]
+        table = self.sequences[:, None] * CONTEXT_BLOCKS + torch.arange(CONTEXT_BLOCKS)
+        return keys, values, table
+
+    def last_token_logits(self, hidden):
+        assert hidden.shape[:2] == (1, self.layout.num_rows)
+        return hidden[0, : self.layout.num_tokens]
+
+
+def run(model, context, tokens, cuts, padding=0, captures=()):
+    """Logits of the tokens [cut of start, cut of end) of each sequence, side by side."""
+    lengths = [end - start for start, end in cuts.values()]
+    context.begin(list(cuts), lengths, [start for start, _ in cuts.values()], captures, padding)
+    pieces = [tokens[r, start:end] for r, (start, end) in cuts.items()]
+    rows = torch.cat([*pieces, torch.zeros(padding, dtype=torch.long)])
+    logits = model(rows[None], inference_context=context)
+    assert logits.shape == (1, sum(lengths), model.config.vocab_size)
+    return logits[0].split(lengths)
+
+
+@pytest.mark.parametrize("pattern", [*"MG*W-", ALL_MIXERS])
+@torch.inference_mode()
+def test_pieces_equal_the_whole(pattern):
+    model = small_model(pattern)
+    tokens = random_tokens(3, 40)
+    whole = model(tokens)
+    context = DictContext(model.cache_requirements(), 3)
+    steps = [
+        {0: (0, 13), 1: (0, 1)},
+        {1: (1, 2), 0: (13, 14), 2: (0, 29)},
+        {0: (14, 40), 2: (29, 31)},  # no decode in front
+        {1: (2, 9), 2: (31, 32)},  # a decode behind a prefill
+        {1: (9, 40), 2: (32, 40)},
+    ]
+    for padding, cuts in enumerate(steps):
+        logits = run(model, context, tokens, cuts, padding)
+        for (r, (start, end)), row in zip(cuts.items(), logits):
+            torch.testing.assert_close(row, whole[r, start:end], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["M", "G", "MG"])
+@torch.inference_mode()
+def test_captured_states_are_those_after_that_token(pattern):
+    model = small_model(pattern)
+    tokens = random_tokens(2, 30)
+    once = DictContext(model.cache_requirements(), 2)
+    run(model, once, tokens, {0: (0, 30), 1: (0, 20)}, captures=(11, 35))
+    cut = DictContext(model.cache_requirements(), 2)
+    run(model, cut, tokens, {0: (0, 11), 1: (0, 5)})
+    for key, captured in once.captured.items():
+        torch.testing.assert_close(captured, cut.states[key], atol=1e-5, rtol=1e-5)
+
+
+def test_inference_is_the_context_alone():
+    """Training mode changes nothing: what selects inference is the context."""
+    model = small_model().train()
+    tokens = random_tokens(1, 12)
+    with torch.no_grad():
+        context = DictContext(model.cache_requirements(), 1)
+        (logits,) = run(model, context, tokens, {0: (0, 12)})
+        torch.testing.assert_close(logits, model(tokens)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_compute_logits_is_the_output_layer_alone():
+    model = small_model()
+    tokens = random_tokens(1, 9)
+    seen = {}
+    model.decoder.final_norm.register_forward_hook(lambda *args: seen.update(hidden=args[2]))
+    logits = model(tokens)
+    assert torch.equal(model.compute_logits(seen["hidden"]), logits[0])
+
+
+def test_cache_requirements():
+    model = small_model("MG*W-", recurrent_state_dtype=torch.bfloat16)
+    mamba, delta, full, window, mlp = model.cache_requirements()
+    assert [(s.name, s.shape, s.dtype) for s in mamba.states] == [
+        ("conv", (96 + 2 * 24, 3), torch.float32),
+        ("ssm", (6, 16, 12), torch.bfloat16),
+    ]
+    assert [(s.name, s.shape, s.dtype) for s in delta.states] == [
+        ("conv", (2 * 32 + 96, 3), torch.float32),
+        ("delta", (4, 16, 24), torch.bfloat16),
+    ]
+    assert (full.kv.num_heads, full.kv.head_dim, full.kv.window) == (2, 12, None)
+    assert (window.kv.num_heads, window.kv.head_dim, window.kv.window) == (2, 12, 7)
+    assert mlp == LayerCache()
+    assert mamba.kv is None
+    assert full.states == ()
+
+
+@pytest.mark.parametrize("pattern", ["M", "G", ALL_MIXERS])
+@torch.inference_mode()
+def test_bf16_states_are_taken_and_given(pattern):
+    model = small_model(pattern, recurrent_state_dtype=torch.bfloat16)
+    tokens = random_tokens(1, 24)
+    context = DictContext(model.cache_requirements(), 1)
+    pieces = [run(model, context, tokens, {0: cut})[0] for cut in ((0, 10), (10, 24))]
+    whole = model(tokens)[0]
+    error = (torch.cat(pieces) - whole).abs().max()
+    assert 0 < error < 0.05 * whole.abs().max()
