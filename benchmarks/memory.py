@@ -43,9 +43,8 @@ def run() -> Iterator[Row]:
         for g in spec.window_groups
     )
     prefix_pages = PREFIX // spec.block_size_tokens * spec.kv_pages_per_block
-    tail_pages = (
-        spec.num_blocks(TAIL + ANSWER + 1) + 1
-    ) * spec.kv_pages_per_block + window_pages
+    tail_blocks = spec.num_blocks(PREFIX + TAIL + ANSWER) - PREFIX // spec.block_size_tokens
+    tail_pages = tail_blocks * spec.kv_pages_per_block + window_pages
     bound = (prefix_pages + REQUESTS * tail_pages) * page + slots
     yield Row(f"requests running at a time ({REQUESTS} share {PREFIX} tokens)", str(most_running))
     yield Row(

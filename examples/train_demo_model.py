@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import megatron_hybrid as mh
 from megatron_hybrid.models.checkpoint import save_checkpoint
+from megatron_hybrid.models.tokenizer import Tokenizer as PackagedTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SHIPPED = Path(mh.__file__).parent / "demo_model"
@@ -544,7 +545,7 @@ def main() -> None:
         return
     exported = options.folder / "exported"
     save_checkpoint(model, exported)
-    shutil.copy(options.folder / "tokenizer.json", exported)
+    PackagedTokenizer(tokenizer, eod=tokenizer.token_to_id(END_OF_TEXT)).save(exported)
     if options.export:
         shutil.copytree(exported, SHIPPED, dirs_exist_ok=True)
     plot_curve(options.folder / "log.jsonl", options.plot or options.folder / "curve.png")

@@ -1,1 +1,35 @@
-"""Inference for hybrid language models on megatron-core, with prefix sharing at any token."""
+"""Hybrid language models on megatron-core, with prefix sharing at any token.
+
+    model, tokenizer = load_pretrained("demo")
+    engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching="restore"))
+    results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
+"""
+
+from megatron_hybrid import compat  # noqa: F401  (explains a broken megatron-core before all else)
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine, StreamEvent
+from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.pretrained import load_pretrained
+from megatron_hybrid.version import __version__
+
+__all__ = [
+    "CheckpointError",
+    "DynamicInferenceEngine",
+    "GenerationResult",
+    "HybridConfig",
+    "HybridModel",
+    "InferenceConfig",
+    "MissReason",
+    "PrefixReport",
+    "Request",
+    "SamplingParams",
+    "StreamEvent",
+    "__version__",
+    "build_hybrid_model",
+    "load_pretrained",
+    "save_checkpoint",
+]

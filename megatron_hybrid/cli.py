@@ -2,17 +2,14 @@
 
 import argparse
 import sys
-import warnings
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = _parser().parse_args(arguments)
-    # megatron-core warns at import about every GPU library that is not there.
-    warnings.filterwarnings("ignore", module="megatron")
     try:
         return options.command(options)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"megatron-hybrid: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -57,15 +54,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _load(folder: str):
+    """Model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there and
+    leaves greedy answers no near ties to be decided by rounding."""
+    import torch
+
+    from megatron_hybrid.models.checkpoint import CheckpointError
+    from megatron_hybrid.models.pretrained import load_pretrained
+
+    on_gpu = torch.cuda.is_available()
+    model, tokenizer = load_pretrained(
+        folder, device="cuda" if on_gpu else "cpu", dtype=None if on_gpu else torch.float32
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
+    return model, tokenizer
+
+
 def _demo(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_hybrid.models.pretrained import load_pretrained
     from megatron_hybrid.tools.demo import run_demo
 
     console = Console()
     with console.status("loading the model"):
-        model, tokenizer = load_pretrained(options.model)
+        model, tokenizer = _load(options.model)
     return 0 if run_demo(model, tokenizer, console) else 1
 
 
@@ -73,7 +86,6 @@ def _generate(options: argparse.Namespace) -> int:
     from megatron_hybrid.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.sampling import SamplingParams
-    from megatron_hybrid.models.pretrained import load_pretrained
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -83,7 +95,7 @@ def _generate(options: argparse.Namespace) -> int:
         num_tokens_to_generate=options.tokens,
     )
     config = InferenceConfig(prefix_caching=options.mode, cache_bytes=options.cache_mib << 20)
-    model, tokenizer = load_pretrained(options.model)
+    model, tokenizer = _load(options.model)
     engine = DynamicInferenceEngine(model, tokenizer, config)
     for prompt in options.prompt:
         print(prompt, end="", flush=True)

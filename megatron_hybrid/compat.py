@@ -6,11 +6,15 @@ missing installation is explained once, here.
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 try:
-    import megatron.core
-    from megatron.core.transformer import TransformerConfig as TransformerConfig
+    with warnings.catch_warnings():
+        # One warning for every GPU library that is not there; ours come where one is needed.
+        warnings.simplefilter("ignore")
+        import megatron.core
+        from megatron.core.transformer import TransformerConfig as TransformerConfig
 except ModuleNotFoundError as error:
     # 0.18 and later import triton unguarded in transformer/moe/ops/paged_stash.py.
     if error.name is not None and error.name.split(".")[0] == "triton":
@@ -38,9 +42,10 @@ if not _OLDEST <= MEGATRON_CORE_VERSION < _FIRST_UNTESTED:
 
 
 def replace_deprecated_defaults(config: TransformerConfig) -> None:
-    """Spell a default that 0.16 warns about, at every model built, in the way it asks for."""
-    if getattr(config, "cuda_graph_scope", None) == "full":
-        config.cuda_graph_scope = []
+    """Spell a default that core warns about, at every config made, in the way it asks for."""
+    field = "cuda_graph_scope" if MEGATRON_CORE_VERSION < (0, 17, 0) else "cuda_graph_modules"
+    if getattr(config, field, None) == "full":
+        setattr(config, field, [])
 
 
 def canonical_parameter_name(name: str) -> str:

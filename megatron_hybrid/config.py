@@ -199,6 +199,11 @@ class HybridConfig(TransformerConfig):
         self.num_layers = len(symbols)
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
         split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
+        if self.share_embeddings_and_output_weights and self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "share_embeddings_and_output_weights=True needs embedding and output layer on one "
+                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Untie them."
+            )
         self._check_fixed_fields()
         self._unify_dtypes()
         if self.has_attention:
@@ -310,6 +315,7 @@ class HybridConfig(TransformerConfig):
             raise ValueError(f"params_dtype is {self.params_dtype}; use one of {list(_DTYPES)}.")
         self.bf16 = self.params_dtype == torch.bfloat16
         self.fp16 = self.params_dtype == torch.float16
+        self.pipeline_dtype = self.params_dtype  # of the hidden states between stages
         if self.recurrent_state_dtype == torch.float16:
             raise ValueError(
                 "recurrent_state_dtype is torch.float16, whose range ends at 65504: a state that "

@@ -170,7 +170,7 @@ class Evictor:
     def make_room_for(self, num_pages: int, value: float, tick: int) -> bool:
         """Room for a checkpoint of this value (`checkpoint_value`), among what is worth less.
 
-        A refusal brings the clock forward by the value that it cost (as in Young's Landlord, 1994):
+        A refusal brings the clock forward by the value that it cost (as in Young's Landlord, 1998):
         old things that nobody uses give way at last to small ones that keep asking.
         """
         if num_pages > self._allocator.num_free + self._allocator.num_evictable:

@@ -47,6 +47,7 @@ class PrefixIndex:
         self._allocator = allocator
         self._on_tail = on_tail
         self._roots: dict[str, Edge] = {}
+        self._forget_at = 2 * MAX_EMPTY_ROOTS
         self.num_tokens = 0
         self.num_checkpoints = 0
 
@@ -252,9 +253,12 @@ class PrefixIndex:
         edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
 
     def _forget_old_roots(self) -> None:
-        empty = [salt for salt, root in self._roots.items() if not root.children]
-        for salt in empty[:-MAX_EMPTY_ROOTS]:
-            del self._roots[salt]
+        """Now and then, when the salts have doubled: it looks at all of them."""
+        if len(self._roots) >= self._forget_at:
+            empty = [salt for salt, root in self._roots.items() if not root.children]
+            for salt in empty[:-MAX_EMPTY_ROOTS]:
+                del self._roots[salt]
+            self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
         """Forget everything, traces too."""

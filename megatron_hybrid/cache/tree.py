@@ -135,6 +135,8 @@ class Path:
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Number of leading positions where two int32 arrays agree."""
     n = min(len(a), len(b))
+    if not n:
+        return 0
     differ = a[:n] != b[:n]
     first = int(differ.argmax())
     return first if differ[first] else n

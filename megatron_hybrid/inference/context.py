@@ -54,6 +54,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(work.count for work in self.work)
 
+    def drop(self, request: Request) -> None:
+        """Takes a request out again that lost its place while the step was planned."""
+        self.work = [work for work in self.work if work.request is not request]
+        self.ready = [ready for ready in self.ready if ready is not request]
+
 
 class DynamicInferenceContext(BaseInferenceContext):
     """The inference context of a hybrid model.

@@ -457,11 +457,19 @@ class DynamicInferenceEngine:
             "requests_waiting": len(self.scheduler.waiting),
             "peak_pages_in_use": self.peak_pages_in_use,
             "pool_bytes": self.memory.pool.numel(),
+            "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
             "parked_bytes": sum(
                 request.parked.num_bytes for request in self.scheduler.waiting if request.parked
             ),
         }
+
+    def _kv_blocks_in_use(self) -> int:
+        """Distinct KV blocks of the running requests; a shared one counts once."""
+        tables = [request.lease.block_table for request in self.scheduler.running]
+        if not tables or not self.cache.spec.kv_pages_per_block:
+            return 0
+        return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if an invariant of cache or scheduler is broken."""

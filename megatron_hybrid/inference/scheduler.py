@@ -111,7 +111,7 @@ class Scheduler:
         while not self.cache.extend(request.lease, end):
             closing = [r for r in self.running if r.status is RequestStatus.CLOSING]
             victim = closing[-1] if closing else self.running[-1]
-            plan.work = [work for work in plan.work if work.request is not victim]
+            plan.drop(victim)
             if closing:
                 self._retire(victim)  # answered: it only wants its last state kept
             else:
@@ -276,13 +276,16 @@ class Scheduler:
     def abort(self, plan: StepPlan) -> None:
         """The forward failed: nothing of it counts. Its requests go back to the queue and start
         from what was cached before; live slots may be half written, so they are not kept."""
-        for work in reversed(plan.work):
+        for work in plan.work:
             for reservation in work.reservations:
                 self.cache.abandon(reservation)
-            self._give_up_lease(work.request)
-            work.request.num_computed = 0
-            work.request.status = RequestStatus.WAITING
-            self.waiting.appendleft(work.request)
+        requests = [work.request for work in plan.work] + plan.ready
+        for request in sorted(requests, key=lambda r: r.request_id, reverse=True):
+            if request.done:
+                self._retire(request)
+            else:
+                self._give_up_lease(request)
+                self._requeue(request)
 
     def finish(self, request: Request) -> None:
         """The request is answered. Its last state is kept, if need be after one more forward pass
@@ -330,7 +333,8 @@ class Scheduler:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
         goes on where it was."""
         self.num_preemptions += 1
-        if request.num_computed:
+        # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
+        if 0 < request.num_computed < request.num_tokens:
             request.parked = self.memory.park(
                 request.lease.block_table,
                 request.lease.window_tables,
@@ -338,6 +342,9 @@ class Scheduler:
                 request.slot,
             )
         self._give_up_lease(request)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 

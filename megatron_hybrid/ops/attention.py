@@ -164,26 +164,34 @@ def _decode(
         lambda: _decode_groups(layout, B, window, max_blocks, q_RHD.device),
     )
     outs = []
-    for rows, columns, visible in groups:
-        blocks = block_table_RM[rows.unsqueeze(1), columns]
-        k, v = (
-            page.index_select(0, blocks.flatten()).view(len(rows), -1, K, D).transpose(1, 2)
-            for page in pages
-        )
+    for rows, columns, visible_rt, edges in groups:
+        blocks = block_table_RM[rows.unsqueeze(1), columns].flatten()
+        k, v = (page.index_select(0, blocks).view(len(rows), -1, K, D) for page in pages)
+        for edge in edges:
+            # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.
+            hidden = ~visible_rt[:, edge, None, None]
+            k[:, edge].masked_fill_(hidden, 0.0)
+            v[:, edge].masked_fill_(hidden, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
-        q = q_RHD[rows].unflatten(1, (K, -1))
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        o = F.scaled_dot_product_attention(
+            q_RHD[rows].unflatten(1, (K, -1)),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=visible_rt[:, None, None],
+            scale=scale,
+        )
         outs.append(o.flatten(1, 2))
     return join(outs).index_select(0, inverse)
 
 
 def _decode_groups(
     layout: RaggedLayout, B: int, window: int | None, max_blocks: int, device: torch.device
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+) -> tuple[list[tuple], torch.Tensor]:
     """Decodes of like length side by side: at most `max_blocks` in a group, at most half padding.
 
-    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]` and which of
-    their keys are visible `[r, 1, 1, m * B]`; and the place of each row behind all groups.
+    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, which of
+    their t = m * B keys are visible `[r, t]`, and the slices of t that hold all hidden ones; and
+    the place of each row behind all groups.
     """
     lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
     firsts = [0 if window is None else max(0, n - window) // B for n in lengths]
@@ -207,9 +215,11 @@ def _decode_groups(
         columns = (first + torch.arange(size, device=device)).minimum((length - 1) // B)
         positions = first * B + torch.arange(size * B, device=device)
         visible = positions < length
+        edges = [slice(min(lengths[r] - firsts[r] * B for r in group), size * B)]
         if window is not None:
             visible &= positions >= length - window
-        groups.append((torch.tensor(group, device=device), columns, visible[:, None, None]))
+            edges.append(slice(0, B))
+        groups.append((torch.tensor(group, device=device), columns, visible, edges))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return groups, torch.tensor(inverse, device=device)
 

@@ -43,7 +43,7 @@ def causal_conv1d(
         is a copy of inputs, so it loses nothing in the dtype of x.
 
     Raises:
-        TypeError: inputs that are not floating-point, or tails in fp16 beside other inputs.
+        TypeError: inputs or tails that are not floating-point, or fp16 tails of other inputs.
         ValueError: shapes that do not fit, or an unknown activation.
     """
     check_rows("x", x_TC, layout)
@@ -65,6 +65,11 @@ def causal_conv1d(
             raise TypeError(
                 f"initial_states of causal_conv1d are float16 but x is {x_TC.dtype}: a tail holds "
                 f"inputs, and float16 rounds and overflows them. Keep it in {x_TC.dtype}"
+            )
+        if not initial_states_RCk.is_floating_point():
+            raise TypeError(
+                f"initial_states of causal_conv1d have dtype {initial_states_RCk.dtype}; "
+                f"use {x_TC.dtype}"
             )
         meaning = "[R, C, K - 1]"
         check_shape("initial_states of causal_conv1d", initial_states_RCk, (R, C, K - 1), meaning)

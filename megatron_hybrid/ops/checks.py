@@ -58,7 +58,7 @@ def states_or_zeros(
             "without a sign. Keep them in float32 (or bfloat16)"
         )
     if not states.is_floating_point():
-        raise TypeError(f"initial_states of {op} have dtype {states.dtype}; use float32")
+        raise TypeError(f"initial_states of {op} have dtype {states.dtype}; use {dtype}")
     check_shape(f"initial_states of {op}", states, shape, meaning)
     return states.to(dtype)
 

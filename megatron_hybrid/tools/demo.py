@@ -58,6 +58,10 @@ LONG_TEXT = " ".join(
         "The apples cost nothing to those who are tired, said the gardener, and as for the well, "
         "you had better ask my friend here, who has made a study of it.",
         "She laughed, and set the basket down, and there was something in the basket that moved.",
+        "What have you there? asked the hedgehog, who was never shy of asking; and she lifted the "
+        "cloth a little way, and they saw two bright eyes looking out at them.",
+        "It was a young fox, which she had found in a trap beside the mill, and she had bound up "
+        "its foot with a piece of her own apron, and meant to carry it home to her children.",
     )
 )
 ANSWER_TOKENS = 24
@@ -77,6 +81,7 @@ class Run:
 
     mode: str
     rows: list[Row] = field(default_factory=list)
+    peak_kv_blocks: int = 0  # of running requests at a time
     seconds: float = 0.0
     stats: dict = field(default_factory=dict)
 
@@ -97,35 +102,45 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     run = Run(mode)
     greedy = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER_TOKENS, ignore_termination=True)
 
-    def ask(name: str, prompt, params: SamplingParams = greedy, **arguments) -> GenerationResult:
-        progress(f"{mode}: {name}")
-        result = engine.generate([prompt], params, **arguments)[0]
-        run.rows.append(Row(name, result))
-        return result
+    def ask(*names: str, prompts: list, params: SamplingParams = greedy, **arguments) -> list:
+        """Answers prompts that run at the same time; the first arrives a step before the rest."""
+        progress(f"{mode}: {names[0]}")
+        requests = []
+        for prompt in prompts:
+            requests.append(engine.add_request(prompt, params, **arguments))
+            engine.step()
+        while not all(sample.closed for request in requests for sample in request.samples):
+            run.peak_kv_blocks = max(run.peak_kv_blocks, engine.stats()["kv_blocks_in_use"])
+            engine.step()
+        results = [request.result() for request in requests]
+        run.rows += [Row(name, result) for name, result in zip(names, results)]
+        return results
 
     # The first forward pass of a process pays for one-time set-up; it belongs to no request.
     engine.generate(["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), salt="warm-up")
     began = time.perf_counter()
-    system_tokens = [len(tokenizer.tokenize(SYSTEM_PROMPT))]
-    first = None
-    for number, user in enumerate(USERS, start=1):
-        result = ask(
-            f"system prompt, user {number}", SYSTEM_PROMPT + user, cache_breakpoints=system_tokens
-        )
-        first = first or result
-    ask("user 1 again", SYSTEM_PROMPT + USERS[0])
-    follow_up = tokenizer.tokenize(SECOND_TURN)
-    ask("user 1, second turn", [*first.prompt_tokens, *first.generated_tokens, *follow_up])
-    sampling = SamplingParams(
-        temperature=0.8, top_p=0.95, seed=7, num_tokens_to_generate=ANSWER_TOKENS
+    first, *_ = ask(
+        *(f"system prompt, user {number}" for number in range(1, len(USERS) + 1)),
+        prompts=[SYSTEM_PROMPT + user for user in USERS],
+        cache_breakpoints=[len(tokenizer.tokenize(SYSTEM_PROMPT))],
     )
-    ask("4 samples of one prompt", SYSTEM_PROMPT + USERS[1] + SECOND_TURN, sampling, n=4)
+    ask("user 1 again", prompts=[SYSTEM_PROMPT + USERS[0]])
+    history = [*first.prompt_tokens, *first.generated_tokens]
+    ask("user 1, second turn", prompts=[history + tokenizer.tokenize(SECOND_TURN)])
+    ask(
+        "4 samples of one prompt",
+        prompts=[SYSTEM_PROMPT + USERS[1] + SECOND_TURN],
+        params=SamplingParams(
+            temperature=0.8, top_p=0.95, seed=7, num_tokens_to_generate=ANSWER_TOKENS
+        ),
+        n=4,
+    )
     long_text = tokenizer.tokenize(LONG_TEXT)
     for length in (479, 552):
         for attempt in ("", ", again"):
             # Each length starts with a token of its own, so that nothing is shared between them.
             prompt = [long_text[length % 7], *long_text[: length - 1]]
-            ask(f"{length} tokens{attempt}", prompt)
+            ask(f"{length} tokens{attempt}", prompts=[prompt])
     run.seconds = time.perf_counter() - began
     run.stats = engine.stats()
     engine.check_integrity()
@@ -140,7 +155,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n"
     )
     runs = []
-    num_requests = len(USERS) + 7
+    num_jobs = 8
     with Progress(
         TextColumn("{task.description:<40}"),
         BarColumn(),
@@ -149,7 +164,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         console=console,
         transient=True,
     ) as bar:
-        task = bar.add_task("", total=num_requests * len(PREFIX_CACHING_MODES))
+        task = bar.add_task("", total=num_jobs * len(PREFIX_CACHING_MODES))
         for mode in PREFIX_CACHING_MODES:
             runs.append(
                 run_mode(
@@ -212,8 +227,9 @@ def _totals_table(runs: list[Run]) -> Table:
     line("shared tokens", prefix_sum("shared_tokens"))
     line("skipped tokens", prefix_sum("skipped_tokens"))
     line("prefill tokens computed", prefix_sum("computed_tokens"))
+    line("most KV blocks in use at a time", lambda run: str(run.peak_kv_blocks))
     for name, key in (
-        ("most memory held by requests", "peak_pages_in_use"),
+        ("most memory in use at a time", "peak_pages_in_use"),
         ("memory kept for later prompts", "pages_cached"),
     ):
         line(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.mamba import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -55,7 +56,6 @@ if IS_0_16:
 else:
     from megatron.core.models.hybrid import hybrid_block as stack_module
     from megatron.core.ssm.gated_delta_net import common as gdn_module
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
 
 class GroupedRMSNorm(nn.Module):

@@ -49,7 +49,8 @@ def test_packed_gradients_equal_separate_ones(pattern):
     packed = gradients(model(inputs, labels=labels, packed_seq_params=params).sum())
     separate = gradients(
         sum(
-            model(x, labels=y).sum() for x, y in zip(inputs.split(LENGTHS, 1), labels.split(LENGTHS, 1))
+            model(x, labels=y).sum()
+            for x, y in zip(inputs.split(LENGTHS, 1), labels.split(LENGTHS, 1))
         )
     )
     for name, gradient in packed.items():

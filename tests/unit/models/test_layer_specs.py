@@ -1,0 +1,159 @@
+"""The two layer specs: which is taken, and that they are one model under two spellings."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from small_models import ALL_MIXERS, random_tokens, small_config, small_model
+from torch import nn
+
+from megatron_hybrid import compat
+from megatron_hybrid.models.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+)
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs, resolve_layer_spec
+
+
+def torch_norm(config):
+    return {"RMSNorm": nn.functional.rms_norm, "LayerNorm": nn.functional.layer_norm}[
+        config.normalization
+    ]
+
+
+class FakeNorm(nn.Module):
+    """TENorm: same names as torch's norms."""
+
+    def __init__(self, config, hidden_size, eps):
+        super().__init__()
+        self.config, self.eps = config, eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x):
+        return torch_norm(self.config)(x, x.shape[-1:], *self.parameters(), eps=self.eps)
+
+    def get_extra_state(self):
+        return b"what Transformer Engine keeps beside its weights"
+
+    def set_extra_state(self, state):
+        pass
+
+
+class FakeFusedLinear(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: normalises its input, and holds that norm's weights."""
+
+    def __init__(self, input_size, output_size, *, config, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size))
+        self.layer_norm_bias = None
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(input_size))
+
+    def forward(self, x):
+        weights = [w for w in (self.layer_norm_weight, self.layer_norm_bias) if w is not None]
+        eps = self.config.layernorm_epsilon
+        return super().forward(torch_norm(self.config)(x, x.shape[-1:], *weights, eps=eps))
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    """A stand-in for Transformer Engine, with its parameter names."""
+    fake = SimpleNamespace(
+        TELayerNormColumnParallelLinear=FakeFusedLinear,
+        TERowParallelLinear=RowParallelLinear,
+        TENorm=FakeNorm,
+    )
+    monkeypatch.setattr(compat, "have_transformer_engine", lambda: True)
+    monkeypatch.setattr(compat, "transformer_engine_modules", lambda: fake)
+
+
+def fused_model(**fields):
+    model = small_model(layer_spec="transformer_engine", qk_layernorm=True, **fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def test_without_transformer_engine_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
+    with pytest.raises(ImportError, match="layer_spec='transformer_engine' needs NVIDIA's"):
+        small_model(layer_spec="transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("layer_spec", "have_te", "device", "expected"),
+    [
+        ("auto", True, "cuda", "transformer_engine"),
+        ("auto", True, "cpu", "local"),
+        ("auto", False, "cuda", "local"),
+        ("local", True, "cuda", "local"),
+        ("transformer_engine", True, "cpu", "transformer_engine"),
+    ],
+)
+def test_auto(monkeypatch, layer_spec, have_te, device, expected):
+    monkeypatch.setattr(compat, "have_transformer_engine", lambda: have_te)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(device))
+    assert resolve_layer_spec(small_config(layer_spec=layer_spec)) == expected
+
+
+def test_fused_names_are_those_of_megatron_core(transformer_engine):
+    names = {name for name, _ in fused_model().named_parameters()}
+    norms = {name for name in names if "norm" in name}
+    assert norms == {
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.0.mixer.norm.weight",
+        "decoder.layers.1.self_attention.in_proj.layer_norm_weight",
+        "decoder.layers.1.self_attention.out_norm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.2.self_attention.q_layernorm.weight",
+        "decoder.layers.2.self_attention.k_layernorm.weight",
+        "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.4.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.4.self_attention.q_layernorm.weight",
+        "decoder.layers.4.self_attention.k_layernorm.weight",
+        "decoder.layers.5.mlp.linear_fc1.layer_norm_weight",
+        "decoder.final_norm.weight",
+    }
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("way", ["checkpoint", "load_state", "load_state_dict"])
+def test_weights_go_from_fused_to_local(transformer_engine, tmp_path, normalization, way):
+    fused = fused_model(normalization=normalization)
+    local = small_model(layer_spec="local", qk_layernorm=True, normalization=normalization)
+    if way == "checkpoint":
+        save_checkpoint(fused, tmp_path)
+        load_checkpoint(local, tmp_path)
+    elif way == "load_state":
+        load_state(local, fused.state_dict())
+    else:
+        state = {k: v for k, v in fused.state_dict().items() if isinstance(v, torch.Tensor)}
+        local.load_state_dict(state, strict=True)
+    tokens = random_tokens(2, 20)
+    torch.testing.assert_close(local(tokens), fused(tokens))
+
+
+def test_weights_go_from_local_to_fused(transformer_engine):
+    local = small_model(layer_spec="local", qk_layernorm=True)
+    fused = fused_model()
+    load_state(fused, full_state_dict(local))
+    tokens = random_tokens(2, 20)
+    torch.testing.assert_close(fused(tokens), local(tokens))
+
+
+def test_local_norms_have_the_dtype_of_the_parameters():
+    model = build_hybrid_model(small_config(ALL_MIXERS, params_dtype=torch.bfloat16))
+    assert model.decoder.final_norm.weight.dtype == torch.bfloat16
+    assert model.decoder.layers[0].norm.weight.dtype == torch.bfloat16
+
+
+def test_every_symbol_has_a_layer():
+    assert set(get_hybrid_layer_specs(small_config(layer_spec="local"))) == {*"MG*W-", "norm"}

@@ -1,0 +1,205 @@
+"""Checkpoints: they come back as they went, and broken ones are refused whole."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import random_tokens, small_config, small_model
+
+from megatron_hybrid.models.checkpoint import (
+    CheckpointError,
+    full_state_dict,
+    load_checkpoint,
+    load_state,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+
+def snapshot(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(model, before):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("fields", [{}, {"share_embeddings_and_output_weights": True}])
+def test_round_trip(tmp_path, fields):
+    model = small_model(**fields)
+    save_checkpoint(model, tmp_path / "new" / "folder")
+    again = build_hybrid_model(read_config(tmp_path / "new" / "folder")).eval()
+    load_checkpoint(again, tmp_path / "new" / "folder")
+    tokens = random_tokens(2, 20)
+    assert torch.equal(again(tokens), model(tokens))
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_names_on_disk_are_the_canonical_ones(tmp_path):
+    model = small_model("M-")
+    save_checkpoint(model, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == {
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.norm.weight",
+        "decoder.layers.0.mixer.in_proj.weight",
+        "decoder.layers.0.mixer.conv1d.weight",
+        "decoder.layers.0.mixer.conv1d.bias",
+        "decoder.layers.0.mixer.dt_bias",
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.0.mixer.D",
+        "decoder.layers.0.mixer.norm.weight",
+        "decoder.layers.0.mixer.out_proj.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        "decoder.final_norm.weight",
+        "output_layer.weight",
+    }
+
+
+def test_bf16_round_trip_keeps_the_fp32_parameters(tmp_path):
+    model = small_model(params_dtype=torch.bfloat16)
+    save_checkpoint(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert {n.rsplit(".")[-1] for n, t in state.items() if t.dtype == torch.float32} == {
+        "A_log",
+        "D",
+    }
+    again = build_hybrid_model(read_config(tmp_path))
+    load_checkpoint(again, tmp_path)
+    assert same(again, snapshot(model))
+
+
+def test_saving_over_a_checkpoint_replaces_it(tmp_path):
+    save_checkpoint(small_model("M"), tmp_path)
+    model = small_model("-")
+    save_checkpoint(model, tmp_path)
+    again = build_hybrid_model(read_config(tmp_path))
+    load_checkpoint(again, tmp_path)
+    assert same(again, snapshot(model))
+
+
+def test_an_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match="cannot write a checkpoint to"):
+        save_checkpoint(small_model("-"), tmp_path / "file")
+
+
+def rename(state, old, new):
+    state[new] = state.pop(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state.pop("decoder.layers.0.mixer.D"),
+            "but the model has decoder.layers.0.mixer.D. The config does not describe",
+        ),
+        (
+            lambda state: state.update(extra=torch.zeros(1)),
+            "but the model does not have extra. The config does not describe",
+        ),
+        (
+            lambda state: state.update({"decoder.layers.0.mixer.D": torch.zeros(9)}),
+            "decoder.layers.0.mixer.D has shape [9] in {source}, but the model's config gives it",
+        ),
+        (
+            lambda state: state.update({"decoder.layers.0.mixer.D": torch.ones(6).half()}),
+            "decoder.layers.0.mixer.D is torch.float16 in {source}, but torch.float32 in the model",
+        ),
+        (
+            lambda state: rename(state, "output_layer.weight", "lm_head.weight"),
+            "but the model has output_layer.weight",
+        ),
+        (lambda state: state.clear(), "(and 21 more)"),
+    ],
+)
+@pytest.mark.parametrize("way", ["file", "state"])
+def test_mismatches_name_the_tensor_and_load_nothing(tmp_path, change, message, way):
+    state = full_state_dict(small_model("MG-"))
+    change(state)
+    model = small_model("MG-")
+    before = snapshot(model)
+    with pytest.raises(CheckpointError) as error:
+        if way == "file":
+            source = str(tmp_path / "model.safetensors")
+            save_file(state, source)
+            load_checkpoint(model, tmp_path)
+        else:
+            source = "the state"
+            load_state(model, state, source)
+    assert message.format(source=source) in str(error.value)
+    assert source in str(error.value)
+    assert same(model, before)
+
+
+def test_cast_converts_rather_than_refuses():
+    state = full_state_dict(small_model(params_dtype=torch.bfloat16))
+    model = small_model()
+    load_state(model, state, cast=True)
+    assert torch.equal(model.output_layer.weight, state["output_layer.weight"].float())
+    with pytest.raises(CheckpointError, match="load with cast=True"):
+        load_state(model, state)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.999])
+def test_truncated_weights(tmp_path, keep):
+    save_checkpoint(small_model("MG-"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
+    model = small_model("MG-")
+    before = snapshot(model)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .* truncated"):
+        load_checkpoint(model, tmp_path)
+    assert same(model, before)
+
+
+def test_weights_that_are_something_else(tmp_path):
+    save_checkpoint(small_model("-"), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(small_model("-"), tmp_path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist"):
+        load_checkpoint(small_model("-"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("\x00\xff", "cannot be read as JSON"),
+        ("[1, 2]", "holds a list, not a JSON object"),
+        ('{"layer_pattern": "M?"}', "unknown symbol '?' at place 2"),
+        ('{"hidden": 3}', "unknown key 'hidden'"),
+        ('{"layer_pattern": "M", "hidden_size": "wide", "vocab_size": 5}', "hidden_size is 'wide'"),
+        ("{}", "a model needs one layer or more"),
+    ],
+)
+def test_unusable_configs(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError) as error:
+        read_config(tmp_path)
+    assert message in str(error.value)
+    assert "config.json" in str(error.value)
+
+
+def test_a_config_that_contradicts_its_weights(tmp_path):
+    save_checkpoint(small_model("M-"), tmp_path)
+    values = {**small_config("M-").to_dict(), "ffn_hidden_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = build_hybrid_model(read_config(tmp_path))
+    with pytest.raises(CheckpointError, match="Config and weights do not belong together") as error:
+        load_checkpoint(model, tmp_path)
+    assert "decoder.layers.1.mlp.linear_fc1.weight has shape [160, 48]" in str(error.value)

@@ -1,0 +1,148 @@
+"""The recurrences as they are written, token by token in float64, and batches to try ops on.
+
+Each `RecurrentOp` gives the tests one face for the three ops that carry a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from megatron_hybrid.ops import RaggedLayout, causal_conv1d, gated_delta_rule, ssd_scan
+
+H, H_QK, P, G, N = 4, 2, 6, 2, 5
+CHANNELS, WIDTH = 7, 4
+
+
+@dataclass(frozen=True)
+class RecurrentOp:
+    """One op with its inputs, its recurrence and the shape of its state."""
+
+    name: str
+    state_shape: tuple[int, ...]
+    inputs: Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]
+    """(tokens, generator) -> flat inputs, float64."""
+    parameters: Callable[[torch.Generator], tuple[torch.Tensor, ...]]
+    """Inputs that have no token dimension."""
+    call: Callable
+    """(inputs, parameters, states, layout, chunk_size) -> (y, final, captured)."""
+    naive: Callable
+    """(inputs of one sequence, parameters, state) -> (y of each token, state after each)."""
+
+    def states(self, num_sequences: int, generator: torch.Generator) -> torch.Tensor:
+        return randn(generator, num_sequences, *self.state_shape)
+
+
+def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def rand(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+
+def naive_ssd(inputs, parameters, state):
+    (x, dt, B, C), (A, D) = inputs, parameters
+    repeats = x.shape[1] // B.shape[1]
+    ys, states = [], []
+    for t in range(len(x)):
+        B_t, C_t = (m[t].repeat_interleave(repeats, 0) for m in (B, C))
+        decay = (dt[t] * A).exp()
+        state = decay[:, None, None] * state + torch.einsum("h,hp,hn->hpn", dt[t], x[t], B_t)
+        ys.append(torch.einsum("hpn,hn->hp", state, C_t) + D[:, None] * x[t])
+        states.append(state)
+    return torch.stack(ys), torch.stack(states)
+
+
+def naive_gated_delta_rule(inputs, parameters, state):
+    q, k, v, g, beta = inputs
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (m / (m.square().sum(-1, keepdim=True) + 1e-6).sqrt() for m in (q, k))
+    q, k = (m.repeat_interleave(repeats, 1) for m in (q, k))
+    os, states = [], []
+    for t in range(len(v)):
+        state = g[t].exp()[:, None, None] * state
+        delta = beta[t][:, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
+        state = state + torch.einsum("hn,hp->hnp", k[t], delta)
+        os.append(torch.einsum("hn,hnp->hp", q[t], state) * q.shape[-1] ** -0.5)
+        states.append(state)
+    return torch.stack(os), torch.stack(states)
+
+
+def naive_conv(inputs, parameters, state):
+    (x,), (weight, bias) = inputs, parameters
+    ys, states = [], []
+    for x_t in x:
+        row = torch.cat([state, x_t[:, None]], dim=1)
+        ys.append(F.silu((row * weight).sum(1) + bias))
+        state = row[:, 1:]
+        states.append(state)
+    return torch.stack(ys), torch.stack(states)
+
+
+SSD = RecurrentOp(
+    "ssd_scan",
+    (H, P, N),
+    lambda T, g: (randn(g, T, H, P), rand(g, T, H), randn(g, T, G, N), randn(g, T, G, N)),
+    lambda g: (-4 * rand(g, H), randn(g, H)),
+    lambda i, p, states, layout, chunk: ssd_scan(
+        i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
+    ),
+    naive_ssd,
+)
+GATED_DELTA_RULE = RecurrentOp(
+    "gated_delta_rule",
+    (H, N, P),
+    lambda T, g: (
+        *(randn(g, T, H_QK, N), randn(g, T, H_QK, N), randn(g, T, H, P)),
+        *(-3 * rand(g, T, H), rand(g, T, H)),
+    ),
+    lambda g: (),
+    lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
+    naive_gated_delta_rule,
+)
+CONV = RecurrentOp(
+    "causal_conv1d",
+    (CHANNELS, WIDTH - 1),
+    lambda T, g: (randn(g, T, CHANNELS),),
+    lambda g: (randn(g, CHANNELS, WIDTH), randn(g, CHANNELS)),
+    lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout),
+    naive_conv,
+)
+OPS = (SSD, GATED_DELTA_RULE, CONV)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def to(dtype: torch.dtype, tensors) -> tuple[torch.Tensor, ...]:
+    return tuple(t.to(dtype) for t in tensors)
+
+
+@st.composite
+def layouts(draw, max_sequences: int = 6, max_length: int = 90) -> RaggedLayout:
+    """Single steps and prefills in any order, at any positions, with captures and padding."""
+    length = st.one_of(st.just(1), st.integers(1, 9), st.integers(1, max_length))
+    lengths = draw(st.lists(length, min_size=1, max_size=max_sequences))
+    if draw(st.booleans()):
+        lengths.sort(key=lambda n: n > 1)
+    starts = draw(st.lists(st.integers(0, 200), min_size=len(lengths), max_size=len(lengths)))
+    captures = draw(st.sets(st.integers(1, sum(lengths)), max_size=5))
+    return RaggedLayout(
+        tuple(lengths), tuple(starts), tuple(sorted(captures)), draw(st.integers(0, 3))
+    )
+
+
+chunk_sizes = st.sampled_from((1, 3, 8, 16, 64))
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Equal within `tolerance`, relative to 1 or to the size of the expected values."""
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance, check_device=False
+    )

@@ -1,0 +1,84 @@
+"""compat: what it says where megatron-core is missing, too old, or lacks a part."""
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+from megatron.core import package_info
+
+from megatron_hybrid import compat
+from megatron_hybrid.config import HybridConfig
+
+
+def test_version_is_the_installed_one():
+    assert package_info.__version__.startswith(".".join(map(str, compat.MEGATRON_CORE_VERSION)))
+
+
+def import_compat_with(setup: str) -> str:
+    """The error that a fresh Python gives, where `setup` has changed what can be imported."""
+    script = textwrap.dedent(setup) + "\nimport megatron_hybrid.compat\n"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    return result.stderr
+
+
+def test_missing_triton_is_explained():
+    """As with 0.18 and later, which import triton unguarded."""
+    error = import_compat_with(
+        """
+        import sys
+
+        class NoTriton:
+            def find_spec(self, name, path=None, target=None):
+                if name == "megatron.core":
+                    raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+        sys.meta_path.insert(0, NoTriton())
+        """
+    )
+    assert "ImportError: this megatron-core imports `triton`" in error
+    assert "pip install triton" in error
+
+
+def test_missing_megatron_core_is_explained():
+    error = import_compat_with("import sys; sys.modules['megatron.core'] = None")
+    assert "ImportError: megatron_hybrid is built on megatron-core, which is not installed" in error
+    assert "pip install 'megatron-core>=0.16.1,<0.20'" in error
+
+
+@pytest.mark.parametrize("version", ["(0, 15, 0)", "(0, 20, 0)"])
+def test_other_releases_are_refused(version):
+    error = import_compat_with(
+        f"import megatron.core.package_info as info; info.VERSION = (*{version}, '')"
+    )
+    assert "megatron_hybrid is written for 0.16.1 up to 0.19.x" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decoder.layers.3.mixer.conv1d_weight", "decoder.layers.3.mixer.conv1d.weight"),
+        ("decoder.layers.3.mixer.conv1d_bias", "decoder.layers.3.mixer.conv1d.bias"),
+        ("decoder.layers.3.mixer.conv1d.weight", "decoder.layers.3.mixer.conv1d.weight"),
+        ("mixer.conv1d_weight", "mixer.conv1d.weight"),
+        ("output_layer.weight", "output_layer.weight"),
+    ],
+)
+def test_names_of_both_releases(name, expected):
+    assert compat.canonical_parameter_name(name) == expected
+
+
+def test_missing_transformer_engine_is_explained(monkeypatch):
+    monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
+    with pytest.raises(ImportError, match="needs NVIDIA's Transformer Engine") as error:
+        compat.transformer_engine_modules()
+    assert "layer_spec='local'" in str(error.value)
+
+
+def test_no_warning_for_a_default():
+    """core warns about the default of a field of CUDA graphs whenever a config is made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=10)

@@ -1,0 +1,156 @@
+"""HybridConfig: defaults that work, one clear error for what does not, and its JSON form."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid.config import ACTIVATIONS, HybridConfig
+
+
+def config(pattern="MG*W-", **fields):
+    return HybridConfig(
+        **{
+            "layer_pattern": pattern,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+            "sliding_window": 8,
+            **fields,
+        }
+    )
+
+
+def test_derived_sizes():
+    made = config()
+    assert made.num_layers == 5
+    assert made.num_query_groups == 4
+    assert made.kv_channels == 16
+    assert made.ffn_hidden_size == 256
+    assert made.mamba_num_heads == 2  # 2 * 64 / 64
+    assert (made.linear_num_key_heads, made.linear_num_value_heads) == (1, 2)
+    assert config(hidden_size=512).linear_num_key_heads == 4
+    assert config(rotary_percent=0.25).rotary_dim == 4
+
+
+def test_a_pattern_without_attention_needs_no_heads():
+    made = HybridConfig(layer_pattern="MG-", hidden_size=64, vocab_size=100)
+    assert not made.has_attention
+    sharded = HybridConfig.from_dict(
+        made.to_dict(),
+        tensor_model_parallel_size=2,
+        mamba_num_groups=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    assert sharded.num_attention_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pattern": "MX"}, "unknown symbol 'X' at place 2 of 2"),
+        ({"pattern": ""}, "a model needs one layer or more"),
+        ({"num_layers": 3}, "num_layers is 3, but layer_pattern 'MG*W-' has 5 layers"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be a whole number of 1 or more"),
+        ({"vocab_size": -1}, "vocab_size is -1; it must be"),
+        ({"vocab_size": 10.5}, "vocab_size is 10.5; it must be"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be"),
+        ({"num_query_groups": 3}, "num_attention_heads is 4, not a multiple of num_query_groups=3"),
+        ({"sliding_window": None}, "has sliding-window layers (W), but sliding_window is None"),
+        ({"sliding_window": 0}, "sliding_window is 0; it must be"),
+        ({"rotary_percent": 0.0}, "rotary_percent is 0.0; it must lie in (0, 1]"),
+        ({"kv_channels": 15}, "RoPE rotates 15 of kv_channels=15 dimensions"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; use 'rope'"),
+        (
+            {"mamba_head_dim": 48},
+            "mamba_expand * hidden_size = 128 is not a multiple of mamba_head",
+        ),
+        ({"mamba_num_groups": 4}, "mamba_num_heads is 2, not a multiple of mamba_num_groups=4"),
+        ({"mamba_state_dim": 0}, "mamba_state_dim is 0; it must be"),
+        ({"mamba_conv_kernel": 1}, "mamba_conv_kernel is 1; a causal convolution needs"),
+        ({"linear_chunk_size": 0}, "linear_chunk_size is 0; it must be"),
+        ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "linear_num_value_heads is 3"),
+        ({"recurrent_state_dtype": torch.float16}, "whose range ends at 65504"),
+        ({"recurrent_state_dtype": torch.float64}, "recurrent_state_dtype is torch.float64; use"),
+        ({"params_dtype": torch.float64}, "params_dtype is torch.float64; use one of"),
+        ({"bf16": True, "params_dtype": torch.float16}, "contradict params_dtype=torch.float16"),
+        ({"layer_spec": "apex"}, "layer_spec is 'apex'; use 'auto', 'local' or"),
+        ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'RMSNorm' or 'LayerNorm'"),
+        ({"activation_func": F.elu}, "use one of config.ACTIVATIONS: silu, gelu, relu"),
+        ({"layernorm_zero_centered_gamma": True}, "needs layer_spec='transformer_engine'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
+        ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
+        ({"num_moe_experts": 4}, "num_moe_experts is 4, which HybridModel does not support"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "mamba_num_groups is 1, which does not divide evenly over tensor_model_parallel_size=2",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "num_query_groups": 2, "pattern": "*"},
+            "num_query_groups is 2, which does not divide evenly over",
+        ),
+        ({"pattern": "-", "tensor_model_parallel_size": 3}, "ffn_hidden_size is 256, which does"),
+        ({"pipeline_model_parallel_size": 2}, "5 layers, which do not divide evenly over 2 pipe"),
+        (
+            {
+                "pattern": "MG",
+                "pipeline_model_parallel_size": 2,
+                "share_embeddings_and_output_weights": True,
+            },
+            "needs embedding and output layer on one pipeline stage, but there are 2",
+        ),
+    ],
+)
+def test_one_clear_error(fields, message):
+    with pytest.raises(ValueError) as error:
+        config(**fields)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_flag_and_dtype_say_the_same(flag):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[flag]
+    for made in (config(**{flag: True}), config(params_dtype=dtype)):
+        assert made.params_dtype == made.pipeline_dtype == dtype
+        assert (made.bf16, made.fp16) == (flag == "bf16", flag == "fp16")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_json_round_trip(activation):
+    made = config(
+        params_dtype=torch.bfloat16,
+        recurrent_state_dtype=torch.bfloat16,
+        activation_func=ACTIVATIONS[activation],
+        qk_layernorm=True,
+        mamba_chunk_size=32,
+        softmax_scale=0.25,
+    )
+    values = json.loads(json.dumps(made.to_dict()))
+    again = HybridConfig.from_dict(values)
+    assert again.to_dict() == made.to_dict()
+    assert again.activation_func is ACTIVATIONS[activation]
+    assert again.params_dtype == torch.bfloat16
+
+
+def test_overrides_are_fields_of_the_run():
+    values = config(mamba_num_groups=2, linear_num_key_heads=2).to_dict()
+    again = HybridConfig.from_dict(values, tensor_model_parallel_size=2, hidden_dropout=0.1)
+    assert again.tensor_model_parallel_size == 2
+    assert again.to_dict() == values, "and no part of what is saved"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 3}, "unknown key 'n_layer'"),
+        ({"params_dtype": "float8"}, "params_dtype is 'float8' in the config; use one of"),
+        ({"activation_func": "swish"}, "activation_func is 'swish' in the config"),
+        ({"activation_func": None}, "activation_func is None in the config"),
+    ],
+)
+def test_unusable_json(change, message):
+    with pytest.raises(ValueError) as error:
+        HybridConfig.from_dict({**config().to_dict(), **change})
+    assert message in str(error.value)
