@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks` runs all of them. Ratios are measured side by side in one run."""
+"""`python -m benchmarks` runs all of them; ratios are measured side by side in one run."""

@@ -23,8 +23,10 @@ def main() -> None:
 
     console = Console()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    console.print(f"{device or platform.machine()}, {torch.get_num_threads()} threads, torch "
-                  f"{torch.__version__}")
+    console.print(
+        f"{device or platform.machine()}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}"
+    )
     numbers = {}
     for name in options.suites or suites:
         table = Table("measured", "value", "goal", title=name, title_justify="left")

@@ -1,4 +1,4 @@
-"""What the decisions cost: scheduler, context and commit around a forward pass that does nothing."""
+"""What decisions cost: scheduler, context and commit around a forward pass that does nothing."""
 
 import statistics
 import time
@@ -30,9 +30,7 @@ def _decode_steps(count: int) -> Row:
         InferenceConfig(cache_bytes=512 << 20, max_requests=64, max_sequence_length=4096),
     )
     rng = np.random.default_rng(0)
-    params = SamplingParams(
-        top_k=1, num_tokens_to_generate=3 * STEPS, ignore_termination=True
-    )
+    params = SamplingParams(top_k=1, num_tokens_to_generate=3 * STEPS, ignore_termination=True)
     for _ in range(count):
         engine.add_request(rng.integers(0, model.config.vocab_size, 100).tolist(), params)
     with torch.inference_mode():

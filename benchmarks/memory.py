@@ -21,9 +21,7 @@ def run() -> Iterator[Row]:
         ),
     )
     prefix = rng.integers(0, model.config.vocab_size, PREFIX).tolist()
-    params = SamplingParams(
-        top_k=1, num_tokens_to_generate=ANSWER, ignore_termination=True
-    )
+    params = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER, ignore_termination=True)
     # The prefix is known once, as a system prompt is; its end was declared.
     engine.generate([prefix], SamplingParams(num_tokens_to_generate=0))
     requests = [

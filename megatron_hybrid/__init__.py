@@ -1,8 +1,8 @@
 """Hybrid language models on megatron-core, with prefix sharing at any token.
 
-    model, tokenizer = load_pretrained("demo")
-    engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching="restore"))
-    results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
+model, tokenizer = load_pretrained("demo")
+engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching="restore"))
+results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
 """
 
 from megatron_hybrid import compat  # noqa: F401  (explains a broken megatron-core before all else)

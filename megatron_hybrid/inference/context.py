@@ -7,6 +7,7 @@ decides nothing. It also answers what megatron-core's own attention asks of a dy
 
 import operator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._full_columns = spec.kv_pages_per_block
         window_columns = [spec.pages_per_block[group] for group in spec.window_groups]
         bounds = np.cumsum([0, self._full_columns, *window_columns]).tolist()
-        self._columns = list(zip(bounds[:-1], bounds[1:]))  # full attention, then each window group
+        self._columns = list(pairwise(bounds))  # full attention, then each window group
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
@@ -133,8 +134,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         positions[:num_tokens] = np.arange(num_tokens) + np.repeat(
             np.asarray(starts, dtype=np.int64) - offsets, counts
         )
-        # Where each token's K and V go: (page of its block, row in it). Tokens whose KV is shared or
-        # copied, and padding, go to the null page, so that no shared block is ever written.
+        # Where each token's K and V go: (page of its block, row in it). Tokens whose KV is shared
+        # or copied, and padding, go to the null page: no shared block is ever written.
         slot_of_token = np.repeat(np.asarray(slots, dtype=np.int64), counts)
         write_pages = np.full((len(self._tables), num_rows), NULL_PAGE, dtype=np.int64)
         write_pages[:, :num_tokens] = self._tables[
@@ -257,7 +258,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def apply_rotary_emb_query(
         self, query, query_emb, config, cu_seqlens_q, cp_group, mscale: float = 1.0
     ) -> Tensor:
-        """RoPE at each row's absolute position; query [T padded, 1, H, D], query_emb [S, 1, 1, D]."""
+        """RoPE at each row's position; query [T padded, 1, H, D], query_emb [S, 1, 1, D]."""
         freqs = query_emb[self._positions]
         return apply_rotary_pos_emb(query, freqs, config, mscale=mscale, cp_group=cp_group)
 

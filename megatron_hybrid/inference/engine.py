@@ -4,9 +4,8 @@ The engine checks requests at the door, runs the scheduler's plans through the m
 What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,13 +15,13 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
+from megatron_hybrid.inference.intake import Intake, Prompt, is_int, spread
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks
-from megatron_hybrid.inference.request import GenerationResult, Request, RequestStatus
-from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample, top_log_probs
+from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class DynamicInferenceEngine:
     def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
         self.config = config = config or InferenceConfig()
         self.model = model.eval()
-        self.tokenizer = tokenizer
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
         layers = model.cache_requirements()
@@ -70,14 +68,13 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(
             self.memory, config.max_requests, config.max_sequence_length
         )
-        self.scheduler = Scheduler(
-            self.cache, self.context, config.max_requests, config.max_tokens
-        )
-        self._ids = itertools.count()
+        self.scheduler = Scheduler(self.cache, self.context, config.max_requests, config.max_tokens)
+        self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
+        self.output = OutputProcessor(tokenizer)
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
-    # The door ----------------------------------------------------------------------------------
+    # One request ----------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -101,112 +98,9 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
-        requests = self._build_samples(prompt, params, salt, cache_breakpoints, n)
+        requests = self.intake.build(prompt, params, salt, cache_breakpoints, n)
         self.scheduler.add(requests[0])
         return requests[0]
-
-    def _build_samples(self, prompt, params, salt, cache_breakpoints, n) -> list[Request]:
-        params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        params.__post_init__()  # the caller may have changed fields since
-        tokens = self._check_prompt(prompt, params)
-        length = len(tokens)
-        total = length + params.num_tokens_to_generate
-        limit = self.config.max_sequence_length
-        if length > limit:
-            raise ValueError(
-                f"the prompt has {length} tokens, max_sequence_length is {limit}: shorten the "
-                "prompt or raise max_sequence_length"
-            )
-        if total > limit:
-            raise ValueError(
-                f"{length} prompt tokens + num_tokens_to_generate={params.num_tokens_to_generate} "
-                f"exceed max_sequence_length={limit}: ask for at most {limit - length}"
-            )
-        if not self.cache.fits(total, self.config.max_tokens):
-            raise ValueError(
-                f"a request of {total} tokens does not fit in cache_bytes="
-                f"{self.config.cache_bytes} ({self.memory.pool.shape[0] - 1} pages of "
-                f"{self.cache.spec.page_bytes} bytes): raise cache_bytes or shorten the request"
-            )
-        if not isinstance(salt, str):
-            raise TypeError(f"salt must be a str, got {type(salt).__name__}")
-        if not _is_int(n) or not 1 <= n <= self.config.max_requests:
-            raise ValueError(f"n must be an int in [1, max_requests={self.config.max_requests}], "
-                             f"got {n!r}")
-        breakpoints = tuple(cache_breakpoints)
-        for position in breakpoints:
-            if not _is_int(position) or not 0 < position <= length:
-                raise ValueError(
-                    f"cache_breakpoints must be ints in (0, {length}], the prompt's length; "
-                    f"got {position!r}"
-                )
-        termination = params.termination_id
-        if termination is None:
-            termination = getattr(self.tokenizer, "eod", None)
-        stop_ids = set(params.stop_token_ids) | ({termination} - {None})
-        if params.stop_words and self.tokenizer is None:
-            raise ValueError("stop_words need a tokenizer; this engine has none")
-
-        first_id = next(self._ids)
-        buffer = np.zeros(total, dtype=np.int32)
-        buffer[:length] = tokens
-        requests = [
-            Request(
-                request_id=first_id if index == 0 else next(self._ids),
-                tokens=buffer.copy() if index else buffer,
-                num_prompt_tokens=length,
-                params=params,
-                seed=_mix_seed(self.config.random_seed, first_id)
-                if params.seed is None
-                else params.seed,
-                salt=salt,
-                cache_breakpoints=breakpoints,
-                stop_ids=frozenset() if params.ignore_termination else frozenset(stop_ids),
-                sample_index=index,
-            )
-            for index in range(n)
-        ]
-        requests[0].siblings = requests[1:]
-        requests[0].samples = requests
-        return requests
-
-    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("a text prompt needs a tokenizer; this engine has none: pass ids")
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one token")
-            prompt = self.tokenizer.tokenize(prompt)
-            if params.add_BOS:
-                bos = getattr(self.tokenizer, "bos", None)
-                if bos is None:
-                    raise ValueError("add_BOS=True, but the tokenizer has no bos token")
-                prompt = [bos, *prompt]
-        if isinstance(prompt, Tensor):
-            prompt = prompt.cpu().numpy()
-        try:
-            tokens = np.asarray(prompt)
-        except (ValueError, TypeError, OverflowError):
-            tokens = np.empty(0, dtype=object)
-            if len(prompt) == 0:
-                raise
-        if tokens.size == 0 and tokens.dtype != object:
-            raise ValueError("the prompt is empty; give at least one token")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise TypeError(
-                "a prompt is a str or a flat sequence of int token ids, got "
-                f"{type(prompt).__name__} of shape {tokens.shape} and type {tokens.dtype}"
-            )
-        vocab_size = self.model.config.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            bad = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-            raise ValueError(
-                f"token {int(tokens[bad])} at position {bad} is outside the vocabulary "
-                f"[0, {vocab_size})"
-            )
-        return tokens
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -258,7 +152,9 @@ class DynamicInferenceEngine:
             end += work.num_logits
             request = work.request
             if request.params.needs_prompt_logits and work.start < request.num_prompt_tokens:
-                self._score_prompt(request, work.start, logits_nV[end - work.num_logits : end])
+                self.output.score_prompt(
+                    request, work.start, logits_nV[end - work.num_logits : end]
+                )
             if work.num_logits and request.num_computed == request.num_tokens:
                 for owner in (request, *self.scheduler.fork(request)):
                     owners.append(owner)
@@ -275,68 +171,11 @@ class DynamicInferenceEngine:
         log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
         finished = []
         for owner, token, log_prob, logits_V in zip(owners, tokens, log_probs, drawn_nV):
-            if self._append(owner, token, log_prob, logits_V):
-                self._finish(owner)
+            if self.output.append(owner, token, log_prob, logits_V):
+                self.output.finish(owner)
+                self.scheduler.finish(owner)
                 finished.append(owner.result())
         return finished
-
-    def _score_prompt(self, request: Request, start: int, logits_TV: Tensor) -> None:
-        """Row i holds the prediction of prompt token start + i + 1."""
-        # A request that was computed again after losing its place has some of them already.
-        first = len(request.prompt_log_probs) + 1
-        last = min(start + len(logits_TV), request.num_prompt_tokens - 1)
-        if first <= last:
-            targets = request.tokens[first : last + 1].tolist()
-            logits_TV = logits_TV[first - start - 1 : last - start]
-            request.prompt_log_probs += log_probs_of(logits_TV, targets)
-
-    def _append(self, request: Request, token: int, log_prob, logits_V: Tensor) -> bool:
-        """Adds a drawn token; whether the request is answered with it."""
-        params = request.params
-        request.mark_first_token()
-        if params.num_tokens_to_generate == 0:
-            request.finish_reason = "length"
-            return True
-        stops = token in request.stop_ids
-        if not stops or params.detokenize_stop_sequence:
-            request.tokens[request.num_tokens] = token
-            request.num_tokens += 1
-            if params.return_log_probs:
-                request.log_probs.append(log_prob)
-            if params.top_n_logprobs:
-                request.top_n_logprobs.append(top_log_probs(logits_V, params.top_n_logprobs))
-        if stops or self._ends_with_stop_word(request):
-            request.finish_reason = "stop"
-        elif request.num_generated == params.num_tokens_to_generate:
-            request.finish_reason = "length"
-        return request.done
-
-    def _ends_with_stop_word(self, request: Request) -> bool:
-        words = request.params.stop_words
-        if not words:
-            return False
-        # A token adds at least one byte, so the newest tokens are enough to find a new occurrence.
-        longest = max(len(word.encode()) for word in words)
-        tail = self.tokenizer.detokenize(request.generated_tokens[-longest - 1 :])
-        return any(word in tail for word in words)
-
-    def _text(self, request: Request) -> str:
-        """The generated text, cut before its first stop string."""
-        text = self.tokenizer.detokenize(request.generated_tokens)
-        starts = [
-            (text.find(word), word) for word in request.params.stop_words if word in text
-        ]
-        if not starts:
-            return text
-        start, word = min(starts)
-        keep = request.params.detokenize_stop_sequence
-        return text[: start + len(word)] if keep else text[:start]
-
-    def _finish(self, request: Request) -> None:
-        request.mark_finished()
-        if self.tokenizer is not None:
-            request.generated_text = self._text(request)
-        self.scheduler.finish(request)
 
     # Whole jobs --------------------------------------------------------------------------------
 
@@ -358,25 +197,25 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: as `add_request`; the message says which prompt.
         """
-        if isinstance(prompts, str) or (len(prompts) and _is_int(prompts[0])):
+        if isinstance(prompts, str) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
         count = len(prompts)
         per_prompt = zip(
             prompts,
-            _spread(params, count, "params", lambda p: p is None or isinstance(p, SamplingParams)),
-            _spread(salt, count, "salt", lambda s: isinstance(s, str)),
-            _spread(
+            spread(params, count, "params", lambda p: p is None or isinstance(p, SamplingParams)),
+            spread(salt, count, "salt", lambda s: isinstance(s, str)),
+            spread(
                 cache_breakpoints,
                 count,
                 "cache_breakpoints",
-                lambda b: len(b) == 0 or _is_int(b[0]),
+                lambda b: len(b) == 0 or is_int(b[0]),
             ),
-            _spread(n, count, "n", _is_int),
+            spread(n, count, "n", is_int),
         )
         groups = []
         for index, arguments in enumerate(per_prompt):
             try:
-                groups.append(self._build_samples(*arguments))
+                groups.append(self.intake.build(*arguments))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {index}: {error}") from None
         for group in groups:
@@ -392,36 +231,42 @@ class DynamicInferenceEngine:
         return [group[0].result() for group in groups]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **request_arguments
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        cache_breakpoints: Sequence[int] = (),
     ) -> Iterator[StreamEvent]:
-        """Answers one prompt step by step; further arguments as for `add_request` (n must be 1).
+        """Answers one prompt step by step; arguments as for `add_request`.
 
-        Closing the iterator early cancels the request. Text is held back while it may be the
-        beginning of a stop string or ends inside a character.
+        The request is checked now and queued when the iteration starts; closing the iterator early
+        cancels it. Text is held back while it may be the beginning of a stop string or ends inside
+        a character.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served; nothing has changed.
         """
-        if request_arguments.get("n", 1) != 1:
-            raise ValueError("stream answers one sample; use add_request and step for n > 1")
-        request = self.add_request(prompt, params, **request_arguments)
+        (request,) = self.intake.build(prompt, params, salt, cache_breakpoints, n=1)
         return self._events(request)
 
     def _events(self, request: Request) -> Iterator[StreamEvent]:
+        self.scheduler.add(request)
         num_tokens = num_chars = 0
-        hold = max((len(word) - 1 for word in request.params.stop_words), default=0)
         try:
             while not request.done:
                 self.step()
                 tokens = request.generated_tokens[num_tokens:]
                 if not tokens and not request.done:
                     continue
-                num_tokens += len(tokens)
-                text = ""
+                text = self.output.partial_text(request)
                 if request.done:
-                    text = (request.generated_text or "")[num_chars:]
-                elif self.tokenizer is not None:
-                    text = self.tokenizer.detokenize(request.generated_tokens)
-                    text = text.rstrip("\ufffd")[num_chars : max(num_chars, len(text) - hold)]
-                num_chars += len(text)
-                yield StreamEvent(tokens, text, request.result() if request.done else None)
+                    text = request.generated_text or ""
+                num_tokens += len(tokens)
+                yield StreamEvent(
+                    tokens, text[num_chars:], request.result() if request.done else None
+                )
+                num_chars = max(num_chars, len(text))
             while not request.closed:
                 self.step()
         finally:
@@ -436,9 +281,7 @@ class DynamicInferenceEngine:
                 continue
             if not sample_.done:
                 sample_.finish_reason = "cancelled"
-                sample_.mark_finished()
-                if self.tokenizer is not None:
-                    sample_.generated_text = self._text(sample_)
+                self.output.finish(sample_)
                 if sample_.report is None:
                     sample_.report = PrefixReport(sample_.num_prompt_tokens, 0, 0, None)
             self.scheduler.cancel(sample_)
@@ -482,20 +325,3 @@ class DynamicInferenceEngine:
         for request in self.scheduler.waiting:
             if request.lease is not None or request.slot != -1:
                 raise RuntimeError(f"waiting request {request.request_id} holds a lease or a slot")
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _mix_seed(engine_seed: int, request_id: int) -> int:
-    return (engine_seed << 32) ^ request_id
-
-
-def _spread(value, count: int, name: str, is_single) -> list:
-    """One value for each of `count` prompts, from a single one or a sequence."""
-    if is_single(value):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
-    return list(value)

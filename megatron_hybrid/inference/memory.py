@@ -28,7 +28,7 @@ def cache_spec_of(
     """What the cache bookkeeping must know of a model.
 
     Args:
-        layers: what each layer keeps from token to token, on this rank (`model.cache_requirements()`).
+        layers: what each layer keeps, on this rank (`model.cache_requirements()`).
         hidden_size: width of the last hidden state, kept with each checkpoint in `dtype`.
         dtype: of K, V and the hidden state.
     """
@@ -74,7 +74,7 @@ class ParkedRequest:
 
 
 class CacheMemory:
-    """The byte pool with its per-layer KV views, and the live slots with their per-layer state views.
+    """The byte pool with per-layer KV views, and the live slots with per-layer state views.
 
     Args:
         spec: page geometry; must come from `cache_spec_of` for the same layers.

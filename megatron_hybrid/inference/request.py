@@ -90,7 +90,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Answered: the result is complete (its last state may still be on its way to the cache)."""
+        """Answered: the result is complete (its last state may be on its way to the cache)."""
         return self.finish_reason is not None
 
     @property

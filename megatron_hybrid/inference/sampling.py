@@ -1,8 +1,8 @@
 """From logits to tokens: parameters of one request, and the sampling of one step's rows.
 
-Sampling is a pure function of (logits, parameters, seed, sample index, position). It holds no generator
-state, so a request that was preempted, cut into other chunks or batched with other requests draws the
-same tokens, and every rank of a tensor-parallel job draws them without talking.
+Sampling is a pure function of (logits, parameters, seed, sample index, position). It holds no
+generator state, so a request that was preempted, cut into other chunks or batched with others draws
+the same tokens, and every rank of a tensor-parallel job draws them without talking.
 """
 
 import math

@@ -98,7 +98,7 @@ class Scheduler:
         plan.work.append(work)
 
     def _reserve_checkpoints(self, plan: StepPlan) -> None:
-        """Room for the states to be saved in this step; optional, so what finds none is left out."""
+        """Room for the states to be saved in this step; what finds none is left out."""
         for work in plan.work:
             for position in work.request.checkpoint_positions:
                 if work.start < position <= work.end:
@@ -299,9 +299,7 @@ class Scheduler:
             reservation = self.cache.reserve_checkpoint(request.lease, request.num_computed)
             if reservation is not None:
                 self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
-                self.cache.commit(
-                    request.lease, request.tokens, request.num_computed, flush=True
-                )
+                self.cache.commit(request.lease, request.tokens, request.num_computed, flush=True)
                 self.cache.publish_checkpoint(reservation)
         self._retire(request)
 

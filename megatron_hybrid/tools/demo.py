@@ -53,8 +53,8 @@ LONG_TEXT = " ".join(
         "the door and watched the carts go by upon the road to the market town.",
         "Now the road was an old one, and there were many who travelled on it that had no business "
         "at any market, as the gardener was to learn before the year was out.",
-        "In October there came a woman with a basket, and she asked whether she might rest a while, "
-        "and what the apples cost, and whether the well was deep.",
+        "In October there came a woman with a basket, and she asked whether she might rest a "
+        "while, and what the apples cost, and whether the well was deep.",
         "The apples cost nothing to those who are tired, said the gardener, and as for the well, "
         "you had better ask my friend here, who has made a study of it.",
         "She laughed, and set the basket down, and there was something in the basket that moved.",
@@ -168,7 +168,10 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         for mode in PREFIX_CACHING_MODES:
             runs.append(
                 run_mode(
-                    model, tokenizer, mode, lambda text: bar.update(task, description=text, advance=1)
+                    model,
+                    tokenizer,
+                    mode,
+                    lambda text: bar.update(task, description=text, advance=1),
                 )
             )
     console.print(_requests_table(runs))
@@ -234,8 +237,10 @@ def _totals_table(runs: list[Run]) -> Table:
     ):
         line(
             name,
-            lambda run, key=key: f"{run.stats[key]} pages, "
-            f"{run.stats[key] * run.stats['page_bytes'] / 2**20:.2f} MiB",
+            lambda run, key=key: (
+                f"{run.stats[key]} pages, "
+                f"{run.stats[key] * run.stats['page_bytes'] / 2**20:.2f} MiB"
+            ),
         )
     line(
         "sum of times to first token",

@@ -74,7 +74,7 @@ def test_behaviour_3_prefix_of_257_tokens_with_three_suffixes():
     prefix = random_tokens(257)
     engine = tiny_engine(MODEL)
     skipped = [
-        ask(engine, prefix + [seed] + random_tokens(40, seed=seed)).skipped_tokens
+        ask(engine, [*prefix, seed, *random_tokens(40, seed=seed)]).skipped_tokens
         for seed in (1, 2, 3)
     ]
     assert skipped == [0, 0, 257]

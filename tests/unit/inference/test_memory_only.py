@@ -15,14 +15,13 @@ def two_running_requests():
     engine = tiny_engine(prefix_caching="memory_only", block_size_tokens=BLOCK)
     first = engine.add_request(PROMPT, greedy(8))
     engine.step()
-    pages_of_first = engine.stats()["pages_in_use"]
     second = engine.add_request(PROMPT, greedy(8))
     engine.step()
-    return engine, first, second, pages_of_first
+    return engine, first, second
 
 
 def test_matching_blocks_skip_no_tokens_and_the_whole_chunk_is_computed():
-    engine, _, second, _ = two_running_requests()
+    engine, _, second = two_running_requests()
     assert second.report.shared_tokens == len(PROMPT)
     assert second.lease.skipped_tokens == 0
     # One decode token of the first request, then every prompt token of the second.
@@ -30,7 +29,7 @@ def test_matching_blocks_skip_no_tokens_and_the_whole_chunk_is_computed():
 
 
 def test_second_request_takes_no_extra_blocks_for_the_shared_part():
-    engine, first, second, pages_of_first = two_running_requests()
+    _, first, second = two_running_requests()
     num_blocks = len(PROMPT) // BLOCK
     assert (second.lease.block_table[:num_blocks] == first.lease.block_table[:num_blocks]).all()
     # What it holds of its own is its window block(s) and room for its decode, not the prompt's KV.
@@ -39,13 +38,13 @@ def test_second_request_takes_no_extra_blocks_for_the_shared_part():
 
 
 def test_shared_blocks_have_reference_count_two():
-    engine, first, _, _ = two_running_requests()
+    engine, first, _ = two_running_requests()
     shared = first.lease.block_table[: len(PROMPT) // BLOCK].ravel()
     assert (engine.cache.allocator.ref_counts[shared] == 2).all()
 
 
 def test_all_prompt_tokens_are_in_the_context_at_kv_offset_zero():
-    engine, _, second, _ = two_running_requests()
+    engine, _, second = two_running_requests()
     context = engine.context
     row = 1  # decodes come first
     assert context.request_kv_length_offsets[row] == 0

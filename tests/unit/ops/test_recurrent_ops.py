@@ -250,5 +250,5 @@ def test_wrong_states_are_refused(op):
         op.call(to(torch.float32, inputs), parameters, states.long(), layout, 16)
     with pytest.raises(ValueError, match=r"8 rows \(8 tokens \+ 0 padding\)"):
         run(op, [t[:7] for t in inputs], parameters, states, layout)
-    with pytest.raises(TypeError, match="dtype torch.int64; give a floating-point tensor"):
+    with pytest.raises(TypeError, match=r"dtype torch\.int64; give a floating-point tensor"):
         op.call([t.long() for t in inputs], parameters, states, layout, 16)

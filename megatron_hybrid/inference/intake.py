@@ -1,0 +1,192 @@
+"""The door: what a caller asks for is checked here, whole, before anything changes."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.config import InferenceConfig
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Intake:
+    """Turns a caller's arguments into requests, or into one clear error.
+
+    Args:
+        config: limits of the engine.
+        cache: says whether a request could ever fit.
+        tokenizer: for text prompts and stop strings; None: ids only.
+        vocab_size: token ids lie in [0, vocab_size).
+    """
+
+    def __init__(self, config: InferenceConfig, cache: PrefixCache, tokenizer, vocab_size: int):
+        self.config = config
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._ids = itertools.count()
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        salt: str,
+        cache_breakpoints: Sequence[int],
+        n: int,
+    ) -> list[Request]:
+        """The n samples of one prompt; the first one leads, the others are its siblings.
+
+        Raises:
+            TypeError, ValueError: naming the value, the limit and the remedy.
+        """
+        params = self._check_params(params)
+        tokens = self._check_prompt(prompt, params)
+        total = self._check_length(len(tokens), params)
+        if not isinstance(salt, str):
+            raise TypeError(f"salt must be a str, got {type(salt).__name__}")
+        if not is_int(n) or not 1 <= n <= self.config.max_requests:
+            raise ValueError(
+                f"n must be an int in [1, max_requests={self.config.max_requests}], got {n!r}"
+            )
+        breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
+        stop_ids = self._stop_ids(params)
+
+        first_id = next(self._ids)
+        seed = params.seed
+        if seed is None:
+            seed = (self.config.random_seed << 32) ^ first_id
+        samples = []
+        for index in range(n):
+            buffer = np.zeros(total, dtype=np.int32)
+            buffer[: len(tokens)] = tokens
+            samples.append(
+                Request(
+                    request_id=next(self._ids) if index else first_id,
+                    tokens=buffer,
+                    num_prompt_tokens=len(tokens),
+                    params=params,
+                    seed=seed,
+                    salt=salt,
+                    cache_breakpoints=breakpoints,
+                    stop_ids=stop_ids,
+                    sample_index=index,
+                )
+            )
+        samples[0].siblings = samples[1:]
+        samples[0].samples = samples
+        return samples
+
+    def _check_params(self, params: SamplingParams | None) -> SamplingParams:
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.stop_words and self.tokenizer is None:
+            raise ValueError(
+                "stop_words need a tokenizer, and this engine has none: use stop_token_ids"
+            )
+        # A copy, checked anew: the caller may have changed fields, and may change them later.
+        return dataclasses.replace(params)
+
+    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
+        """Token ids, int [L]."""
+        if isinstance(prompt, str):
+            prompt = self._tokenize(prompt, params)
+        if isinstance(prompt, Tensor):
+            prompt = prompt.cpu().numpy()
+        if not hasattr(prompt, "__len__"):
+            raise TypeError(
+                f"a prompt is a str or a sequence of token ids, got {type(prompt).__name__}"
+            )
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty: give at least one token")
+        try:
+            tokens = np.asarray(prompt)
+        except (ValueError, TypeError, OverflowError):  # ragged nesting, ids beyond 64 bits
+            tokens = np.empty(0, dtype=object)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise TypeError(
+                "a prompt is a str or a flat sequence of int token ids, got "
+                f"{type(prompt).__name__} with elements of type {type(prompt[0]).__name__}"
+            )
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if len(outside):
+            raise ValueError(
+                f"token {int(tokens[outside[0]])} at position {outside[0]} is outside of the "
+                f"vocabulary [0, {self.vocab_size}): was it made by another model's tokenizer?"
+            )
+        return tokens
+
+    def _tokenize(self, text: str, params: SamplingParams) -> list[int]:
+        if self.tokenizer is None:
+            raise TypeError("a text prompt needs a tokenizer, and this engine has none: pass ids")
+        if not params.add_BOS:
+            return self.tokenizer.tokenize(text)
+        bos = getattr(self.tokenizer, "bos", None)
+        if bos is None:
+            raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
+        return [bos, *self.tokenizer.tokenize(text)]
+
+    def _check_length(self, length: int, params: SamplingParams) -> int:
+        """Tokens of the whole request, prompt and answer."""
+        limit = self.config.max_sequence_length
+        if length > limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, max_sequence_length is {limit}: shorten the "
+                "prompt or raise max_sequence_length"
+            )
+        total = length + params.num_tokens_to_generate
+        if total > limit:
+            raise ValueError(
+                f"{length} prompt tokens and num_tokens_to_generate="
+                f"{params.num_tokens_to_generate} exceed max_sequence_length={limit}: ask for at "
+                f"most {limit - length}"
+            )
+        if not self.cache.fits(total, self.config.max_tokens):
+            raise ValueError(
+                f"a request of {total} tokens does not fit in cache_bytes="
+                f"{self.config.cache_bytes} ({self.cache.allocator.num_pages - 1} pages of "
+                f"{self.cache.spec.page_bytes} bytes): raise cache_bytes or shorten the request"
+            )
+        return total
+
+    def _check_breakpoints(self, breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
+        for position in breakpoints:
+            if not is_int(position) or not 0 < position <= length:
+                raise ValueError(
+                    f"cache_breakpoints must be ints in [1, {length}], the prompt's tokens; got "
+                    f"{position!r}"
+                )
+        return tuple(int(position) for position in breakpoints)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_termination:
+            return frozenset()
+        termination = params.termination_id
+        if termination is None:
+            termination = getattr(self.tokenizer, "eod", None)
+        return frozenset({*params.stop_token_ids, termination} - {None})
+
+
+def is_int(value) -> bool:
+    """Whether a value is a whole number; True and False are not."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def spread(value, count: int, name: str, is_single) -> list:
+    """One value for each of `count` prompts, from a single one or from a sequence of them."""
+    if is_single(value):
+        return [value] * count
+    if not hasattr(value, "__len__"):
+        raise TypeError(f"{name} has the wrong type: {type(value).__name__}")
+    if len(value) != count:
+        raise ValueError(
+            f"{name} has {len(value)} entries for {count} prompts: give one, or one for each"
+        )
+    return list(value)

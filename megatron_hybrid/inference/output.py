@@ -1,0 +1,83 @@
+"""From drawn tokens to answers: appending, scoring, stopping, text."""
+
+from torch import Tensor
+
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.sampling import log_probs_of, top_log_probs
+
+
+class OutputProcessor:
+    """Writes what was drawn into requests and says when they are answered.
+
+    Args:
+        tokenizer: for text and stop strings; None: ids only.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def append(
+        self, request: Request, token: int, log_prob: float | None, logits_V: Tensor
+    ) -> bool:
+        """Adds a drawn token with its log-probability; whether the request is answered with it."""
+        params = request.params
+        request.mark_first_token()
+        if params.num_tokens_to_generate == 0:
+            request.finish_reason = "length"
+            return True
+        stops = token in request.stop_ids
+        if not stops or params.detokenize_stop_sequence:
+            request.tokens[request.num_tokens] = token
+            request.num_tokens += 1
+            if params.return_log_probs:
+                request.log_probs.append(log_prob)
+            if params.top_n_logprobs:
+                request.top_n_logprobs.append(top_log_probs(logits_V, params.top_n_logprobs))
+        if stops or self._ends_with_stop_word(request):
+            request.finish_reason = "stop"
+        elif request.num_generated == params.num_tokens_to_generate:
+            request.finish_reason = "length"
+        return request.done
+
+    def score_prompt(self, request: Request, start: int, logits_TV: Tensor) -> None:
+        """Log-probs of prompt tokens; row i of the logits predicts token start + i + 1."""
+        # A request that was computed again after losing its place has some of them already.
+        first = len(request.prompt_log_probs) + 1
+        last = min(start + len(logits_TV), request.num_prompt_tokens - 1)
+        if first <= last:
+            rows_TV = logits_TV[first - start - 1 : last - start]
+            targets = request.tokens[first : last + 1].tolist()
+            request.prompt_log_probs += log_probs_of(rows_TV, targets)
+
+    def finish(self, request: Request) -> None:
+        """Stamps the end and fills in the text."""
+        request.mark_finished()
+        if self.tokenizer is not None:
+            request.generated_text = self._text(request)
+
+    def partial_text(self, request: Request) -> str:
+        """The text that is sure to stay: less what may begin a stop string or a character."""
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.detokenize(request.generated_tokens).rstrip("\ufffd")
+        held = max((len(word) - 1 for word in request.params.stop_words), default=0)
+        return text[: max(0, len(text) - held)]
+
+    def _ends_with_stop_word(self, request: Request) -> bool:
+        words = request.params.stop_words
+        if not words:
+            return False
+        # A token adds at least one byte, so the newest tokens are enough to find a new occurrence.
+        longest = max(len(word.encode()) for word in words)
+        tail = self.tokenizer.detokenize(request.generated_tokens[-longest - 1 :])
+        return any(word in tail for word in words)
+
+    def _text(self, request: Request) -> str:
+        """The generated text, cut at its first stop string."""
+        text = self.tokenizer.detokenize(request.generated_tokens)
+        found = [(text.find(word), word) for word in request.params.stop_words if word in text]
+        if not found:
+            return text
+        start, word = min(found)
+        keep = request.params.detokenize_stop_sequence
+        return text[: start + len(word)] if keep else text[:start]

@@ -1,0 +1,194 @@
+"""Random runs of the engine, every row of logits compared with a forward pass without any cache.
+
+A run is drawn from one seed: the layer pattern, the sizes, families of prompts with prefixes in
+common, and the order in which requests come, run and are cancelled. It can be repeated by its seed.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
+
+from megatron_hybrid.config import PREFIX_CACHING_MODES
+from megatron_hybrid.inference.context import StepPlan
+from megatron_hybrid.inference.request import Request
+
+TOLERANCE = 1e-5
+SYMBOLS = "MG*W-"
+PATTERNS = ("*-*-", "MG", "W-W-", "MG*-W-", "M*", "G*-", "W*W", "M-M-", "-", "GW-M*")
+
+
+class LogitsRecorder:
+    """Keeps every row of logits that an engine computes, with the tokens that led to it."""
+
+    def __init__(self, engine):
+        self.rows: list[tuple[Request, int, torch.Tensor]] = []  # request, position, logits [V]
+        sample = engine._sample
+
+        def recorded(plan: StepPlan, logits_nV: torch.Tensor):
+            self._record(plan, logits_nV)
+            return sample(plan, logits_nV)
+
+        engine._sample = recorded
+
+    def _record(self, plan: StepPlan, logits_nV: torch.Tensor) -> None:
+        end = 0
+        for work in plan.work:
+            for position in range(work.end - work.num_logits, work.end):
+                self.rows.append((work.request, position, logits_nV[end].clone()))
+                end += 1
+        for request in plan.ready:
+            self.rows.append((request, request.num_tokens - 1, logits_nV[end].clone()))
+            end += 1
+        assert end == len(logits_nV)
+
+    def check(self, model) -> None:
+        """Compares all rows so far with full forward passes, and forgets them."""
+        full: dict[int, torch.Tensor] = {}
+        for request, position, logits_V in self.rows:
+            if id(request) not in full:
+                full[id(request)] = full_logits(
+                    model, request.tokens[: request.num_tokens].tolist()
+                )
+            error = (full[id(request)][position] - logits_V).abs().max().item()
+            assert error <= TOLERANCE, (
+                f"request {request.request_id}, row {position}: off by {error}"
+            )
+        self.rows.clear()
+
+
+def check_answer(model, request: Request) -> None:
+    """The request's tokens are greedy and its log-probs are those of a full forward pass."""
+    prompt = request.num_prompt_tokens
+    generated = request.generated_tokens
+    logits_TV = full_logits(model, request.tokens[: request.num_tokens].tolist())
+    predicted_TV = logits_TV[prompt - 1 : prompt - 1 + len(generated)]
+    chosen_T = predicted_TV.gather(1, torch.tensor(generated, dtype=torch.long)[:, None])[:, 0]
+    # Two tokens closer than the tolerance are both right.
+    assert (chosen_T >= predicted_TV.amax(dim=1) - 2 * TOLERANCE).all()
+    if request.params.return_log_probs:
+        log_probs_TV = logits_TV.log_softmax(dim=-1)
+        tokens = torch.tensor(request.tokens[1 : request.num_tokens].tolist(), dtype=torch.long)
+        expected = log_probs_TV[:-1].gather(1, tokens[:, None])[:, 0]
+        given = [] if request.params.skip_prompt_log_probs else request.prompt_log_probs
+        start = prompt - 1 if request.params.skip_prompt_log_probs else 0
+        given = torch.tensor([*given, *request.log_probs])
+        torch.testing.assert_close(given, expected[start:], atol=TOLERANCE, rtol=0)
+
+
+@dataclass
+class RandomRun:
+    """One run. `steps` is about how many engine steps come while requests are still being added."""
+
+    seed: int
+    num_requests: int = 10
+    longest_prompt: int = 150
+    longest_answer: int = 10
+    patterns: tuple[str, ...] | None = PATTERNS
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        self.pattern = self._draw_pattern()
+        self.model = tiny_model(self.pattern, seed=self.seed % 3)
+        self.families = [self._tokens(self.longest_prompt) for _ in range(2)]
+        self.fields = self._draw_sizes()
+        self.engine = tiny_engine(self.model, **self.fields)
+        self.recorder = LogitsRecorder(self.engine)
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def _choose(self, values):
+        return values[self.random.integers(len(values))]
+
+    def _tokens(self, length: int) -> list[int]:
+        return self.random.integers(0, VOCAB_SIZE, length).tolist()
+
+    def _draw_pattern(self) -> str:
+        if self.patterns is not None and self._chance(0.5):
+            return self._choose(self.patterns)
+        return "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
+
+    def _draw_sizes(self) -> dict:
+        block = int(self._choose([16, 16, 32, 64, 128, 256]))
+        longest = self.longest_prompt + self.longest_answer + 3
+        fields = {
+            "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
+            "block_size_tokens": block,
+            "max_tokens": int(self._choose([1, 2, 7, 16, 33, 64, 512])),
+            "max_requests": int(self._choose([1, 2, 3, 8])),
+            "max_sequence_length": longest,
+        }
+        if self._chance(0.6):
+            # A pool that holds the longest request, and little or nothing beside it.
+            spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
+            blocks = -(-longest // block) + 1
+            pages = blocks * sum(spec.pages_per_block) + 2
+            pages += int(self.random.integers(0, 2 * pages + 4 * spec.checkpoint_pages))
+            fields["cache_bytes"] = pages * spec.page_bytes
+        return fields
+
+    def _prompt(self) -> list[int]:
+        family = self._choose(self.families)
+        finished = [request for request in self.requests if request.done]
+        if finished and self._chance(0.2):  # another turn of a conversation
+            request = self._choose(finished)
+            family = request.tokens[: request.num_tokens].tolist()
+        cut = int(self.random.integers(0, len(family) + 1))
+        if self._chance(0.3):
+            cut = len(family)
+        suffix = int(self.random.integers(0, 20)) if self._chance(0.7) else 0
+        return (family[:cut] + self._tokens(suffix))[: self.longest_prompt] or self._tokens(1)
+
+    def add(self) -> None:
+        prompt = self._prompt()
+        scored = self._chance(0.3)
+        breakpoints = [int(p) for p in self.random.integers(1, len(prompt) + 1, 2)]
+        request = self.engine.add_request(
+            prompt,
+            greedy(
+                int(self.random.integers(0, self.longest_answer + 1)),
+                return_log_probs=scored,
+                skip_prompt_log_probs=scored and self._chance(0.5),
+                stop_token_ids=tuple(self._tokens(2)) if self._chance(0.3) else (),
+            ),
+            salt=str(self._choose(["", "", "", "other"])),
+            cache_breakpoints=breakpoints if self._chance(0.3) else [],
+            n=int(min(self._choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
+        )
+        self.requests += request.samples
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check_integrity()
+
+    def cancel(self) -> None:
+        open_requests = [r for r in self.requests if not r.closed and r.samples]
+        if open_requests:
+            self.engine.cancel(self._choose(open_requests))
+            self.engine.check_integrity()
+
+    def run(self) -> None:
+        to_add = self.num_requests
+        while to_add or self.engine.has_work:
+            if to_add and self._chance(0.4):
+                self.add()
+                to_add -= 1
+            elif self._chance(0.03):
+                self.cancel()
+            else:
+                self.step()
+        self.check()
+
+    def check(self) -> None:
+        """Nothing runs any more: all answers are right and nothing is held."""
+        self.recorder.check(self.model)
+        for request in self.requests:
+            check_answer(self.model, request)
+            report = request.report
+            assert report.skipped_tokens + report.computed_tokens == request.num_prompt_tokens
+            assert 0 <= report.skipped_tokens <= report.shared_tokens <= request.num_prompt_tokens
+        assert not self.engine.cache.allocator.ref_counts.any()
+        assert self.engine.stats()["leases"] == 0

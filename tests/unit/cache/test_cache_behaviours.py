@@ -1,0 +1,229 @@
+"""What this project holds itself to, at the level of the cache: sequences of prompts and what each
+must skip. The sequences are those on which other engines fall short."""
+
+import numpy as np
+import pytest
+from simulator import Simulator
+
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+
+FULL = KVGroup(2, 64)
+
+
+def hybrid(block=16, window=None):
+    groups = (FULL,) if window is None else (FULL, KVGroup(2, 64, window=window))
+    return CacheSpec(block, groups, state_bytes=20_000, hidden_bytes=128)
+
+
+def simulator(block=16, num_pages=3000, window=None):
+    return Simulator(PrefixCache(hybrid(block, window), num_pages))
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
+
+
+def joined(*parts):
+    return np.concatenate(parts).astype(np.int32)
+
+
+def skips(sim, prompt, answer=(), **options):
+    return sim.run(prompt, answer, **options).lease.report.skipped_tokens
+
+
+# ---- megatron-core's prefix caching and where it stops ----
+
+
+@pytest.mark.parametrize("length", [255, 479, 512, 552, 597, 600, 979])
+@pytest.mark.parametrize("block", [16, 64, 256])
+def test_the_same_prompt_again_skips_all_of_it(length, block):
+    sim = simulator(block)
+    assert skips(sim, tokens(length)) == 0
+    assert skips(sim, tokens(length)) == length
+    assert skips(sim, tokens(length)) == length
+
+
+@pytest.mark.parametrize("block", [16, 256])
+def test_two_forks_at_256_of_1000(block):
+    sim = simulator(block)
+    prompt = tokens(1000)
+    skips(sim, prompt)
+    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == 0  # no state there yet: saves it
+    assert skips(sim, joined(prompt[:256], tokens(100, 2))) == 256
+
+
+@pytest.mark.parametrize("block", [16, 256])
+def test_the_next_turn_skips_prompt_and_answer(block):
+    sim = simulator(block)
+    prompt, answer = tokens(600), tokens(500, 1)
+    skips(sim, prompt, answer)
+    assert skips(sim, joined(prompt, answer, tokens(50, 2))) == 1100
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 768, None])
+def test_chunks_of_a_prefill_do_not_matter(chunk):
+    sim = simulator()
+    skips(sim, tokens(1000), declared=[300, 301], chunk=chunk)
+    saved = sorted(p for edge in sim.cache._index.edges() for p in edge.checkpoints)
+    assert saved == [300, 301, 1000]
+    assert skips(sim, tokens(1000), chunk=chunk) == 1000
+
+
+def test_a_longer_prompt_between_does_not_matter():
+    sim = simulator()
+    prompt = tokens(2000)
+    skips(sim, prompt[:1000])
+    assert skips(sim, prompt) == 1000
+    assert skips(sim, prompt[:520]) == 0  # a first cut inside: nothing was saved there
+    assert skips(sim, prompt[:520]) == 520
+    assert skips(sim, prompt) == 2000
+
+
+# ---- behaviours 1, 2, 3, 4, 7, 9, 10 ----
+
+
+@pytest.mark.parametrize("block", [16, 32, 256])
+def test_behaviour_1_no_length_is_a_cliff(block):
+    sim = simulator(block, num_pages=30_000)
+    lengths = [1, 2, block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
+    for seed, length in enumerate(lengths):
+        assert skips(sim, tokens(length, seed)) == 0
+        assert skips(sim, tokens(length, seed)) == length
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_behaviour_1_every_length_of_one_prompt(window):
+    sim = simulator(num_pages=5000, window=window)
+    prompt = tokens(50)
+    for length in range(1, 51):
+        skips(sim, prompt[:length])
+        assert skips(sim, prompt[:length]) == length
+
+
+def test_behaviour_2_the_third_request_resumes_at_its_junction():
+    sim = simulator(num_pages=6000)
+    a = tokens(6000)
+    skips(sim, a)
+    assert skips(sim, joined(a[:5120], tokens(100, 1))) == 0
+    assert skips(sim, joined(a[:5120], tokens(100, 2))) == 5120
+    assert skips(sim, joined(a[:4992], tokens(100, 3))) == 0
+    assert skips(sim, joined(a[:4992], tokens(100, 4))) == 4992
+
+
+def test_behaviour_3_three_suffixes_to_257_tokens():
+    sim = simulator(block=64)
+    prefix = tokens(257)
+    got = [skips(sim, joined(prefix, tokens(80, seed))) for seed in (1, 2, 3)]
+    assert got == [0, 0, 257]
+
+
+def test_behaviour_3_a_declared_breakpoint_serves_the_second():
+    sim = simulator(block=64)
+    prefix = tokens(257)
+    skips(sim, joined(prefix, tokens(80, 1)), declared=[257])
+    assert skips(sim, joined(prefix, tokens(80, 2))) == 257
+
+
+def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
+    sim = simulator()
+    history = tokens(100)
+    for turn in range(4):
+        thinking, answer = tokens(40, 10 + turn), tokens(33, 20 + turn)
+        expected = 0 if turn == 0 else len(history) - 21
+        assert skips(sim, history, joined(thinking, answer)) == expected
+        prompt_end = len(history)
+        # the client cuts the thinking out: the next prompt parts from the history at its end
+        without = joined(history, answer, tokens(21, 30 + turn))
+        assert sim.cache.match(without).skipped_tokens == prompt_end
+        history = joined(history, thinking, answer, tokens(21, 40 + turn))
+
+
+def test_behaviour_7_state_evicted():
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt, save_all := ())
+    sim.start(prompt[:96])  # holds the blocks, so that only the state can go
+    sim.cache.evict(1)
+    match = sim.cache.match(prompt)
+    assert (match.shared_tokens, match.skipped_tokens) == (100, 0)
+    assert match.miss_reason is MissReason.STATE_EVICTED
+    assert save_all == ()
+
+
+def test_behaviour_7_kv_evicted():
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt)
+    sim.cache.evict(10_000)
+    match = sim.cache.match(prompt)
+    assert (match.shared_tokens, match.skipped_tokens) == (0, 0)
+    assert match.miss_reason is MissReason.KV_EVICTED
+    assert sim.cache.match(tokens(100, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
+
+
+def test_behaviour_7_part_of_the_kv_evicted():
+    sim = simulator()
+    prompt = tokens(160)
+    sim.run(prompt[:50])
+    sim.run(prompt)
+    sim.cache.evict(sim.cache.spec.checkpoint_pages + 3)
+    match = sim.cache.match(prompt)
+    assert (match.shared_tokens, match.skipped_tokens) == (112, 50)
+    assert match.miss_reason is MissReason.KV_EVICTED
+
+
+def test_behaviour_7_never_saved():
+    sim = simulator()
+    sim.run(tokens(100))
+    match = sim.cache.match(tokens(100)[:90])
+    assert (match.shared_tokens, match.skipped_tokens) == (90, 0)
+    assert match.miss_reason is MissReason.STATE_NEVER_SAVED
+
+
+def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_everyone():
+    """20,000 bytes of state are 10 pages; 8 pages are all there is."""
+    sim = simulator(num_pages=1 + 8)
+    for seed in (0, 1, 0, 0):
+        report = sim.run(tokens(100, seed), chunk=30).lease.report
+        assert report.checkpoints_saved == 0
+        assert report.checkpoints_skipped >= 1
+        assert report.skipped_tokens == 0
+    assert (report.shared_tokens, report.miss_reason) == (96, MissReason.NO_ROOM)
+
+
+@pytest.mark.parametrize("done", [0, 1, 20, 90])
+def test_behaviour_10_cancelling_leaves_ref_counts_as_before(done):
+    sim = simulator(window=40)
+    prompt = tokens(60)
+    keeper = sim.start(joined(prompt, tokens(30, 1)))
+    sim.forward(keeper, 90)
+    before = sim.cache.allocator.ref_counts.copy()
+    running = sim.start(joined(prompt, tokens(40, 2)), chunk=50)
+    for _ in range(done):
+        sim.forward(running, 1)
+    sim.cancel(running)
+    assert np.array_equal(sim.cache.allocator.ref_counts, before)
+    sim.check()
+
+
+def test_behaviour_10_cancelling_between_acquire_and_restore():
+    sim = simulator(window=40)
+    sim.run(tokens(60))
+    before = sim.cache.allocator.ref_counts.copy()
+    lease = sim.cache.acquire(tokens(60), capacity_tokens=100)
+    assert lease.copies
+    assert lease.checkpoint_pages is not None
+    sim.cache.release(lease)
+    assert np.array_equal(sim.cache.allocator.ref_counts, before)
+    sim.check()
+
+
+def test_log_probs_of_the_prompt_compute_everything_and_say_so():
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt)
+    report = sim.run(prompt, recompute_reason="prompt_log_probs").lease.report
+    assert (report.shared_tokens, report.skipped_tokens) == (100, 0)
+    assert report.miss_reason is MissReason.PROMPT_LOG_PROBS

@@ -1,0 +1,463 @@
+"""PrefixCache, one promise per test. Sequences of operations: test_prefix_cache_machine.py."""
+
+import numpy as np
+import pytest
+from simulator import Simulator
+
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+
+FULL = KVGroup(2, 64)
+HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
+PURE = CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64)
+WINDOW = CacheSpec(16, (FULL, KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64)
+TWO_GROUPS = CacheSpec(16, (FULL, KVGroup(6, 64)), state_bytes=4000, hidden_bytes=64)
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
+
+
+def joined(*parts):
+    return np.concatenate(parts).astype(np.int32)
+
+
+def simulator(spec=HYBRID, num_pages=400, mode="restore"):
+    return Simulator(PrefixCache(spec, num_pages, mode))
+
+
+# ---- bad input ----
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="mode is 'on'.*off, memory_only, restore"):
+        PrefixCache(HYBRID, 10, "on")
+    with pytest.raises(ValueError, match="num_pages is 1"):
+        PrefixCache(HYBRID, 1)
+
+
+@pytest.mark.parametrize("bad", [[], [[1, 2]], [1.5], np.zeros((2, 2), np.int32), ["a"]])
+def test_a_prompt_is_a_row_of_integers(bad):
+    cache = PrefixCache(HYBRID, 10)
+    with pytest.raises(ValueError, match="one-dimensional array of at least one integer"):
+        cache.match(bad)
+    with pytest.raises(ValueError, match="one-dimensional"):
+        cache.acquire(bad, capacity_tokens=10)
+    cache.check_integrity()
+
+
+def test_unknown_recompute_reason_is_refused():
+    with pytest.raises(ValueError, match="because"):
+        PrefixCache(HYBRID, 10).match(tokens(3), recompute_reason="because")
+
+
+def test_a_released_lease_is_dead():
+    cache = PrefixCache(HYBRID, 50)
+    lease = cache.acquire(tokens(10), capacity_tokens=20)
+    cache.release(lease)
+    for use in (
+        lambda: cache.release(lease),
+        lambda: cache.extend(lease, 100),
+        lambda: cache.commit(lease, tokens(20), 20),
+        lambda: cache.reserve_checkpoint(lease, 10),
+        lambda: cache.restored(lease),
+        lambda: cache.fork(lease, tokens(10), 0),
+    ):
+        with pytest.raises(ValueError, match="released before"):
+            use()
+    cache.check_integrity()
+
+
+def test_commit_and_reserve_beyond_the_room_are_refused():
+    cache = PrefixCache(HYBRID, 50)
+    lease = cache.acquire(tokens(20), capacity_tokens=20)
+    with pytest.raises(ValueError, match=r"commit of 33 tokens.*room for 32.*extend"):
+        cache.commit(lease, tokens(40), 33)
+    with pytest.raises(ValueError, match=r"commit of 21 tokens.*20 are given"):
+        cache.commit(lease, tokens(20), 21)
+    assert lease.done == 0
+    cache.commit(lease, tokens(20), 20)
+    with pytest.raises(ValueError, match="commit of 10 tokens: 20 were done"):
+        cache.commit(lease, tokens(20), 10, flush=True)
+    for position in (0, 19, 33):
+        with pytest.raises(ValueError, match=f"checkpoint at {position} of a lease that is at 20"):
+            cache.reserve_checkpoint(lease, position)
+    with pytest.raises(ValueError, match="fork at token 10 of a lease that is at 20"):
+        cache.fork(lease, tokens(20), 10)
+    cache.check_integrity()
+
+
+def test_a_reservation_is_settled_once():
+    cache = PrefixCache(HYBRID, 50)
+    lease = cache.acquire(tokens(20), capacity_tokens=20)
+    reservation = cache.reserve_checkpoint(lease, 20)
+    with pytest.raises(ValueError, match="published at 0: commit first"):
+        cache.publish_checkpoint(reservation)
+    cache.commit(lease, tokens(20), 20)
+    assert cache.publish_checkpoint(reservation)
+    for again in (cache.publish_checkpoint, cache.abandon):
+        with pytest.raises(ValueError, match="published or abandoned before"):
+            again(reservation)
+    second = cache.reserve_checkpoint(lease, 21)
+    cache.release(lease)
+    with pytest.raises(ValueError, match="published or abandoned before"):
+        cache.publish_checkpoint(second)
+    cache.check_integrity()
+
+
+# ---- q and p ----
+
+
+@pytest.mark.parametrize("shared", [1, 15, 16, 17, 40])
+def test_q_is_exact_and_the_partial_block_is_copied(shared):
+    sim = simulator()
+    head = tokens(shared)
+    sim.run(joined(head, tokens(30, 1)))
+    lease = sim.cache.acquire(joined(head, tokens(30, 2)), capacity_tokens=80)
+    assert (lease.shared_tokens, lease.writable_from) == (shared, shared)
+    copies = [copy.num_rows for copy in lease.copies]
+    assert copies == ([shared % 16] if shared % 16 else [])
+    if copies:
+        assert lease.copies[0].dst_pages[0] == lease.block_table[shared // 16, 0]
+    assert lease.block_table.shape == (5, 1)
+    assert len(np.unique(lease.block_table)) == 5
+
+
+def test_copies_come_one_per_group():
+    sim = simulator(TWO_GROUPS)
+    assert TWO_GROUPS.kv_pages_per_block == 4
+    sim.run(tokens(20))
+    lease = sim.cache.acquire(tokens(20), capacity_tokens=20)
+    assert [(c.group, len(c.src_pages), c.num_rows) for c in lease.copies] == [(0, 1, 4), (1, 3, 4)]
+    assert joined(*(c.dst_pages for c in lease.copies)).tolist() == lease.block_table[1].tolist()
+    sim.cache.restored(lease)
+    sim.cache.release(lease)
+    sim.check()
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(49, (49, 20)), (50, (50, 50)), (51, (50, 50)), (20, (20, 20))]
+)
+def test_p_is_the_deepest_state_not_beyond_q(length, expected):
+    sim = simulator()
+    prompt = tokens(200)
+    sim.run(prompt[:20])
+    sim.run(prompt[:50])
+    match = sim.cache.match(joined(prompt[:50], tokens(9, 5))[:length])
+    assert (match.shared_tokens, match.skipped_tokens) == expected
+
+
+def test_pure_attention_needs_no_state_but_for_the_last_token():
+    sim = simulator(PURE)
+    prompt = tokens(100)
+    sim.run(prompt)
+    for length, p in [(100, 100), (99, 98), (40, 39), (1, 0)]:
+        match = sim.cache.match(prompt[:length])
+        assert (match.shared_tokens, match.skipped_tokens) == (length, p)
+    assert sim.cache.match(joined(prompt, [7])).skipped_tokens == 100
+    lease = sim.run(joined(prompt[:50], tokens(9, 5))).lease
+    assert (lease.skipped_tokens, lease.report.miss_reason) == (50, None)
+
+
+def test_tokens_between_p_and_q_are_computed_but_not_written():
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt)
+    running = sim.start(joined(prompt[:60], tokens(20, 1)))
+    assert (running.lease.skipped_tokens, running.lease.writable_from) == (0, 60)
+    shared = running.lease.block_table[:3]
+    before = sim.memory[shared].copy()
+    sim.forward(running, 40)
+    assert np.array_equal(sim.memory[shared], before)
+    sim.forward(running, 40)  # reads of rows that nobody wrote would fail in the simulator
+    sim.finish(running)
+    sim.check()
+
+
+def test_memory_only_shares_and_computes_everything():
+    sim = simulator(mode="memory_only")
+    prompt = tokens(64)
+    first = sim.start(prompt)
+    sim.forward(first, 64)
+    used = sim.cache.stats()["pages_in_use"]
+    second = sim.start(prompt)
+    lease = second.lease
+    assert (lease.shared_tokens, lease.skipped_tokens, lease.done) == (64, 0, 0)
+    assert lease.report.computed_tokens == 64
+    assert lease.report.miss_reason is MissReason.MODE
+    assert sim.cache.stats()["pages_in_use"] == used
+    assert sim.cache.allocator.ref_counts[lease.block_table].ravel().tolist() == [2] * 4
+    assert lease.checkpoint_positions == ()
+    assert sim.cache.reserve_checkpoint(lease, 64) is None
+    sim.forward(second, 64)
+    sim.finish(second)
+    sim.finish(first)
+    sim.check()
+
+
+def test_off_shares_nothing_and_keeps_nothing():
+    sim = simulator(mode="off")
+    sim.run(tokens(50))
+    report = sim.run(tokens(50)).lease.report
+    assert (report.shared_tokens, report.skipped_tokens) == (0, 0)
+    assert report.miss_reason is MissReason.MODE
+    assert sim.cache.allocator.num_free == 399
+
+
+# ---- what becomes visible when ----
+
+
+def test_a_decode_becomes_visible_block_by_block():
+    sim = simulator()
+    running = sim.start(tokens(20))
+    sim.forward(running, 20)
+    seen = []
+    for token in tokens(30, 1):
+        running.tokens.append(int(token))
+        sim.forward(running, 1)
+        seen.append(sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens)
+    assert sorted(set(seen)) == [20, 32, 48]
+    assert seen[11] == 32  # token 32 filled its block
+    sim.finish(running)
+    assert sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens == 50
+
+
+def test_a_reservation_makes_its_position_visible():
+    sim = simulator()
+    running = sim.start(tokens(20))
+    sim.forward(running, 20)
+    running.tokens += [1, 2]
+    assert sim.cache.extend(running.lease, 22)
+    reservation = sim.cache.reserve_checkpoint(running.lease, 21)
+    sim.forward(running, 1)
+    assert sim.publish(running, reservation)
+    assert sim.cache.match(np.array(running.tokens, np.int32)).skipped_tokens == 21
+    sim.check()
+
+
+def test_what_a_reservation_is_for_shows_as_in_flight():
+    sim = simulator()
+    prompt = tokens(50)
+    running = sim.start(prompt)
+    sim.forward(running, 20)
+    match = sim.cache.match(prompt)
+    assert (match.shared_tokens, match.miss_reason) == (20, MissReason.IN_FLIGHT)
+    assert sim.cache.match(prompt[:49]).miss_reason is MissReason.STATE_NEVER_SAVED
+    assert sim.cache.match(tokens(50, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
+    assert sim.cache.match(prompt, "salt").miss_reason is MissReason.NO_SHARED_PREFIX
+    sim.forward(running, 30)
+    assert sim.cache.match(prompt).miss_reason is None
+    sim.finish(running)
+
+
+def test_the_second_of_two_equal_checkpoints_is_given_back():
+    sim = simulator()
+    prompt = tokens(50)
+    a, b = sim.start(prompt), sim.start(prompt)
+    sim.forward(a, 50)
+    assert a.lease.report.checkpoints_saved == 1
+    sim.forward(b, 49, save=False)
+    assert sim.cache.reserve_checkpoint(b.lease, 50) is None  # there already
+    sim.finish(a)
+    sim.cancel(b)
+    a, b = sim.start(prompt[:33]), sim.start(prompt[:33])
+    reservations = [sim.cache.reserve_checkpoint(r.lease, 33) for r in (a, b)]
+    for running in (a, b):
+        sim.forward(running, 33, save=False)
+    free = sim.cache.allocator.num_free
+    assert [sim.publish(r, x) for r, x in zip((a, b), reservations)] == [True, False]
+    assert sim.cache.allocator.num_free == free + 2
+    assert sim.cache.stats()["checkpoints_duplicate"] == 1
+    assert sim.cache.match(prompt[:33]).skipped_tokens == 33
+    sim.check()
+
+
+def test_the_same_prefix_computed_twice_is_kept_once():
+    sim = simulator()
+    prompt = tokens(64)
+    a, b = sim.start(prompt), sim.start(joined(prompt, tokens(16, 1)))
+    sim.forward(a, 64)
+    sim.forward(b, 80)
+    assert sim.cache.stats()["pages_in_use"] == 4 + 5
+    sim.finish(a)
+    sim.finish(b)
+    sim.check()
+    assert sim.cache.stats()["pages_cached"] == 5 + 2 * 2
+
+
+# ---- room ----
+
+
+@pytest.mark.parametrize(
+    ("capacity", "chunk", "fits"),
+    [(16 * 19, None, False), (16 * 9, None, True), (16 * 10, None, False)]
+    + [(16 * 12, 16, True), (16 * 15, 16, True), (16 * 16, 16, False)],
+)  # fmt: skip
+def test_fits(capacity, chunk, fits):
+    """19 pages; the window (32 tokens) holds all blocks of one long forward, or 4 of short ones."""
+    cache = PrefixCache(WINDOW, 20)
+    assert cache.fits(capacity, chunk) is fits
+    lease = cache.acquire(tokens(10), capacity_tokens=capacity, chunk_tokens=chunk)
+    assert (lease is not None) or not fits
+
+
+def test_a_window_takes_room_for_the_window_and_one_chunk():
+    sim = simulator(WINDOW, num_pages=400)
+    prompt = tokens(640)
+    running = sim.start(prompt, chunk=32)
+    for _ in range(20):
+        assert sim.forward(running, 32, save=False)
+        held = int((running.lease.window_tables[0] != 0).sum())
+        assert held <= 2 + 2 + 1
+    assert len(running.lease.window_tables[0]) == 40
+    assert sim.cache.stats()["pages_in_use"] == 40 + 2
+    sim.finish(running)
+    sim.check()
+
+
+@pytest.mark.parametrize("position", [32, 45, 48, 100])
+def test_a_checkpoint_holds_the_window_before_it(position):
+    """Saved inside one long forward, restored when the window of its owner has long rolled on."""
+    sim = simulator(WINDOW)
+    prompt = tokens(200)
+    sim.run(prompt, declared=[position])
+    running = sim.start(joined(prompt[:position], tokens(60, 1)))
+    lease = running.lease
+    assert lease.skipped_tokens == position
+    table = lease.window_tables[0][:, 0]
+    first = (position - 32) // 16
+    assert (table[:first] == 0).all()
+    assert (table[first:] != 0).all()
+    sim.forward(running, 60)
+    sim.finish(running)
+    sim.check()
+
+
+def test_tables_are_replaced_never_changed():
+    sim = simulator(WINDOW)
+    running = sim.start(tokens(100), chunk=20)
+    for _ in range(5):
+        tables = [running.lease.block_table, *running.lease.window_tables]
+        copies = [table.copy() for table in tables]
+        sim.forward(running, 20)
+        assert all(np.array_equal(a, b) for a, b in zip(tables, copies))
+    sim.finish(running)
+
+
+def test_alone_a_request_gets_the_pool_even_if_what_it_would_restore_must_go():
+    """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
+    sim = simulator(num_pages=1 + 12)
+    prompt = tokens(100)
+    sim.run(prompt)  # 7 blocks, 2 for the state
+    running = sim.start(prompt, room=16 * 12 - 100)
+    lease = running.lease
+    assert lease.report.miss_reason is MissReason.NO_ROOM
+    assert (lease.shared_tokens, lease.skipped_tokens) == (96, 0)
+    assert sim.forward(running, 100)
+    sim.finish(running, save=False)
+    sim.check()
+
+
+def test_beside_others_a_request_waits_for_what_it_would_restore():
+    sim = simulator(num_pages=1 + 13)
+    prompt = tokens(100)
+    sim.run(prompt)
+    other = sim.start(tokens(10, 1))
+    assert sim.start(prompt, room=16 * 12 - 100) is None
+    assert sim.cache.stats()["refused"] == 1
+    sim.cancel(other)
+    assert sim.start(prompt, room=16 * 12 - 100) is not None
+    sim.check()
+
+
+def test_a_refusal_evicts_nothing():
+    sim = simulator(num_pages=1 + 20)
+    sim.run(tokens(100))
+    holder = sim.start(tokens(160, 1))
+    assert sim.start(tokens(200, 2)) is None
+    assert sim.cache.extend(holder.lease, 16 * 21) is False
+    assert sim.cache.stats()["kv_blocks_evicted"] == 0
+    assert sim.cache.match(tokens(100)).skipped_tokens == 100
+    sim.check()
+
+
+def test_stats_and_reports_add_up():
+    sim = simulator()
+    reports = [sim.run(joined(tokens(40), tokens(10, i))).lease.report for i in range(5)]
+    stats = sim.cache.stats()
+    assert stats["requests"] == 5
+    assert stats["prompt_tokens"] == sum(r.prompt_tokens for r in reports) == 250
+    assert stats["shared_tokens"] == sum(r.shared_tokens for r in reports)
+    assert stats["skipped_tokens"] == sum(r.skipped_tokens for r in reports)
+    assert stats["checkpoints_saved"] == sum(r.checkpoints_saved for r in reports) == 6
+    assert stats["checkpoints"] == 6
+    assert stats["leases"] == stats["pages_in_use"] == 0
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages"] == 399
+
+
+def test_clear_leaves_running_requests_alone():
+    sim = simulator(WINDOW)
+    running = sim.start(tokens(100))
+    sim.forward(running, 60)
+    sim.cache.clear()
+    assert sim.cache.match(tokens(100)).shared_tokens == 0
+    sim.forward(running, 40)
+    sim.finish(running)
+    sim.check()
+    assert sim.cache.match(tokens(100)).skipped_tokens == 100
+
+
+# ---- forks ----
+
+
+@pytest.mark.parametrize("spec", [HYBRID, WINDOW, TWO_GROUPS, PURE])
+@pytest.mark.parametrize("length", [1, 16, 40])
+def test_samples_share_full_blocks_and_part_at_the_last(spec, length):
+    sim = simulator(spec)
+    prompt = tokens(length)
+    first = sim.start(prompt)
+    sim.forward(first, length)
+    others = [sim.fork(first) for _ in range(3)]
+    full = length // 16
+    for other in others:
+        assert np.array_equal(other.lease.block_table[:full], first.lease.block_table[:full])
+        assert other.lease.report.computed_tokens == 0
+        assert other.lease.report.miss_reason is None
+    assert (sim.cache.allocator.ref_counts[first.lease.block_table[:full]] == 4).all()
+    for step in range(40):
+        for i, running in enumerate([first, *others]):
+            running.tokens.append((step * (i + 2)) % 3)
+            assert sim.forward(running, 1)
+    for running in [first, *others]:
+        sim.finish(running)
+        sim.check()
+    for running in [first, *others]:
+        assert sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens == length + 40
+
+
+def test_a_fork_without_room_changes_nothing():
+    sim = simulator(num_pages=1 + 4)
+    first = sim.start(tokens(64))
+    sim.forward(first, 63, save=False)
+    refs = sim.cache.allocator.ref_counts.copy()
+    assert sim.fork(first) is None
+    assert np.array_equal(refs, sim.cache.allocator.ref_counts)
+    sim.check()
+
+
+# ---- integrity ----
+
+
+def test_check_integrity_finds_a_lost_reference():
+    sim = simulator()
+    running = sim.start(tokens(40))
+    sim.forward(running, 40)
+    page = running.lease.block_table[0]
+    sim.cache.allocator.retain(page)
+    with pytest.raises(RuntimeError, match=f"leases hold page {page[0]} 1 times, counted 2"):
+        sim.cache.check_integrity()
+    sim.cache.allocator.release(page)
+    sim.cache.allocator.cache(page)
+    with pytest.raises(RuntimeError, match=f"the index holds page {page[0]} 1 times, counted 2"):
+        sim.cache.check_integrity()
