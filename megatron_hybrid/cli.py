@@ -1,4 +1,4 @@
-"""The command line: `megatron-hybrid demo` and `megatron-hybrid generate`."""
+"""The command line: `megatron-hybrid demo`, `generate` and `info`."""
 
 import argparse
 import sys
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
     generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
     generate.set_defaults(command=_generate)
+
+    info = commands.add_parser("info", help="what is installed, and what of it is used")
+    info.set_defaults(command=_info)
     return parser
 
 
@@ -108,6 +111,14 @@ def _generate(options: argparse.Namespace) -> int:
             f"{prefix.skipped_tokens} skipped{reason}; first token after {seconds * 1e3:.0f} ms]\n",
             file=sys.stderr,
         )
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    from megatron_hybrid.tools.info import environment
+
+    for name, value in environment().items():
+        print(f"{name:20}{value}")
     return 0
 
 

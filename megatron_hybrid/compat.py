@@ -6,6 +6,7 @@ missing installation is explained once, here.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from types import SimpleNamespace
 
@@ -58,6 +59,12 @@ def canonical_parameter_name(name: str) -> str:
         if name.endswith(f".conv1d_{kind}"):
             return f"{name.removesuffix(f'_{kind}')}.{kind}"
     return name
+
+
+def have_apex(extension: str = "amp_C") -> bool:
+    """Whether NVIDIA's apex is installed with a CUDA extension (PyPI's `apex`, another project, has
+    none). `fused_weight_gradient_mlp_cuda` is the one behind `gradient_accumulation_fusion`."""
+    return importlib.util.find_spec(extension) is not None
 
 
 def have_transformer_engine() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid.compat import TransformerConfig, replace_deprecated_defaults
+from megatron_hybrid.compat import TransformerConfig, have_apex, replace_deprecated_defaults
 from megatron_hybrid.models.layer_pattern import layer_symbols, split_stages
 
 
@@ -226,6 +226,12 @@ class HybridConfig(TransformerConfig):
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(
                 f"layer_spec is {self.layer_spec!r}; use 'auto', 'local' or 'transformer_engine'."
+            )
+        if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
+            raise ValueError(
+                "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "
+                "(the `apex` on PyPI is another project), which is not installed. Build it as the "
+                "README says, or leave the field at False."
             )
         if self.layernorm_zero_centered_gamma and self.layer_spec != "transformer_engine":
             raise ValueError(

@@ -71,10 +71,15 @@ def check_answer(model, request: Request) -> None:
         log_probs_TV = logits_TV.log_softmax(dim=-1)
         tokens = torch.tensor(request.tokens[1 : request.num_tokens].tolist(), dtype=torch.long)
         expected = log_probs_TV[:-1].gather(1, tokens[:, None])[:, 0]
-        given = [] if request.params.skip_prompt_log_probs else request.prompt_log_probs
-        start = prompt - 1 if request.params.skip_prompt_log_probs else 0
-        given = torch.tensor([*given, *request.log_probs])
-        torch.testing.assert_close(given, expected[start:], atol=TOLERANCE, rtol=0)
+        assert_near(request.log_probs, expected[prompt - 1 :])
+        if not request.params.skip_prompt_log_probs:
+            done = len(request.prompt_log_probs)
+            assert done == prompt - 1 or request.finish_reason == "cancelled"
+            assert_near(request.prompt_log_probs, expected[:done])
+
+
+def assert_near(given: list[float], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(given), expected, atol=TOLERANCE, rtol=0)
 
 
 @dataclass

@@ -48,6 +48,12 @@ class DynamicInferenceEngine:
 
     def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
         self.config = config = config or InferenceConfig()
+        num_stages = model.pg_collection.pp.size()
+        if num_stages > 1:
+            raise ValueError(
+                f"the model is split into {num_stages} pipeline stages; inference runs one: build "
+                "it with pipeline_model_parallel_size=1 (tensor parallelism is supported)"
+            )
         self.model = model.eval()
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype

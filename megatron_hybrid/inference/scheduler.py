@@ -256,9 +256,10 @@ class Scheduler:
         """
         started, queued = [], []
         for sibling in request.siblings:
+            sibling.prompt_log_probs = list(request.prompt_log_probs)
             lease = None
             if self.free_slots:
-                lease = self.cache.fork(request.lease, request.tokens, request.num_computed)
+                lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
             if lease is None:
                 queued.append(sibling)
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,6 +28,7 @@ from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs
 from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, UncachedContext
 from megatron_hybrid.models.parallel_setup import process_groups
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, own_spelling
+from megatron_hybrid.models.sharded_state import sharded_state_dict
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -162,6 +164,17 @@ class HybridModel(LanguageModule):
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab]."""
         logits = gather_last_dim(self._local_logits(hidden_nh), self.pg_collection.tp)
         return logits[:, : self.vocab_size]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+    ) -> ShardedStateDict:
+        """For `megatron.core.dist_checkpointing`: keys as in core's own hybrid models."""
+        if sharded_offsets:
+            raise ValueError(f"sharded_offsets is {sharded_offsets}; a whole model has none.")
+        return sharded_state_dict(self, prefix, metadata)
 
     def _local_logits(self, hidden_nh: Tensor) -> Tensor:
         weight = None

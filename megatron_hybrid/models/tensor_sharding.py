@@ -2,8 +2,9 @@
 
 A sharded parameter carries megatron-core's attributes (`tensor_model_parallel`, `partition_dim`,
 `partition_stride`) and, where a rank holds pieces of several concatenated blocks,
-`partition_sections`: the full sizes of these blocks along `partition_dim`. One pair of functions
-then cuts and joins any parameter of any layer.
+`partition_sections`: the full sizes of these blocks along `partition_dim` (and `section_names`,
+what core's distributed checkpoints call them). One pair of functions then cuts and joins any
+parameter of any layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ def mark_tensor_parallel(
     parameter: nn.Parameter,
     dim: int,
     sections: Sequence[int] | None = None,
+    section_names: Sequence[str] | None = None,
     unpadded_size: int | None = None,
 ) -> None:
     """Say that `parameter` is this rank's piece of a tensor that is cut along `dim`.
@@ -26,6 +28,7 @@ def mark_tensor_parallel(
     Args:
         sections: full sizes of the blocks that lie one after another along `dim`, each of which is
             cut on its own; None: one block.
+        section_names: a name for each of them, where core keeps them apart under such names.
         unpadded_size: full size along `dim` without the rows that only make it divisible.
     """
     parameter.tensor_model_parallel = True
@@ -33,6 +36,8 @@ def mark_tensor_parallel(
     parameter.partition_stride = 1
     if sections is not None:
         parameter.partition_sections = tuple(sections)
+    if section_names is not None:
+        parameter.section_names = tuple(section_names)
     if unpadded_size is not None:
         parameter.unpadded_size = unpadded_size
 

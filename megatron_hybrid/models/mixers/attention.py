@@ -37,6 +37,8 @@ class AttentionMixer(MegatronModule):
         windowed: whether a token sees only the last `config.sliding_window` positions.
     """
 
+    input_projection = "linear_qkv"
+
     def __init__(
         self,
         config: HybridConfig,

@@ -40,6 +40,8 @@ class GatedDeltaNetMixer(MegatronModule):
         pg_collection: process groups; `tp` is used.
     """
 
+    input_projection = "in_proj"
+
     def __init__(
         self,
         config: HybridConfig,
@@ -57,7 +59,7 @@ class GatedDeltaNetMixer(MegatronModule):
         self.num_key_heads = key_heads // tp_size
         self.num_value_heads = value_heads // tp_size
 
-        projected = (keys, keys, values, values, value_heads, value_heads)  # q k v gate beta alpha
+        projected = (keys, keys, values, values, value_heads, value_heads)
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
@@ -71,7 +73,8 @@ class GatedDeltaNetMixer(MegatronModule):
             tp_comm_buffer_name="fc1",
             tp_group=pg_collection.tp,
         )
-        mark_tensor_parallel(self.in_proj.weight, 0, projected)
+        names = ("query", "key", "value", "z", "beta", "alpha")
+        mark_tensor_parallel(self.in_proj.weight, 0, projected, names)
         self.split_sizes = [
             (2 * keys + values) // tp_size,
             values // tp_size,
@@ -80,6 +83,7 @@ class GatedDeltaNetMixer(MegatronModule):
         ]
         self.conv1d = ShortConv(
             (keys, keys, values),
+            ("query", "key", "value"),
             config.linear_conv_kernel_dim,
             bias=False,
             tp_size=tp_size,

@@ -43,6 +43,8 @@ class Mamba2Mixer(MegatronModule):
         pg_collection: process groups; `tp` is used.
     """
 
+    input_projection = "in_proj"
+
     def __init__(
         self,
         config: HybridConfig,
@@ -61,7 +63,7 @@ class Mamba2Mixer(MegatronModule):
         self.num_heads = heads // tp_size
         self.num_groups = groups // tp_size
 
-        projected = (inner, inner, group_states, group_states, heads)  # z x B C dt
+        projected = (inner, inner, group_states, group_states, heads)
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
@@ -75,7 +77,7 @@ class Mamba2Mixer(MegatronModule):
             tp_comm_buffer_name="fc1",
             tp_group=pg_collection.tp,
         )
-        mark_tensor_parallel(self.in_proj.weight, 0, projected)
+        mark_tensor_parallel(self.in_proj.weight, 0, projected, ("z", "x", "B", "C", "dt"))
         self.split_sizes = [
             inner // tp_size,
             (inner + 2 * group_states) // tp_size,
@@ -83,6 +85,7 @@ class Mamba2Mixer(MegatronModule):
         ]
         self.conv1d = ShortConv(
             (inner, group_states, group_states),
+            ("x", "B", "C"),
             config.mamba_conv_kernel,
             bias=True,
             tp_size=tp_size,

@@ -21,6 +21,8 @@ class MLPMixer(MLP):
         pg_collection: process groups; `tp` is used.
     """
 
+    input_projection = "linear_fc1"
+
     def __init__(
         self,
         config: HybridConfig,

@@ -18,6 +18,7 @@ class ShortConv(nn.Module):
 
     Args:
         sections: full sizes of the blocks of channels, each cut over the tensor-parallel ranks.
+        section_names: what core calls these blocks.
         kernel_size: width of the convolution.
         bias: whether it has one.
         tp_size: number of tensor-parallel ranks.
@@ -29,6 +30,7 @@ class ShortConv(nn.Module):
     def __init__(
         self,
         sections: Sequence[int],
+        section_names: Sequence[str],
         kernel_size: int,
         bias: bool,
         tp_size: int,
@@ -40,10 +42,10 @@ class ShortConv(nn.Module):
         bound = 1.0 / math.sqrt(kernel_size)
         weight = torch.empty(channels, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
-        mark_tensor_parallel(self.weight, 0, sections)
+        mark_tensor_parallel(self.weight, 0, sections, section_names)
         if bias:
             self.bias = nn.Parameter(torch.empty(channels, dtype=dtype).uniform_(-bound, bound))
-            mark_tensor_parallel(self.bias, 0, sections)
+            mark_tensor_parallel(self.bias, 0, sections, section_names)
         else:
             self.register_parameter("bias", None)
 

@@ -8,6 +8,7 @@ to another position, or to nobody any more is seen at once when it is read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,11 @@ GARBAGE = -1
 
 def prefix_hashes(tokens, salt: str) -> np.ndarray:
     """int64 [len(tokens) + 1]: entry t is the hash of the first t tokens (and the salt)."""
+    return _prefix_hashes(tuple(tokens), salt)
+
+
+@lru_cache(maxsize=10_000)
+def _prefix_hashes(tokens: tuple, salt: str) -> np.ndarray:
     value = sum(salt.encode()) * 7919
     hashes = [value]
     for token in tokens:
@@ -59,7 +65,6 @@ class Simulator:
         self.memory = np.full(
             (cache.allocator.num_pages, self.spec.block_size_tokens), GARBAGE, dtype=np.int64
         )
-        self.written: list[tuple[np.ndarray, np.ndarray]] = []
 
     # ---- one request, step by step ----
 
@@ -84,19 +89,21 @@ class Simulator:
     def _restore(self, running: Running) -> None:
         lease = running.lease
         expected = prefix_hashes(running.tokens, running.salt)
-        for copy in lease.copies:
-            self._copy(copy)
+        if lease.copies:
+            visible = self.visible()
+            for copy in lease.copies:
+                self._copy(copy, visible)
         if lease.checkpoint_pages is not None:
             restored = self.memory[lease.checkpoint_pages]
             assert (restored == expected[lease.skipped_tokens]).all(), "another prompt's state"
         running.state = int(expected[lease.skipped_tokens])
         self.cache.restored(lease)
 
-    def _copy(self, copy: PageCopy) -> None:
+    def _copy(self, copy: PageCopy, visible: np.ndarray) -> None:
         rows = np.arange(copy.num_rows)
         assert len(copy.src_pages) == self.spec.pages_per_block[copy.group]
         for source, target in zip(copy.src_pages, copy.dst_pages, strict=True):
-            self._write(np.full(len(rows), target), rows, self.memory[source, rows])
+            self._write(np.full(len(rows), target), rows, self.memory[source, rows], visible)
 
     def forward(self, running: Running, n: int, *, save: bool = True) -> bool:
         """Compute the next n tokens of running.tokens; False when there is no room for them."""
@@ -121,10 +128,11 @@ class Simulator:
         start = lease.done
         expected = prefix_hashes(running.tokens[:end], running.salt)
         assert running.state == expected[start], "the live slot is at another place"
+        visible = self.visible()
         positions = np.arange(max(start, lease.writable_from), end)
         for column in range(spec.kv_pages_per_block):
             pages = lease.block_table[positions // size, column]
-            self._write(pages, positions % size, expected[positions + 1])
+            self._write(pages, positions % size, expected[positions + 1], visible)
             seen = np.arange(end)
             self._read(lease.block_table[seen // size, column], seen % size, expected[seen + 1])
         positions = np.arange(start, end)
@@ -132,16 +140,16 @@ class Simulator:
             seen = np.arange(max(0, start - spec.groups[group].window + 1), end)
             for column in range(spec.pages_per_block[group]):
                 pages = table[positions // size, column]
-                self._write(pages, positions % size, expected[positions + 1])
+                self._write(pages, positions % size, expected[positions + 1], visible)
                 self._read(table[seen // size, column], seen % size, expected[seen + 1])
         running.state = int(expected[end])
 
     def publish(self, running: Running, reservation: Reservation) -> bool:
         """Copy the state at the reserved position out, then make it visible."""
         expected = prefix_hashes(running.tokens[: reservation.position], running.salt)[-1]
-        for row in range(self.spec.block_size_tokens):
-            pages = reservation.pages
-            self._write(pages, np.full(len(pages), row), np.full(len(pages), expected))
+        pages = np.repeat(reservation.pages, self.spec.block_size_tokens)
+        rows = np.tile(np.arange(self.spec.block_size_tokens), len(reservation.pages))
+        self._write(pages, rows, np.full(len(rows), expected), self.visible())
         published = self.cache.publish_checkpoint(reservation)
         if published:
             running.saved.append(reservation.position)
@@ -190,9 +198,11 @@ class Simulator:
 
     # ---- memory ----
 
-    def _write(self, pages: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    def _write(
+        self, pages: np.ndarray, rows: np.ndarray, values: np.ndarray, visible: np.ndarray
+    ) -> None:
         assert (pages != 0).all(), "write into the null page"
-        assert not self.visible()[pages, rows].any(), "a visible row or checkpoint is overwritten"
+        assert not visible[pages, rows].any(), "a visible row or checkpoint is overwritten"
         self.memory[pages, rows] = values
 
     def _read(self, pages: np.ndarray, rows: np.ndarray, expected: np.ndarray) -> None:

@@ -31,7 +31,7 @@ def simulator(spec=HYBRID, num_pages=400, mode="restore"):
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="mode is 'on'.*off, memory_only, restore"):
+    with pytest.raises(ValueError, match=r"mode is 'on'.*off, memory_only, restore"):
         PrefixCache(HYBRID, 10, "on")
     with pytest.raises(ValueError, match="num_pages is 1"):
         PrefixCache(HYBRID, 1)
@@ -291,9 +291,14 @@ def test_the_same_prefix_computed_twice_is_kept_once():
 
 @pytest.mark.parametrize(
     ("capacity", "chunk", "fits"),
-    [(16 * 19, None, False), (16 * 9, None, True), (16 * 10, None, False)]
-    + [(16 * 12, 16, True), (16 * 15, 16, True), (16 * 16, 16, False)],
-)  # fmt: skip
+    [
+        (16 * 9, None, True),
+        (16 * 10, None, False),
+        (16 * 12, 16, True),
+        (16 * 15, 16, True),
+        (16 * 16, 16, False),
+    ],
+)
 def test_fits(capacity, chunk, fits):
     """19 pages; the window (32 tokens) holds all blocks of one long forward, or 4 of short ones."""
     cache = PrefixCache(WINDOW, 20)

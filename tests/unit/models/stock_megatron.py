@@ -147,7 +147,11 @@ def on_cpu(monkeypatch):
 
 
 def mamba_model(config, max_sequence_length=512):
-    """MambaModel (0.16) or HybridModel (0.19) of a HybridConfig, local layers; use in `on_cpu`."""
+    """MambaModel (0.16) or HybridModel (0.19) of a HybridConfig, local layers; use in `on_cpu`.
+
+    Distributed checkpoints carry the names of the transformer_engine spec, as those of core's
+    local specs do.
+    """
     head_norm = WrappedTorchNorm if config.qk_layernorm else None
     mlp = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
     if IS_0_16:
@@ -164,6 +168,9 @@ def mamba_model(config, max_sequence_length=512):
                     input_layernorm=WrappedTorchNorm,
                     self_attention=ModuleSpec(module=GatedDeltaNet, submodules=GDN_SUBMODULES),
                     self_attn_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={
+                        "input_layernorm.": "self_attention.in_proj.layer_norm_"
+                    },
                 ),
             )
         }
@@ -186,6 +193,7 @@ def mamba_model(config, max_sequence_length=512):
                         ),
                     ),
                     mamba_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
                 ),
             ),
             attention_layer=ModuleSpec(
@@ -204,12 +212,20 @@ def mamba_model(config, max_sequence_length=512):
                         ),
                     ),
                     self_attn_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={
+                        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+                    },
                 ),
             ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp_spec, mlp_bda=get_bias_dropout_add
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=mlp_spec,
+                    mlp_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={
+                        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+                    },
                 ),
             ),
             **kinds,

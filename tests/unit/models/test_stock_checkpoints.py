@@ -3,6 +3,8 @@
 import pytest
 import stock_megatron
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from sharded_tensors import pieces
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.checkpoint import full_state_dict, load_state
@@ -116,3 +118,35 @@ def test_names_are_those_of_the_stock_model(monkeypatch):
     names = {name: tuple(p.shape) for name, p in ours.named_parameters()}
     expected = {canonical_name(name): tuple(p.shape) for name, p in stock.named_parameters()}
     assert names == expected
+
+
+@pytest.mark.parametrize("pattern", ["M*-" if stock_megatron.IS_0_16 else "MG*-"])
+@pytest.mark.parametrize("fields", [{}, {"gated_linear_unit": False, "add_bias_linear": True}])
+def test_distributed_checkpoints_are_those_of_the_stock_model(monkeypatch, pattern, fields):
+    """Keys, places and values of every piece, and the keys of what is no tensor."""
+    ours, stock = compare(monkeypatch, config(pattern, qk_layernorm=True, **fields))
+    sharded, expected = ours.sharded_state_dict(), stock.sharded_state_dict()
+    for piece, stock_piece in zip(pieces(sharded), pieces(expected), strict=True):
+        assert piece[:-1] == stock_piece[:-1]
+        assert torch.equal(piece[-1], stock_piece[-1]), piece[0]
+    assert {value.key for value in sharded.values()} == {value.key for value in expected.values()}
+
+
+def test_distributed_gated_delta_net_is_the_stock_one(monkeypatch):
+    model = build_hybrid_model(config("G"))
+    with stock_megatron.on_cpu(monkeypatch):
+        stock = stock_megatron.gated_delta_net(model.config)
+        model.decoder.layers[0].self_attention.load_state_dict(stock.state_dict())
+        expected = pieces(stock.sharded_state_dict("decoder.layers.0.self_attention."))
+    ours = {piece[0]: piece for piece in pieces(model.sharded_state_dict())}
+    for piece in expected:
+        assert ours[piece[0]][:-1] == piece[:-1]
+        assert torch.equal(ours[piece[0]][-1], piece[-1])
+
+
+def test_pieces_merge_back():
+    model = build_hybrid_model(config("MG*-"))
+    for value in model.sharded_state_dict().values():
+        if isinstance(value, ShardedTensorFactory):
+            blocks = [piece.data for piece in value.build()]
+            assert torch.equal(value.merge_fn(blocks), value.data), value.key

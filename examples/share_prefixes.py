@@ -1,0 +1,38 @@
+"""Prefix sharing in a script: a system prompt, a repeated prompt, a second turn.
+
+    python examples/share_prefixes.py
+"""
+
+import megatron_hybrid as mh
+
+SYSTEM = "The old man sat down by the fire, and the children gathered round to hear his story. "
+
+
+def main() -> None:
+    model, tokenizer = mh.load_pretrained("demo")
+    engine = mh.DynamicInferenceEngine(
+        model, tokenizer, mh.InferenceConfig(prefix_caching="restore", cache_bytes=64 << 20)
+    )
+    params = mh.SamplingParams(top_k=1, num_tokens_to_generate=24)
+
+    def ask(prompt, **arguments):
+        result = engine.generate([prompt], params, **arguments)[0]
+        prefix = result.prefix
+        reason = prefix.miss_reason.value if prefix.miss_reason else ""
+        print(
+            f"{prefix.prompt_tokens:4} prompt tokens, {prefix.shared_tokens:4} shared, "
+            f"{prefix.skipped_tokens:4} skipped  {reason}"
+        )
+        return result
+
+    # The end of the system prompt is declared, so already the second question resumes there.
+    end_of_system = [len(tokenizer.tokenize(SYSTEM))]
+    ask(SYSTEM + '"Was there a ship?" asked Tom.', cache_breakpoints=end_of_system)
+    first = ask(SYSTEM + '"Was there a bear?" asked Jane.', cache_breakpoints=end_of_system)
+    ask(SYSTEM + '"Was there a bear?" asked Jane.')  # the same again: no prefill at all
+    history = first.prompt_tokens + first.generated_tokens
+    ask(history + tokenizer.tokenize(' "And then?" said Jane.'))  # resumes after the answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The model as megatron-core's distributed checkpoints see it: every tensor with its place.
+
+Keys are those of core's own hybrid models, so that their `torch_dist` checkpoints load and ours
+load there: concatenated blocks apart (`in_proj.weight.z`), and each layer's norm under the name
+that the transformer_engine spec gives it, which is what core's local specs do too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_object_for_checkpoint,
+)
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
+from torch import Tensor
+
+from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
+
+
+def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> ShardedStateDict:
+    """Sharded tensors (and extra states) of a pipeline stage, by this rank's state-dict names.
+
+    Args:
+        model: a HybridModel, whose parameters say how they are cut (`tensor_sharding`).
+        prefix: of names and keys.
+        metadata: core's; `dp_cp_group` and `singleton_local_shards` are used.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    groups = {"tp_group": model.pg_collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
+    replica_id = (0, groups["tp_group"].rank(), groups["dp_cp_group"].rank())
+    singletons = metadata.get("singleton_local_shards", False)
+    fused_norms = _fused_norms(model)
+    state: ShardedStateDict = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = canonical_name(name, model.layer_offset)
+        owner, _, which = key.rpartition(".")
+        if owner in fused_norms:
+            key = f"{fused_norms[owner]}.layer_norm_{which}"
+        if is_parameter(name):
+            state[prefix + name] = _sharded_tensor(prefix + key, value, groups, singletons)
+        else:
+            state[prefix + name] = make_sharded_object_for_checkpoint(
+                value, prefix + key, replica_id=replica_id
+            )
+    return state
+
+
+def _fused_norms(model: Any) -> dict[str, str]:
+    """Each layer's norm -> the projection behind it, both by whole canonical names."""
+    modules = {}
+    for i, layer in enumerate(model.decoder.layers, model.layer_offset):
+        path = f"decoder.layers.{i}."
+        mixer = getattr(layer, layer.mixer_name)
+        modules[path + layer.norm_name] = f"{path}{layer.mixer_name}.{mixer.input_projection}"
+    return modules
+
+
+def _sharded_tensor(
+    key: str, value: Tensor, groups: dict[str, Any], singletons: bool
+) -> ShardedTensor | ShardedTensorFactory:
+    if not getattr(value, "tensor_model_parallel", False):
+        return make_sharded_tensor_for_checkpoint(value, key, **groups)
+    sharded = make_tp_sharded_tensor_for_checkpoint(
+        value,
+        key,
+        value.partition_dim,
+        # A vocabulary is padded by as much as the tensor-parallel size asks for.
+        allow_shape_mismatch=hasattr(value, "unpadded_size"),
+        **groups,
+    )
+    names = getattr(value, "section_names", None)
+    if names is not None:
+        return _split_sections(sharded, value, names, groups["tp_group"])
+    if len(getattr(value, "partition_sections", ())) == 2:  # gate and value of a gated MLP
+        return apply_swiglu_sharded_factory(sharded, (), singletons)
+    return sharded
+
+
+def _split_sections(
+    sharded: ShardedTensor,
+    parameter: Tensor,
+    names: tuple[str, ...],
+    group: torch.distributed.ProcessGroup,
+) -> ShardedTensorFactory:
+    """One tensor per concatenated block, `key.name`, each cut over the ranks on its own."""
+    dim = parameter.partition_dim
+    sizes = [size // group.size() for size in parameter.partition_sections]
+    place = (dim, group.rank(), group.size())
+
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{name}", block, place, replica_id=replica_id)
+            for name, block in zip(names, tensor.split(sizes, dim))
+        ]
+
+    def merge(blocks: list[Tensor]) -> Tensor:
+        return torch.cat(blocks, dim)
+
+    return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

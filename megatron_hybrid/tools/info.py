@@ -1,0 +1,48 @@
+"""`megatron-hybrid info`: what is installed, and what of it is used."""
+
+import importlib.metadata
+import importlib.util
+import platform
+
+import torch
+
+from megatron_hybrid import compat
+from megatron_hybrid.version import __version__
+
+
+def environment() -> dict[str, str]:
+    """What a bug report needs: versions, devices, optional libraries."""
+    device = "CPU"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return {
+        "megatron_hybrid": __version__,
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "device": device,
+        "megatron-core": ".".join(map(str, compat.MEGATRON_CORE_VERSION)),
+        "Transformer Engine": _transformer_engine(),
+        "apex": _apex(),
+        "triton": _version("triton"),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _transformer_engine() -> str:
+    if not compat.have_transformer_engine():
+        return "not installed: layers run on plain torch"
+    return f"{_version('transformer-engine')}: used by models built on a CUDA device"
+
+
+def _apex() -> str:
+    if compat.have_apex():
+        return "NVIDIA's, with CUDA extensions: gradient_accumulation_fusion can be used"
+    if importlib.util.find_spec("apex") is not None:
+        return "installed without NVIDIA's CUDA extensions: not used"
+    return "not installed: gradient_accumulation_fusion cannot be used"

@@ -1,0 +1,163 @@
+"""Options of the recurrent ops, and the arguments that they refuse by name."""
+
+import pytest
+import torch
+from recurrences import (
+    CHANNELS,
+    CONV,
+    GATED_DELTA_RULE,
+    SSD,
+    WIDTH,
+    G,
+    H,
+    N,
+    P,
+    assert_near,
+    randn,
+    seeded,
+    to,
+)
+
+from megatron_hybrid.ops import RaggedLayout, causal_conv1d, gated_delta_rule, ssd_scan
+
+LAYOUT = RaggedLayout((1, 20), (3, 7))
+T = LAYOUT.num_rows
+
+
+def ssd_arguments():
+    generator = seeded(0)
+    x, dt, B, C = to(torch.float32, SSD.inputs(T, generator))
+    A, D = to(torch.float32, SSD.parameters(generator))
+    return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("x", (T, H * P), r"x has shape \[21, 24\], expected \[T, H, P\] = \[21, any, any\]"),
+        ("dt", (T, H + 1), r"dt has shape \[21, 5\], expected \[T, H\] = \[21, 4\]"),
+        ("A", (H, N), r"A has shape \[4, 5\], expected \[H\] = \[4\]"),
+        ("B", (T, G * N), r"B has shape \[21, 10\], expected \[T, G, N\]"),
+        ("C", (T, G, N + 1), r"C has shape \[21, 2, 6\], expected \[T, G, N\] = \[21, 2, 5\]"),
+        ("D", (H, P), r"D has shape \[4, 6\], expected \[H\]"),
+    ],
+)
+def test_ssd_scan_names_a_wrong_shape(name, shape, message):
+    arguments = ssd_arguments()
+    arguments[name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        ssd_scan(*arguments.values(), None, LAYOUT)
+
+
+def test_ssd_scan_needs_groups_that_divide_the_heads():
+    arguments = ssd_arguments()
+    arguments["B"] = arguments["C"] = torch.zeros(T, 3, N)
+    with pytest.raises(ValueError, match="4 heads cannot be shared out evenly to 3 groups"):
+        ssd_scan(*arguments.values(), None, LAYOUT)
+
+
+def test_ssd_scan_without_skip_connection():
+    arguments = ssd_arguments()
+    y, *states = ssd_scan(*arguments.values(), None, LAYOUT)
+    skip = arguments["D"].unsqueeze(-1) * arguments["x"]
+    arguments["D"] = None
+    without, *same = ssd_scan(*arguments.values(), None, LAYOUT)
+    assert_near(without + skip, y)
+    assert all(torch.equal(a, b) for a, b in zip(states, same))
+
+
+def gated_delta_rule_arguments():
+    names = ("q", "k", "v", "g", "beta")
+    return dict(zip(names, to(torch.float32, GATED_DELTA_RULE.inputs(T, seeded(0)))))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("v", (T, H * P), r"v has shape \[21, 24\], expected \[T, H, P\]"),
+        ("q", (T, H, N), r"q has shape \[21, 4, 5\], expected \[T, H_qk, N\] = \[21, 2, 5\]"),
+        ("k", (T, N), r"k has shape \[21, 5\], expected \[T, H_qk, N\]"),
+        ("g", (T, H, 1), r"g has shape \[21, 4, 1\], expected \[T, H\]"),
+        ("beta", (T, 1), r"beta has shape \[21, 1\], expected \[T, H\] = \[21, 4\]"),
+    ],
+)
+def test_gated_delta_rule_names_a_wrong_shape(name, shape, message):
+    arguments = gated_delta_rule_arguments()
+    arguments[name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(*arguments.values(), None, LAYOUT)
+
+
+def test_gated_delta_rule_needs_key_heads_that_divide_the_heads():
+    arguments = gated_delta_rule_arguments()
+    arguments["q"] = arguments["k"] = torch.zeros(T, 3, N)
+    with pytest.raises(
+        ValueError, match="4 heads of v cannot be shared out evenly to 3 of q and k"
+    ):
+        gated_delta_rule(*arguments.values(), None, LAYOUT)
+
+
+def test_scale_and_l2norm_of_the_gated_delta_rule():
+    arguments = gated_delta_rule_arguments()
+    o, final, _ = gated_delta_rule(*arguments.values(), None, LAYOUT)
+    scaled, _, _ = gated_delta_rule(*arguments.values(), None, LAYOUT, scale=0.25)
+    assert_near(scaled / 0.25, o / N**-0.5)
+    for name in ("q", "k"):
+        arguments[name] = torch.nn.functional.normalize(arguments[name], dim=-1)
+    plain, plain_final, _ = gated_delta_rule(*arguments.values(), None, LAYOUT, use_qk_l2norm=False)
+    assert_near(plain, o)
+    assert_near(plain_final, final)
+
+
+def test_equal_keys_stay_stable():
+    """The system of a chunk is at its worst when every key is the same and is written in full."""
+    layout, generator = RaggedLayout((256,), (0,)), seeded(1)
+    q, k, v, g, beta = GATED_DELTA_RULE.inputs(256, generator)
+    k[:], g[:], beta[:] = k[0].clone(), 0.0, 1.0
+    inputs = (q, k, v, g, beta)
+    o, final, _ = gated_delta_rule(*to(torch.float32, inputs), None, layout, 64)
+    expected_o, states = GATED_DELTA_RULE.naive(inputs, (), torch.zeros(H, N, P).double())
+    assert_near(o, expected_o)
+    assert_near(final[0], states[-1])
+
+
+def conv_arguments():
+    generator = seeded(0)
+    (x,), (weight, bias) = CONV.inputs(T, generator), CONV.parameters(generator)
+    return [*to(torch.float32, (x, weight, bias))]
+
+
+def test_causal_conv1d_names_wrong_arguments():
+    x, weight, bias = conv_arguments()
+    with pytest.raises(
+        ValueError, match=r"weight has shape \[6, 4\], expected \[C, K\] = \[7, any"
+    ):
+        causal_conv1d(x, weight[:6], bias, None, LAYOUT)
+    with pytest.raises(ValueError, match="weight has K = 1 columns"):
+        causal_conv1d(x, weight[:, :1], bias, None, LAYOUT)
+    with pytest.raises(ValueError, match=r"bias has shape \[1\], expected \[C\] = \[7\]"):
+        causal_conv1d(x, weight, bias[:1], None, LAYOUT)
+    with pytest.raises(ValueError, match="activation is 'gelu'; choose 'silu' or None"):
+        causal_conv1d(x, weight, bias, None, LAYOUT, "gelu")
+
+
+def test_causal_conv1d_without_bias_or_activation():
+    x, weight, bias = conv_arguments()
+    y, _, _ = causal_conv1d(x, weight, bias, None, LAYOUT)
+    linear, _, _ = causal_conv1d(x, weight, None, None, LAYOUT, None)
+    assert_near(torch.nn.functional.silu(linear + bias), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conv_tails_are_the_inputs_to_the_bit(dtype):
+    """A tail is a copy of inputs, so that of an fp16 model is fp16 and loses nothing."""
+    x, weight, bias = conv_arguments()
+    x = x.to(dtype)
+    tails = randn(seeded(2), 2, CHANNELS, WIDTH - 1).to(dtype)
+    y, final, _ = causal_conv1d(x, weight.to(dtype), bias.to(dtype), tails, LAYOUT)
+    assert (y.dtype, final.dtype) == (dtype, dtype)
+    assert torch.equal(final[0], torch.cat([tails[0], x[:1].t()], dim=1)[:, 1:])
+    assert torch.equal(final[1], x[-(WIDTH - 1) :].t())
+    in_fp32 = (t.to(dtype).float() for t in (weight, bias))
+    exact, _, _ = causal_conv1d(x.float(), *in_fp32, tails.float(), LAYOUT)
+    assert torch.equal(y, exact.to(dtype))
