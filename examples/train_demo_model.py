@@ -49,7 +49,7 @@ class Recipe:
     vocab_size: int = 3072
     sliding_window: int = 128
 
-    steps: int = 4000
+    steps: int = 2900
     micro_batches: int = 2
     micro_batch_tokens: int = 2048
     sequence_length: int = 512

@@ -47,7 +47,7 @@ def look_up(
         forced = MissReason(recompute_reason)
     if path.depth and forced:
         return Hit(path, 0, None, forced)
-    checkpoint = path.deepest_checkpoint(path.depth)
+    checkpoint = path.deepest_checkpoint()
     skipped = checkpoint.position if checkpoint else 0
     if not spec.needs_state and skipped < len(tokens):
         checkpoint, skipped = None, min(path.depth, len(tokens) - 1)

@@ -210,9 +210,9 @@ class PrefixCache:
         """The forward is done: the lease's blocks hold the rows of tokens[:num_tokens_done].
 
         Call it after every step. tokens: int32; the array must stay as it is up to there. They
-        become visible to others when a block fills, after a forward of more than one token, when a
-        reservation waits for it, and with flush=True (at the end of a request). Window blocks that
-        rolled out of the window are given back.
+        become visible to others when a block fills, after a forward of more than one token, with
+        flush=True (at the end of a request), and where a checkpoint is published. Window blocks
+        that rolled out of the window are given back.
         """
         before, lease.done = lease.done, num_tokens_done
         lease.tokens = tokens
@@ -249,7 +249,7 @@ class PrefixCache:
         needs_state = self.spec.needs_state
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
-        below = self._index.walk(lease.salt, lease.tokens[:position]).deepest_checkpoint(position)
+        below = self._index.walk(lease.salt, lease.tokens[:position]).deepest_checkpoint()
         if below is not None and below.position == position:
             return None
         windows = [
@@ -270,7 +270,6 @@ class PrefixCache:
         pages = self.allocator.allocate(needed)
         reservation = Reservation(lease, position, pages, windows)
         lease.reservations.append(reservation)
-        lease.next_flush = min(lease.next_flush, position)
         self._record(RESERVED, position)
         return reservation
 

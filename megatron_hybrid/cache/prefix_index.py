@@ -171,6 +171,8 @@ class PrefixIndex:
             checkpoint.edge = upper
         upper.evicted_tails = {tail: None for tail in edge.evicted_tails if tail[0] <= at}
         edge.evicted_tails = {tail: None for tail in edge.evicted_tails if tail[0] > at}
+        # What follows a checkpoint inside its block is no tail before the cut, and one after it.
+        self._on_tail(edge)
         return upper
 
     def add_checkpoint(self, edge: Edge, checkpoint: Checkpoint) -> None:

@@ -106,12 +106,11 @@ class Path:
             rows.append(edge._pages[: max(0, end - edge.first_block)])
         return np.concatenate(rows)
 
-    def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The last checkpoint at a matched position <= limit."""
-        limit = min(limit, self.depth)
+    def deepest_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint at a matched position."""
         for edge in reversed(self.edges):
-            if edge.checkpoints and edge.start < limit:
-                checkpoint = edge.deepest_checkpoint(limit)
+            if edge.checkpoints:
+                checkpoint = edge.deepest_checkpoint(self.depth)
                 if checkpoint is not None:
                     return checkpoint
         return None

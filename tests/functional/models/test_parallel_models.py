@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from sharded_tensors import pieces, whole
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.checkpoint import (
@@ -89,7 +90,7 @@ def load(folder, **sizes):
 def run_tensor_parallel(folder):
     model = load(folder, tensor_model_parallel_size=RANKS)
     save_checkpoint(model, folder / "from_two_ranks")
-    return logits_loss_gradients(model)
+    return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
 
 
 def run_pipeline_parallel(folder):
@@ -109,8 +110,12 @@ def run_pipeline_parallel(folder):
             dist.recv(hidden, 0)
             model.set_input_tensor([hidden])
             logits = model(inputs)
-    state = full_state_dict(model)
-    return {"logits": logits, "state": state, "hidden_shape": tuple(hidden.shape)}
+    return {
+        "logits": logits,
+        "state": full_state_dict(model),
+        "hidden_shape": tuple(hidden.shape),
+        "pieces": pieces(model.sharded_state_dict()),
+    }
 
 
 def worker(rank, folder):
@@ -135,7 +140,7 @@ def outcome(tmp_path_factory):
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     save_checkpoint(model, folder)
-    single = logits_loss_gradients(model)
+    single = {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
     mp.spawn(worker, args=(folder,), nprocs=RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
     return single, ranks, folder
@@ -182,3 +187,14 @@ def test_pipeline_stages_together_are_the_model(outcome):
     state = first["pipeline"]["state"]
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcome, way):
+    single, ranks, _ = outcome
+    expected = whole(single["pieces"])
+    joined = whole(*(rank[way]["pieces"] for rank in ranks))
+    assert joined.keys() == expected.keys()
+    for key, tensor in expected.items():
+        rows = len(tensor)  # two ranks pad the vocabulary
+        assert torch.equal(joined[key][:rows], tensor), key

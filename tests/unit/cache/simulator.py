@@ -118,6 +118,9 @@ class Simulator:
             reservations = [cache.reserve_checkpoint(lease, p) for p in wanted]
         self.compute(running, end)
         cache.commit(lease, np.array(running.tokens, dtype=np.int32), end)
+        if cache.mode != "off" and (n > 1 or end % self.spec.block_size_tokens == 0):
+            visible = cache.match(np.array(running.tokens[:end], np.int32), running.salt)
+            assert visible.shared_tokens == end, "a chunk or a full block is not visible"
         for reservation in filter(None, reservations):
             self.publish(running, reservation)
         return True

@@ -220,6 +220,20 @@ def test_pinned_things_are_passed_over():
     sim.check()
 
 
+def test_the_blocks_of_running_requests_stay_in_the_tree():
+    sim = simulator()
+    tokens = prompt(160, 1)
+    long, short = sim.start(tokens), sim.start(tokens[:64])
+    sim.forward(long, 160, save=False)
+    sim.forward(short, 64, save=False)
+    assert sim.cache.evict(1000) == 0
+    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 160
+    sim.cancel(long)
+    assert sim.cache.evict(1) == 1
+    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 144
+    sim.check()
+
+
 def test_what_lies_under_a_running_request_can_be_had_when_nothing_else_is_left():
     """The running request computed the same prefix twice (no single flight): the tree holds the
     first's blocks, with the second's on top. The second alone must be able to use the pool."""

@@ -140,11 +140,11 @@ def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
     tree.add(counting(60))
     points = {n: tree.save(counting(n)) for n in (10, 30, 31, 60)}
     tree.add([*counting(30), 999])
-    assert tree.walk(counting(60)).deepest_checkpoint(60) is points[60]
-    assert tree.walk(counting(59)).deepest_checkpoint(59) is points[31]
-    assert tree.walk([*counting(30), 999]).deepest_checkpoint(31) is points[30]
-    assert tree.walk(counting(29)).deepest_checkpoint(29) is points[10]
-    assert tree.walk(counting(9)).deepest_checkpoint(9) is None
+    assert tree.walk(counting(60)).deepest_checkpoint() is points[60]
+    assert tree.walk(counting(59)).deepest_checkpoint() is points[31]
+    assert tree.walk([*counting(30), 999]).deepest_checkpoint() is points[30]
+    assert tree.walk(counting(29)).deepest_checkpoint() is points[10]
+    assert tree.walk(counting(9)).deepest_checkpoint() is None
     tree.index.touch(tree.walk(counting(60)), 100, 0.0)
     leaf = tree.walk([*counting(30), 999]).edges[-1]
     tree.index.drop_tail(leaf, 30)
@@ -168,7 +168,7 @@ def test_edges_used_apart_stay_apart_and_used_together_are_joined():
 
 @pytest.mark.parametrize(
     ("new_end", "spans", "free_blocks"),
-    [(64, [(0, 64)], 1), (48, [(0, 48)], 2), (16, [(0, 16)], 4), (0, [], 5)],
+    [(64, [(0, 64)], 1), (40, [(0, 40)], 2), (48, [(0, 48)], 2), (16, [(0, 16)], 4), (0, [], 5)],
 )
 def test_drop_tail(new_end, spans, free_blocks):
     tree = Tree()
@@ -247,6 +247,17 @@ def test_tails_are_announced_when_they_become_one():
     assert any(edge.end == 20 and not edge.children for edge in tree.tails)
 
 
+def test_a_split_announces_the_tail_that_it_makes():
+    """The rest of a checkpoint's block is no tail, until the edge is cut at the checkpoint."""
+    tree = Tree()
+    tree.add(counting(20))
+    tree.save(counting(18))
+    tree.tails.clear()
+    tree.index.touch(tree.walk(counting(18)), tick=9)
+    assert [(edge.start, edge.end) for edge in tree.tails] == [(18, 20)]
+    tree.check()
+
+
 def test_misuse_is_refused():
     tree = Tree()
     tree.add(counting(40))
@@ -280,7 +291,7 @@ def test_depth_of_the_tree_costs_no_recursion():
         tree.index.insert("", branch, pages[: -(-(n + 1) // B)], 3000 - n)
     path = tree.walk(tokens)
     assert (path.depth, len(path.edges)) == (2999, 2999)
-    assert path.deepest_checkpoint(2999) is None
+    assert path.deepest_checkpoint() is None
     tree.check()
     for leaf in [edge for edge in tree.index.edges() if not edge.children]:
         tree.index.drop_tail(leaf, leaf.start)
