@@ -148,7 +148,7 @@ class HybridConfig(TransformerConfig):
     mamba_conv_kernel: int = 4
     """Width of the causal convolution of a Mamba-2 layer."""
 
-    mamba_chunk_size: int = 128
+    mamba_chunk_size: int = 64
     """Tokens per chunk of the SSD scan: speed only, no effect on the function that is computed."""
 
     linear_num_key_heads: int | None = None
@@ -157,7 +157,7 @@ class HybridConfig(TransformerConfig):
     linear_num_value_heads: int | None = None
     """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None: twice as many."""
 
-    linear_chunk_size: int = 64
+    linear_chunk_size: int = 32
     """Tokens per chunk of the gated delta rule: speed only, as mamba_chunk_size."""
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"

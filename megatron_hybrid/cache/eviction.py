@@ -160,7 +160,6 @@ class Evictor:
                 item = queue.pop()
                 if self._drop(item, num_pages):
                     self.clock = max(self.clock, key[1])
-                    queue.add(item)
                 else:
                     pinned.append(item)
         for item in pinned:

@@ -168,6 +168,8 @@ class Scheduler:
         request.common_with.clear()
         if request.report is None:
             request.report = lease.report
+        else:
+            lease.report = request.report  # it comes again: what it was told at first goes on
 
     def _run_copies(self, request: Request) -> None:
         lease = request.lease

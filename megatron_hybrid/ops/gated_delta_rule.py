@@ -84,9 +84,9 @@ def _step(
     """One token for each of R sequences: the recurrence as it is written."""
     repeats = v_RHP.shape[1] // k_RHN.shape[1]
     q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
-    S_RHNP = S_RHNP * g_RH.exp()[..., None, None]
-    delta_RH1P = (v_RHP.unsqueeze(2) - k_RH1N @ S_RHNP) * beta_RH[..., None, None]
-    S_RHNP = torch.addcmul(S_RHNP, k_RH1N.mT, delta_RH1P)
+    decay_RH11 = g_RH.exp()[..., None, None]
+    delta_RH1P = (v_RHP.unsqueeze(2) - (k_RH1N @ S_RHNP) * decay_RH11) * beta_RH[..., None, None]
+    S_RHNP = (S_RHNP * decay_RH11).addcmul_(k_RH1N.mT, delta_RH1P)
     return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
 
 

@@ -78,10 +78,12 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each of R sequences: the recurrence as it is written."""
     heads_per_group = S_RHPN.shape[1] // B_RGN.shape[1]
-    B_RH1N = B_RGN.repeat_interleave(heads_per_group, dim=1).unsqueeze(2)
-    C_RHN1 = C_RGN.repeat_interleave(heads_per_group, dim=1).unsqueeze(3)
-    S_RHPN = torch.addcmul(S_RHPN * g_RH.exp()[..., None, None], dtx_RHP.unsqueeze(-1), B_RH1N)
-    return (S_RHPN @ C_RHN1).squeeze(-1), S_RHPN
+    B_RH1N, C_RH1N = (
+        t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)
+    )
+    S_RHPN = (S_RHPN * g_RH.exp()[..., None, None]).addcmul_(dtx_RHP.unsqueeze(-1), B_RH1N)
+    # A row times a matrix: as S C, a matrix times a column, MKL takes seven times as long.
+    return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
 
 
 def _chunked(

@@ -183,6 +183,27 @@ def test_among_states_the_cheap_to_rebuild_goes_first():
     assert sim.cache.stats()["checkpoints_evicted"] == 1
 
 
+@pytest.mark.parametrize("on_one_edge", [True, False])
+def test_a_state_is_worth_less_once_there_is_one_below_it(on_one_edge):
+    sim = simulator()
+    long, other = prompt(320, 1), prompt(240, 2)
+    if on_one_edge:
+        running = sim.start(long)
+        reservations = [sim.cache.reserve_checkpoint(running.lease, p) for p in (320, 160)]
+        sim.forward(running, 320, save=False)
+        for reservation in reservations:
+            sim.publish(running, reservation)
+        sim.finish(running)
+    else:
+        sim.run(long)
+        sim.run(long[:160])
+    sim.run(other)
+    sim.cache.evict(1)
+    assert (skipped(sim, long), skipped(sim, other)) == (160, 240)
+    sim.cache.evict(12)  # its KV behind 160, then the state at 160
+    assert (skipped(sim, long), skipped(sim, other)) == (0, 240)
+
+
 def test_what_is_used_again_outlives_what_is_not():
     """One page budget for three prompts; A is used between all others and stays."""
     sim = simulator(num_pages=3 * 12 + 1)

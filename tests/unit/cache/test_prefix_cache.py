@@ -124,6 +124,14 @@ def test_q_is_exact_and_the_partial_block_is_copied(shared):
     assert len(np.unique(lease.block_table)) == 5
 
 
+def test_the_room_is_never_less_than_what_is_shared():
+    sim = simulator()
+    sim.run(tokens(40))
+    lease = sim.cache.acquire(tokens(60), capacity_tokens=10)
+    assert lease.block_table.shape == (3, 1)
+    assert [copy.num_rows for copy in lease.copies] == [8]
+
+
 def test_copies_come_one_per_group():
     sim = simulator(TWO_GROUPS)
     assert TWO_GROUPS.kv_pages_per_block == 4

@@ -201,6 +201,21 @@ def test_a_dropped_child_is_remembered_by_its_parent():
     assert tree.walk(tokens).depth == 40
 
 
+@pytest.mark.parametrize("split", [30, 48, 50])
+def test_a_trace_goes_with_its_side_of_a_split(split):
+    tree = Tree()
+    tokens = np.arange(70, dtype=np.int32)
+    tree.add(tokens)
+    (leaf,) = tree.index.edges()
+    tree.index.drop_tail(leaf, 48)
+    other = [*range(48), *counting(20, 500)]
+    tree.add(other)
+    tree.add([*other[:split], 9999])
+    assert len(tree.spans()) == 3
+    assert tree.walk(tokens).depth == 48
+    assert tree.walk(tokens).tail_was_evicted(tokens)
+
+
 def test_a_dropped_checkpoint_leaves_its_position():
     tree = Tree()
     tree.add(counting(40))
@@ -253,7 +268,7 @@ def test_a_split_announces_the_tail_that_it_makes():
     tree.add(counting(20))
     tree.save(counting(18))
     tree.tails.clear()
-    tree.index.touch(tree.walk(counting(18)), tick=9)
+    tree.index.touch(tree.walk(counting(18)), tick=9, clock=0.0)
     assert [(edge.start, edge.end) for edge in tree.tails] == [(18, 20)]
     tree.check()
 
