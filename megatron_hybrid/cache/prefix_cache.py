@@ -191,8 +191,8 @@ class PrefixCache:
         from lease.done on (default: up to capacity_tokens). Call it before every forward; it is
         cheap when there is room already.
 
-        False: it does not fit now, and nothing changed. When no other lease is live and `fits`
-        says yes, it always fits.
+        False: it does not fit now, and nothing changed. When no other lease is live, no reservation
+        is pending and `fits` says yes, it always fits.
         """
         end = window_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.window_end:
@@ -440,7 +440,12 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
             f"tokens have shape {array.shape} and type {array.dtype}; a prompt is a "
             f"one-dimensional array of at least one integer"
         )
-    return array.astype(np.int32, copy=False)
+    if array.dtype == np.int32:
+        return array
+    narrow = array.astype(np.int32)
+    if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
+        raise ValueError(f"tokens go up to {array.max()}; they must fit in int32")
+    return narrow
 
 
 def check_live(lease: Lease) -> None:

@@ -146,7 +146,8 @@ class DynamicInferenceEngine:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
         self.context.begin_step(plan)
         if not plan.work:
-            return self.model.compute_logits(self.context.ready_hidden())
+            hidden_nH = self.context.ready_hidden().to(self.model.config.params_dtype)
+            return self.model.compute_logits(hidden_nH)
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
     def _sample(self, plan: StepPlan, logits_nV: Tensor) -> list[GenerationResult]:
@@ -259,19 +260,18 @@ class DynamicInferenceEngine:
     def _events(self, request: Request) -> Iterator[StreamEvent]:
         self.scheduler.add(request)
         num_tokens = num_chars = 0
+        done = False
         try:
-            while not request.done:
-                self.step()
+            while not done:
+                if not request.done:  # another stream's step may have answered it
+                    self.step()
+                done = request.done
                 tokens = request.generated_tokens[num_tokens:]
-                if not tokens and not request.done:
+                if not tokens and not done:
                     continue
-                text = self.output.partial_text(request)
-                if request.done:
-                    text = request.generated_text or ""
+                text = request.generated_text or "" if done else self.output.partial_text(request)
                 num_tokens += len(tokens)
-                yield StreamEvent(
-                    tokens, text[num_chars:], request.result() if request.done else None
-                )
+                yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
                 num_chars = max(num_chars, len(text))
             while not request.closed:
                 self.step()

@@ -67,9 +67,14 @@ class OutputProcessor:
         words = request.params.stop_words
         if not words:
             return False
-        # A token adds at least one byte, so the newest tokens are enough to find a new occurrence.
+        tokens = request.generated_tokens
         longest = max(len(word.encode()) for word in words)
-        tail = self.tokenizer.detokenize(request.generated_tokens[-longest - 1 :])
+        # Most tokens add a byte or more, so the newest few show any new occurrence; where some have
+        # no text at all (special tokens), a few more do.
+        count = longest + 1
+        while count < len(tokens) and len(self.tokenizer.detokenize(tokens[-count:-1])) < longest:
+            count *= 2
+        tail = self.tokenizer.detokenize(tokens[-count:])
         return any(word in tail for word in words)
 
     def _text(self, request: Request) -> str:

@@ -34,7 +34,8 @@ def paged_attention(
 
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
-        k_pages_nBKD, v_pages_nBKD: `[pages, B, K, D]`; may be views with any stride between pages.
+        k_pages_nBKD, v_pages_nBKD: `[pages, B, K, D]`; may be views with any stride between pages,
+            and of another dtype than q: what is read is converted.
         block_table_RM: int32 or int64 `[R, M]`: position p of sequence r lies in page
             `block_table[r, p // B]`, row `p % B`.
         layout: lengths and start positions; sequence r has start + length keys.
@@ -73,6 +74,7 @@ def paged_attention(
             pages.index_select(0, blocks).flatten(0, 1)[None, : kv_lengths[r] - first * B]
             for pages in (k_pages_nBKD, v_pages_nBKD)
         )
+        k, v = k.to(q_THD.dtype), v.to(q_THD.dtype)
         q = q_THD[None, layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]]
         outs.append(_attend(q, k, v, start - first * B, softmax_scale, window).squeeze(0))
     return pad_rows(join(outs), layout)
@@ -166,7 +168,10 @@ def _decode(
     outs = []
     for rows, columns, visible_rt, edges in groups:
         blocks = block_table_RM[rows.unsqueeze(1), columns].flatten()
-        k, v = (page.index_select(0, blocks).view(len(rows), -1, K, D) for page in pages)
+        k, v = (
+            page.index_select(0, blocks).to(q_RHD.dtype).view(len(rows), -1, K, D)
+            for page in pages
+        )
         for edge in edges:
             # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.
             hidden = ~visible_rt[:, edge, None, None]

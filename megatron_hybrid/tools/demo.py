@@ -218,11 +218,15 @@ def _requests_table(runs: list[Run]) -> Table:
                 "shared": str(prefix.shared_tokens),
                 "skipped": f"[bold green]{prefix.skipped_tokens}[/bold green]",
                 "run": str(prefix.computed_tokens),
-                "ms": f"{row.result.time_to_first_token * 1e3:.1f}",
+                "ms": _milliseconds(row.result.time_to_first_token),
             }
             cells += [values[name] for name in columns[run.mode]]
         table.add_row(*cells)
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
 def _totals_table(runs: list[Run]) -> Table:

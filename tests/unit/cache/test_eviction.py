@@ -214,6 +214,20 @@ def test_what_is_used_again_outlives_what_is_not():
         assert sim.run(a).lease.report.skipped_tokens == 160
 
 
+def test_what_is_never_used_again_sinks():
+    """Each victim moves the clock by what it was worth, so even the most valuable goes in time."""
+    sim = simulator(num_pages=1 + (20 + 2) + 3 * (10 + 2))
+    valuable = prompt(320, 0)
+    sim.run(valuable)
+    kept = []
+    for seed in range(1, 15):
+        sim.run(prompt(160, seed))
+        kept.append(skipped(sim, valuable))
+    assert kept[:5] == [320] * 5
+    assert kept[-1] == 0
+    assert sim.cache.stats()["checkpoints_no_room"] == 0
+
+
 def test_old_valuable_states_give_way_to_small_ones_that_keep_coming():
     """A refused checkpoint ages what refused it (Landlord), so nothing is kept for ever."""
     sim = simulator(num_pages=1 + 2 * (20 + 2) + 3)

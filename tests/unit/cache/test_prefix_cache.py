@@ -47,6 +47,13 @@ def test_a_prompt_is_a_row_of_integers(bad):
     cache.check_integrity()
 
 
+def test_a_token_that_would_wrap_is_refused():
+    cache = PrefixCache(HYBRID, 10)
+    with pytest.raises(ValueError, match="tokens go up to 4294967297; they must fit in int32"):
+        cache.match(np.array([2**32 + 1]))
+    assert cache.match([1, 2]).prompt_tokens == 2
+
+
 def test_unknown_recompute_reason_is_refused():
     with pytest.raises(ValueError, match="because"):
         PrefixCache(HYBRID, 10).match(tokens(3), recompute_reason="because")

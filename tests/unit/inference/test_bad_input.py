@@ -1,0 +1,195 @@
+"""Bad input gets one clear error at the door, changes nothing and stops nobody."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.sampling import SamplingParams
+
+MODEL = tiny_model()
+PROMPT = random_tokens(20)
+
+BAD_REQUESTS = {
+    # name: (arguments of add_request, error, what its message must name)
+    "empty prompt": (dict(prompt=[]), ValueError, "prompt is empty.*at least one token"),
+    "empty array": (dict(prompt=np.zeros(0, dtype=np.int64)), ValueError, "prompt is empty"),
+    "no prompt": (dict(prompt=None), TypeError, "str or a sequence of token ids.*NoneType"),
+    "a number": (dict(prompt=7), TypeError, "str or a sequence of token ids.*int"),
+    "text without tokenizer": (dict(prompt="hello"), TypeError, "needs a tokenizer.*pass ids"),
+    "floats": (dict(prompt=[1.0, 2.0]), TypeError, "int token ids.*float"),
+    "booleans": (dict(prompt=[True, False]), TypeError, "int token ids.*bool"),
+    "strings": (dict(prompt=["a", "b"]), TypeError, "int token ids.*str"),
+    "nested": (dict(prompt=[[1, 2], [3, 4]]), TypeError, "flat sequence of int token ids"),
+    "ragged": (dict(prompt=[[1], [2, 3]]), TypeError, "flat sequence of int token ids"),
+    "huge token": (dict(prompt=[1, 2**70]), TypeError, "int token ids"),
+    "token = vocabulary size": (
+        dict(prompt=[1, VOCAB_SIZE]),
+        ValueError,
+        rf"token {VOCAB_SIZE} at position 1 .*\[0, {VOCAB_SIZE}\)",
+    ),
+    "token of 2^31": (dict(prompt=[2**31]), ValueError, f"token {2**31} at position 0"),
+    "negative token": (dict(prompt=[5, -1]), ValueError, "token -1 at position 1"),
+    "too long": (
+        dict(prompt=random_tokens(1025)),
+        ValueError,
+        "1025 tokens, max_sequence_length is 1024: shorten",
+    ),
+    "answer too long": (
+        dict(prompt=PROMPT, params=greedy(1005)),
+        ValueError,
+        "20 prompt tokens.*num_tokens_to_generate=1005.*max_sequence_length=1024.*at most 1004",
+    ),
+    "more than fits": (
+        dict(prompt=random_tokens(900), params=greedy(100)),
+        ValueError,
+        "1000 tokens does not fit in cache_bytes=.*raise cache_bytes",
+    ),
+    "params of a wrong type": (dict(prompt=PROMPT, params={}), TypeError, "SamplingParams.*dict"),
+    "stop words without tokenizer": (
+        dict(prompt=PROMPT, params=greedy(4, stop_words=("x",))),
+        ValueError,
+        "stop_words need a tokenizer.*stop_token_ids",
+    ),
+    "salt of a wrong type": (dict(prompt=PROMPT, salt=3), TypeError, "salt must be a str.*int"),
+    "no sample": (dict(prompt=PROMPT, n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),
+    "too many samples": (dict(prompt=PROMPT, n=9), ValueError, "n must be .*max_requests=8.*9"),
+    "n of a wrong type": (dict(prompt=PROMPT, n=True), ValueError, "n must be an int.*True"),
+    "breakpoint 0": (
+        dict(prompt=PROMPT, cache_breakpoints=[0]),
+        ValueError,
+        r"cache_breakpoints must be ints in \[1, 20\].*got 0",
+    ),
+    "breakpoint behind the prompt": (
+        dict(prompt=PROMPT, cache_breakpoints=[5, 21]),
+        ValueError,
+        "cache_breakpoints.*got 21",
+    ),
+    "breakpoint of a wrong type": (
+        dict(prompt=PROMPT, cache_breakpoints=[1.5]),
+        ValueError,
+        "cache_breakpoints.*got 1.5",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine in the middle of an answer, with a pool that 1,000 tokens do not fit in."""
+    engine = tiny_engine(MODEL, cache_bytes=200 << 10)
+    assert engine.cache.fits(300, 512) and not engine.cache.fits(1000, 512)
+    engine.generate([PROMPT], greedy(4))
+    engine.add_request(random_tokens(50, seed=1), greedy(200))
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("arguments, error, message", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, message):
+    stats, digest = engine.stats(), engine.cache.digest()
+    with pytest.raises(error) as caught:
+        engine.add_request(**arguments)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+    assert engine.stats() == stats
+    assert engine.cache.digest() == digest
+    engine.check_integrity()
+    # The others go on, and what was cached is still there.
+    running = engine.scheduler.running[0]
+    before = running.num_generated
+    engine.step()
+    assert running.num_generated == before + 1
+    tokens = np.asarray([*PROMPT, 1], dtype=np.int32)
+    assert engine.cache.match(tokens).skipped_tokens >= len(PROMPT)
+
+
+def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
+    queued = len(engine.scheduler.waiting)
+    with pytest.raises(ValueError, match="prompt 2: token 97 at position 1"):
+        engine.generate([PROMPT, PROMPT, [1, 97]], greedy(2))
+    assert len(engine.scheduler.waiting) == queued
+
+
+def test_one_value_for_each_prompt_must_be_given_for_all(engine):
+    with pytest.raises(ValueError, match="salt has 3 entries for 2 prompts"):
+        engine.generate([PROMPT, PROMPT], greedy(2), salt=["a", "b", "c"])
+    with pytest.raises(TypeError, match="params has the wrong type: int"):
+        engine.generate([PROMPT], 5)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [PROMPT, tuple(PROMPT), np.asarray(PROMPT), np.asarray(PROMPT, np.uint8), torch.tensor(PROMPT)],
+    ids=["list", "tuple", "int64", "uint8", "tensor"],
+)
+def test_any_flat_sequence_of_ints_is_a_prompt(prompt):
+    result = tiny_engine(MODEL).generate([prompt], greedy(3))[0]
+    assert result.prompt_tokens == PROMPT
+    assert is_greedy(MODEL, PROMPT, result.generated_tokens)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(temperature=-1), "temperature.*-1"),
+        (dict(temperature=float("nan")), "temperature.*nan"),
+        (dict(top_k=-2), "top_k.*-2"),
+        (dict(top_k=1.5), "top_k.*1.5"),
+        (dict(top_p=1.1), r"top_p must lie in \[0, 1\].*1.1"),
+        (dict(num_tokens_to_generate=-1), "num_tokens_to_generate.*-1"),
+        (dict(num_tokens_to_generate=None), "num_tokens_to_generate.*None"),
+        (dict(seed=-1), "seed.*-1"),
+        (dict(top_n_logprobs=2), "top_n_logprobs needs return_log_probs"),
+        (dict(stop_words=[""]), "stop_words must be non-empty"),
+        (dict(stop_token_ids=["x"]), "stop_token_ids must be ints"),
+        (dict(termination_id="x"), "termination_id.*'x'"),
+    ],
+)
+def test_bad_sampling_params(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+def test_params_changed_after_the_request_was_added_do_not_reach_it():
+    engine = tiny_engine(MODEL)
+    params = greedy(3)
+    request = engine.add_request(PROMPT, params)
+    params.num_tokens_to_generate = 300
+    while not request.closed:
+        engine.step()
+    assert request.num_generated == 3
+    params.top_k = -1
+    with pytest.raises(ValueError, match="top_k"):
+        engine.add_request(PROMPT, params)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(prefix_caching="on"), "prefix_caching is 'on'.*off.*memory_only.*restore"),
+        (dict(block_size_tokens=24), "block_size_tokens is 24.*power of two from 16 to 256"),
+        (dict(block_size_tokens=8), "block_size_tokens is 8.*power of two from 16 to 256"),
+        (dict(block_size_tokens=512), "block_size_tokens is 512"),
+        (dict(cache_bytes=0), "cache_bytes is 0"),
+        (dict(max_requests=0), "max_requests is 0"),
+        (dict(max_tokens=True), "max_tokens is True"),
+        (dict(max_sequence_length=1.5), "max_sequence_length is 1.5"),
+        (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
+    ],
+)
+def test_bad_inference_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        InferenceConfig(**fields)
+
+
+def test_a_pool_without_a_page_is_refused():
+    with pytest.raises(ValueError, match="cache_bytes=100 holds 0 pages.*Raise cache_bytes"):
+        tiny_engine(MODEL, cache_bytes=100)
+
+
+def test_unknown_pattern_symbol():
+    with pytest.raises(ValueError, match=r"'x'"):
+        HybridConfig(layer_pattern="M*x", hidden_size=64, num_attention_heads=4, vocab_size=8)

@@ -1,0 +1,586 @@
+"""What the engine promises its callers: seeds, scores, samples, cancellation, preemption, recovery."""
+
+import dataclasses
+
+import pytest
+import torch
+from differential import (
+    InjectedError,
+    LogitsRecorder,
+    check_answer,
+    failing_forward,
+    poison,
+)
+from reference import (
+    full_logits,
+    greedy,
+    greedy_tokens,
+    is_greedy,
+    random_tokens,
+    tiny_engine,
+    tiny_model,
+)
+from scripted import ByteTokenizer
+
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.sampling import SamplingParams
+
+MODEL = tiny_model()
+MODES = ("off", "memory_only", "restore")
+
+
+def finish(engine, *requests):
+    while not all(request.closed for request in requests):
+        engine.step()
+        engine.check_integrity()
+
+
+def assert_idle(engine):
+    assert not engine.has_work
+    assert not engine.cache.allocator.ref_counts.any()
+    assert len(engine.scheduler.free_slots) == engine.config.max_requests
+    engine.check_integrity()
+
+
+def sampled(count, seed=None, **fields):
+    return SamplingParams(num_tokens_to_generate=count, seed=seed, **fields)
+
+
+# Seeds -------------------------------------------------------------------------------------------
+
+
+def test_equal_seeds_draw_equal_tokens_in_any_batch_cut_and_mode():
+    prompt = random_tokens(60)
+    alone = tiny_engine().generate([prompt], sampled(12, seed=5))[0].generated_tokens
+    for mode in MODES:
+        for max_tokens in (1, 7, 512):
+            engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
+            others = [random_tokens(length, seed=length) for length in (5, 30, 61)]
+            results = engine.generate([*others, prompt, prompt], sampled(12, seed=5))
+            assert [r.generated_tokens for r in results[3:]] == [alone, alone]
+
+
+def test_equal_seeds_draw_equal_tokens_across_preemption():
+    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
+    expected = [
+        tiny_engine().generate([prompt], sampled(40, seed=5))[0].generated_tokens
+        for prompt in prompts
+    ]
+    engine = small_pool_engine("restore")
+    results = engine.generate(prompts, sampled(40, seed=5))
+    assert engine.stats()["preemptions"] > 0
+    assert [r.generated_tokens for r in results] == expected
+
+
+def test_samples_of_one_prompt_differ_and_repeat():
+    prompt = random_tokens(20)
+    runs = []
+    for engine in (tiny_engine(), tiny_engine(max_requests=4, max_tokens=9)):
+        samples = engine.generate([prompt], sampled(10, seed=3), n=4)[0].samples
+        runs.append([sample.generated_tokens for sample in samples])
+    assert runs[0] == runs[1]
+    assert len({tuple(tokens) for tokens in runs[0]}) == 4
+
+
+def test_requests_without_seed_differ_and_repeat_with_the_engines():
+    prompt = random_tokens(20)
+
+    def run(**fields):
+        results = tiny_engine(**fields).generate([prompt] * 3, sampled(10))
+        return [result.generated_tokens for result in results]
+
+    first = run()
+    assert len({tuple(tokens) for tokens in first}) == 3
+    assert run() == first
+    assert run(random_seed=1) != first
+
+
+def test_first_tokens_follow_the_softmax():
+    prompt = random_tokens(20)
+    logits = full_logits(MODEL, prompt)[-1].double() / 0.7
+    top = logits.topk(5)
+    expected = torch.zeros(97, dtype=torch.float64)
+    expected[top.indices] = top.values.softmax(0)
+    engine = tiny_engine(max_requests=64)
+    counts = torch.zeros(97, dtype=torch.float64)
+    for seed in range(10):
+        params = sampled(1, seed=seed, temperature=0.7, top_k=5)
+        for sample in engine.generate([prompt], params, n=64)[0].samples:
+            counts[sample.generated_tokens[0]] += 1
+    kept = expected > 0
+    assert not counts[~kept].any()
+    chi_square = ((counts - 640 * expected)[kept] ** 2 / (640 * expected[kept])).sum()
+    assert chi_square < 18.5  # 4 degrees of freedom: exceeded once in a thousand
+
+
+# Scores ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_tokens", [1, 7, 512])
+def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
+    engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
+    recorder = LogitsRecorder(engine)
+    prompts = [random_tokens(40), random_tokens(40)[:25] + [1, 2, 3], [7]]
+    for skip in (True, False, True):
+        params = sampled(6, seed=1, return_log_probs=True, skip_prompt_log_probs=skip)
+        requests = [engine.add_request(prompt, params, n=2) for prompt in prompts]
+        finish(engine, *requests)
+        for request in requests:
+            for sample in request.samples:
+                check_scores(sample)
+    recorder.check(MODEL)
+
+
+def check_scores(request):
+    """Its log-probs are right, whichever tokens were drawn."""
+    log_probs = full_logits(MODEL, request.tokens[: request.num_tokens].tolist()).log_softmax(-1)
+    tokens = request.tokens[: request.num_tokens].tolist()
+    expected = [log_probs[i, token].item() for i, token in enumerate(tokens[1:])]
+    start = request.num_prompt_tokens - 1
+    assert request.log_probs == pytest.approx(expected[start:], abs=1e-5)
+    if request.params.skip_prompt_log_probs:
+        assert request.result().prompt_log_probs is None
+    else:
+        assert request.result().prompt_log_probs == pytest.approx(expected[:start], abs=1e-5)
+
+
+def test_top_n_log_probs():
+    prompt = random_tokens(30)
+    params = greedy(5, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=3)
+    result = tiny_engine().generate([prompt], params)[0]
+    logits = full_logits(MODEL, prompt + result.generated_tokens).log_softmax(-1)
+    assert len(result.top_n_logprobs) == 5
+    for position, best in enumerate(result.top_n_logprobs, start=len(prompt) - 1):
+        expected = logits[position].topk(3)
+        assert list(best) == expected.indices.tolist()
+        assert list(best.values()) == pytest.approx(expected.values.tolist(), abs=1e-5)
+        assert next(iter(best.values())) == result.log_probs[position - len(prompt) + 1]
+
+
+def test_prompt_log_probs_need_every_forward_and_say_so():
+    engine = tiny_engine()
+    prompt = random_tokens(100)
+    engine.generate([prompt], greedy(1))
+    before = engine.stats()["forward_tokens"]
+    result = engine.generate([prompt], greedy(0, return_log_probs=True))[0]
+    assert (result.prefix.shared_tokens, result.prefix.skipped_tokens) == (100, 0)
+    assert result.prefix.miss_reason is MissReason.PROMPT_LOG_PROBS
+    assert engine.stats()["forward_tokens"] - before == 100
+    assert len(result.prompt_log_probs) == 99
+    # Those of the answer alone cost nothing.
+    params = greedy(2, return_log_probs=True, skip_prompt_log_probs=True)
+    assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 100
+
+
+def test_prompt_log_probs_of_one_token_are_empty():
+    result = tiny_engine().generate([[5]], greedy(2, return_log_probs=True))[0]
+    assert result.prompt_log_probs == []
+    assert len(result.log_probs) == 2
+
+
+@pytest.mark.parametrize("max_requests", [1, 2, 4])
+def test_every_sample_has_the_prompts_log_probs(max_requests):
+    # With fewer slots than samples, some start from the cache later.
+    engine = tiny_engine(max_requests=4)
+    blockers = [
+        engine.add_request(random_tokens(9, seed=seed), greedy(30))
+        for seed in range(4 - max_requests)
+    ]
+    engine.step()
+    request = engine.add_request(random_tokens(30), sampled(3, return_log_probs=True), n=4)
+    finish(engine, request, *blockers, *request.samples)
+    for sample in request.samples:
+        check_scores(sample)
+    assert_idle(engine)
+
+
+# What one may ask of a request -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_tokens_run_the_prompt_alone(mode):
+    engine = tiny_engine(prefix_caching=mode)
+    prompt = random_tokens(50)
+    result = engine.generate([prompt], greedy(0), n=2)[0]
+    assert [sample.generated_tokens for sample in result.samples] == [[], []]
+    assert result.finish_reason == "length"
+    assert engine.stats()["forward_tokens"] == 50
+    second = engine.generate([prompt], greedy(4))[0]
+    assert second.prefix.skipped_tokens == (50 if mode == "restore" else 0)
+    assert is_greedy(MODEL, prompt, second.generated_tokens)
+    assert_idle(engine)
+
+
+def test_salts_never_share():
+    engine = tiny_engine()
+    prompt = random_tokens(100)
+    for salt in ("", "a", "b"):
+        report = engine.generate([prompt], greedy(2), salt=salt)[0].prefix
+        assert (report.shared_tokens, report.miss_reason) == (0, MissReason.NO_SHARED_PREFIX)
+    results = engine.generate([prompt] * 3, greedy(2), salt=["a", "new", ""])
+    assert [result.prefix.skipped_tokens for result in results] == [100, 0, 100]
+    together = tiny_engine().generate([prompt] * 2, greedy(2), salt=["x", "y"])  # side by side
+    assert [result.prefix.shared_tokens for result in together] == [0, 0]
+
+
+def test_declared_positions_are_kept_for_the_very_next_prompt():
+    engine = tiny_engine()
+    base = random_tokens(100)
+    engine.generate([base], greedy(2), cache_breakpoints=[61, 37, 61])
+    for position in (61, 37):
+        prompt = base[:position] + [1, 2, 3]
+        result = engine.generate([prompt], greedy(4))[0]
+        assert result.prefix.skipped_tokens == position
+        assert is_greedy(MODEL, prompt, result.generated_tokens)
+
+
+def test_arguments_for_each_prompt():
+    engine = tiny_engine()
+    prompts = [random_tokens(20, seed=seed) for seed in range(2)]
+    results = engine.generate(
+        prompts, [greedy(1), greedy(3)], cache_breakpoints=[[], [7]], n=[1, 2], salt=["a", "b"]
+    )
+    assert [len(result.generated_tokens) for result in results] == [1, 3]
+    assert [len(result.samples) for result in results] == [1, 2]
+    follower = engine.generate([prompts[1][:7] + [3]], greedy(1), salt="b")[0]
+    assert follower.prefix.skipped_tokens == 7
+
+
+def test_n_samples_share_pages_and_queue_for_slots():
+    engine = tiny_engine(max_requests=4)
+    prompt = random_tokens(100)
+    long = engine.add_request(random_tokens(9, seed=1), greedy(60))
+    request = engine.add_request(prompt, sampled(20, seed=1), n=4)
+    for _ in range(4):
+        engine.step()
+    started = [sample for sample in request.samples if sample.lease is not None]
+    assert len(started) == 3  # one slot is taken
+    tables = [sample.lease.block_table[:6].tolist() for sample in started]
+    assert tables[0] == tables[1] == tables[2]
+    finish(engine, long, *request.samples)
+    expected = tiny_engine().generate([prompt], sampled(20, seed=1), n=4)[0].samples
+    assert [s.generated_tokens for s in request.samples] == [s.generated_tokens for s in expected]
+    late = request.samples[3].report
+    assert (late.skipped_tokens, late.prompt_tokens) == (100, 100)
+    assert_idle(engine)
+
+
+def test_result_fields():
+    engine = tiny_engine(tokenizer=ByteTokenizer())
+    result = engine.generate("a cab", sampled(5, seed=1), n=2)[0]
+    assert result.prompt_tokens == ByteTokenizer().tokenize("a cab")
+    assert result.samples[0] is result
+    assert result.samples[1].samples == [result.samples[1]]
+    assert [sample.request_id for sample in result.samples] == [0, 1]
+    for sample in result.samples:
+        assert sample.generated_text == ByteTokenizer().detokenize(sample.generated_tokens)
+        assert sample.finish_reason == "length"
+        assert 0 < sample.time_to_first_token <= sample.total_time
+        assert sample.log_probs is sample.prompt_log_probs is sample.top_n_logprobs is None
+        assert sample.prefix.prompt_tokens == len(result.prompt_tokens)
+    assert result.samples[1].prefix.skipped_tokens == len(result.prompt_tokens)
+    assert tiny_engine().generate([[1, 2]], greedy(2))[0].generated_text is None
+
+
+def test_a_handle_shows_the_answer_so_far():
+    engine = tiny_engine()
+    request = engine.add_request(random_tokens(20), greedy(6))
+    assert (request.result().generated_tokens, request.result().finish_reason) == ([], "waiting")
+    for _ in range(3):
+        engine.step()
+    partial = request.result()
+    assert partial.finish_reason == "decode"
+    assert partial.generated_tokens == greedy_tokens(MODEL, random_tokens(20), 3)
+    assert partial.total_time is None
+
+
+def test_params_are_taken_as_they_are_when_the_request_comes():
+    engine = tiny_engine()
+    params = greedy(3)
+    request = engine.add_request(random_tokens(20), params)
+    params.num_tokens_to_generate = 50
+    params.top_k = 0
+    finish(engine, request)
+    assert request.generated_tokens == greedy_tokens(MODEL, random_tokens(20), 3)
+
+
+def test_an_idle_engine_does_nothing():
+    engine = tiny_engine()
+    assert engine.step() == []
+    assert engine.generate([]) == []
+    assert engine.stats()["steps"] == 0
+
+
+def test_step_returns_what_it_finished():
+    engine = tiny_engine()
+    engine.add_request(random_tokens(20), greedy(2))
+    engine.add_request(random_tokens(20, seed=1), greedy(3), n=2)
+    finished = []
+    while engine.has_work:
+        finished += [(result.request_id, len(result.generated_tokens)) for result in engine.step()]
+    assert finished == [(0, 2), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_in_fewer_bits(kv_cache_dtype):
+    engine = tiny_engine(kv_cache_dtype=kv_cache_dtype)
+    prompt = random_tokens(60)
+    exact = full_logits(MODEL, prompt)[-1].log_softmax(-1)
+    params = greedy(3, return_log_probs=True, skip_prompt_log_probs=True)
+    for skipped in (0, 60):
+        result = engine.generate([prompt], params)[0]
+        assert result.prefix.skipped_tokens == skipped
+        first = exact[result.generated_tokens[0]].item()
+        assert result.log_probs[0] == pytest.approx(first, abs=0.1)
+        assert first > exact.max() - 0.1
+    wide = tiny_engine(cache_bytes=engine.config.cache_bytes)
+    assert engine.cache.spec.pair_bytes(0) * 2 == wide.cache.spec.pair_bytes(0)
+
+
+def test_a_bf16_model_is_served():
+    model = tiny_model(params_dtype=torch.bfloat16)
+    engine = tiny_engine(model)
+    prompt = random_tokens(60)
+    for skipped in (0, 60):
+        result = engine.generate([prompt], greedy(1))[0]
+        assert result.prefix.skipped_tokens == skipped
+        logits = full_logits(model, prompt)[-1].float()
+        assert logits[result.generated_tokens[0]] > logits.max() - 0.1
+
+
+# Cancel ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("steps", range(12))
+def test_cancel_at_every_stage(mode, n, steps):
+    engine = tiny_engine(prefix_caching=mode, max_tokens=16, max_requests=4)
+    kept = engine.add_request(random_tokens(30, seed=1), greedy(8))
+    request = engine.add_request(random_tokens(60), greedy(4), n=n)
+    for _ in range(steps):
+        engine.step()
+    statuses = {sample.status for sample in request.samples}
+    answered = [sample.done for sample in request.samples]
+    engine.cancel(request)
+    engine.check_integrity()
+    for sample, done in zip(request.samples, answered):
+        assert sample.closed
+        assert sample.finish_reason == ("length" if done else "cancelled")
+        result = sample.result()
+        assert result.prefix.prompt_tokens == 60
+        assert is_greedy(MODEL, result.prompt_tokens, result.generated_tokens)
+    engine.cancel(request)  # once more changes nothing
+    finish(engine, kept)
+    assert is_greedy(MODEL, random_tokens(30, seed=1), kept.generated_tokens)
+    assert_idle(engine)
+    again = engine.generate([random_tokens(60)], greedy(4))[0]
+    assert is_greedy(MODEL, random_tokens(60), again.generated_tokens)
+    assert statuses  # the stages that the parameters reach are listed below
+
+
+def test_the_steps_above_reach_every_stage():
+    engine = tiny_engine(max_tokens=16, max_requests=4)
+    engine.add_request(random_tokens(30, seed=1), greedy(8))
+    request = engine.add_request(random_tokens(60), greedy(4), n=3)
+    seen = set()
+    for _ in range(12):
+        seen |= {sample.status for sample in request.samples}
+        engine.step()
+    assert seen >= {
+        RequestStatus.WAITING,
+        RequestStatus.PREFILL,
+        RequestStatus.DECODE,
+        RequestStatus.CLOSING,
+        RequestStatus.FINISHED,
+    }
+
+
+def test_cancel_while_waiting_for_a_running_prefill():
+    engine = tiny_engine(max_tokens=16)
+    first = engine.add_request(random_tokens(100), greedy(2))
+    second = engine.add_request(random_tokens(100), greedy(2))
+    third = engine.add_request(random_tokens(100), greedy(2))
+    for _ in range(2):
+        engine.step()
+    assert second.waits_for is not None
+    engine.cancel(second)
+    engine.cancel(first)  # the third waits for nobody any more
+    finish(engine, third)
+    assert is_greedy(MODEL, random_tokens(100), third.generated_tokens)
+    assert third.report.skipped_tokens > 0  # what the first had computed, up to its last junction
+    assert_idle(engine)
+
+
+def test_cancel_a_preempted_request():
+    engine = small_pool_engine("restore")
+    requests = [engine.add_request(random_tokens(20, seed=s), greedy(40)) for s in range(4)]
+    while not any(request.parked for request in requests):
+        engine.step()
+    parked = next(request for request in requests if request.parked)
+    assert engine.stats()["parked_bytes"] == parked.parked.num_bytes > 0
+    engine.cancel(parked)
+    assert engine.stats()["parked_bytes"] == 0
+    finish(engine, *requests)
+    for request in requests:
+        check_answer(MODEL, request)
+    assert_idle(engine)
+
+
+# Preemption --------------------------------------------------------------------------------------
+
+
+def small_pool_engine(mode, model=None, **fields):
+    """A pool in which one request of 60 tokens fits, and not two."""
+    spec = tiny_engine(model, prefix_caching=mode).cache.spec
+    pages = 2 + 5 * sum(spec.pages_per_block) + 4
+    return tiny_engine(
+        model, prefix_caching=mode, cache_bytes=pages * spec.page_bytes, max_tokens=32, **fields
+    )
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-", "M*", "*W", "W-"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
+    model = tiny_model(pattern)
+    engine = small_pool_engine(mode, model)
+    recorder = LogitsRecorder(engine)
+    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
+    requests = [engine.add_request(prompt, greedy(40)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        poison(engine)
+    recorder.check(model)
+    stats = engine.stats()
+    assert stats["preemptions"] > 0
+    for request in requests:
+        check_answer(model, request)
+        assert request.report.prompt_tokens == 20
+    # Every prompt token once, every answer token but its last once; the last one where its state
+    # is kept and there is room for that.
+    exact = 4 * 20 + 4 * 39
+    assert exact <= stats["forward_tokens"] <= exact + (4 if mode == "restore" else 0)
+    assert_idle(engine)
+
+
+def test_a_preempted_request_keeps_its_scores_and_its_place():
+    engine = small_pool_engine("restore")
+    params = greedy(40, return_log_probs=True)
+    requests = [engine.add_request(random_tokens(20, seed=s), params) for s in range(4)]
+    finish(engine, *requests)
+    assert engine.stats()["preemptions"] > 0
+    for request in requests:
+        check_answer(MODEL, request)
+    ends = [request.finished_at for request in requests]
+    assert ends == sorted(ends)  # first come, first served
+
+
+# A forward that fails ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("failing_step", range(9))
+def test_a_failing_forward_loses_nothing(mode, failing_step):
+    engine = tiny_engine(prefix_caching=mode, max_tokens=24, max_requests=4)
+    recorder = LogitsRecorder(engine)
+    engine.generate([random_tokens(40)], greedy(2))  # so that some prompt needs no forward
+    requests = [
+        engine.add_request(random_tokens(40), greedy(4)),
+        engine.add_request(random_tokens(50, seed=1), greedy(4, return_log_probs=True), n=2),
+        engine.add_request(random_tokens(50, seed=1)[:30] + [3, 4], greedy(4)),
+    ]
+    for step in range(60):
+        if step == failing_step:
+            checkpoints = engine.stats()["checkpoints"]
+            with failing_forward(engine), pytest.raises(InjectedError):
+                engine.step()
+            assert engine.stats()["checkpoints"] <= checkpoints
+        else:
+            engine.step()
+        engine.check_integrity()
+        poison(engine)
+    recorder.check(MODEL)
+    for request in requests:
+        for sample in request.samples:
+            assert sample.finish_reason == "length"
+            check_answer(MODEL, sample)
+    assert_idle(engine)
+
+
+def test_generate_takes_its_requests_back_when_the_forward_fails():
+    engine = tiny_engine()
+    other = engine.add_request(random_tokens(30), greedy(3))
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.generate([random_tokens(40), random_tokens(50)], greedy(3), n=2)
+    assert engine.scheduler.waiting or engine.scheduler.running
+    finish(engine, other)
+    assert is_greedy(MODEL, random_tokens(30), other.generated_tokens)
+    assert_idle(engine)
+
+
+def test_a_model_that_always_fails_and_then_recovers():
+    engine = tiny_engine()
+    request = engine.add_request(random_tokens(30), greedy(3))
+    with failing_forward(engine):
+        for _ in range(5):
+            with pytest.raises(InjectedError):
+                engine.step()
+            engine.check_integrity()
+    finish(engine, request)
+    assert is_greedy(MODEL, random_tokens(30), request.generated_tokens)
+    assert request.report.prompt_tokens == 30
+
+
+# Size --------------------------------------------------------------------------------------------
+
+
+def test_requests_up_to_the_very_limits():
+    engine = tiny_engine(max_sequence_length=64, max_tokens=512, max_requests=8)
+    prompts = [random_tokens(length, seed=length) for length in (1, 63, 64, 32)]
+    counts = (63, 1, 0, 32)
+    results = engine.generate(prompts, [greedy(count) for count in counts])
+    for prompt, count, result in zip(prompts, counts, results):
+        assert len(result.generated_tokens) == count
+        assert is_greedy(MODEL, prompt, result.generated_tokens)
+    with pytest.raises(ValueError, match="65 tokens, max_sequence_length is 64"):
+        engine.generate([random_tokens(65)], greedy(0))
+
+
+def test_more_requests_than_slots_are_served_in_order():
+    engine = tiny_engine(max_requests=2)
+    requests = [engine.add_request(random_tokens(9, seed=s), greedy(3)) for s in range(9)]
+    finish(engine, *requests)
+    firsts = [request.first_token_at for request in requests]
+    assert firsts == sorted(firsts)
+    for request in requests:
+        check_answer(MODEL, request)
+
+
+def test_stats_add_up():
+    engine = tiny_engine()
+    prompt = random_tokens(50)
+    engine.generate([prompt, prompt, prompt[:20] + [1]], greedy(4))
+    stats = engine.stats()
+    assert stats["requests"] == 3
+    assert stats["prompt_tokens"] == 121
+    computed = stats["prompt_tokens"] - stats["skipped_tokens"]
+    # 4 tokens each were generated and, the state after the last being kept, computed.
+    assert stats["forward_tokens"] == computed + 12
+    assert stats["pages_free"] + stats["pages_cached"] + stats["pages_in_use"] == stats["pages"]
+    assert stats["pages_in_use"] == 0 < stats["peak_pages_in_use"]
+    assert stats["pool_bytes"] == (stats["pages"] + 1) * stats["page_bytes"]
+    assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
+    assert all(isinstance(value, int) for value in stats.values())
+
+
+def test_a_greedy_engine_ignores_the_seed():
+    prompt = random_tokens(20)
+    runs = [
+        tiny_engine().generate([prompt], dataclasses.replace(params, seed=seed))[0]
+        for seed in (1, 2)
+        for params in (greedy(4), sampled(4, temperature=0.0))
+    ]
+    assert {tuple(run.generated_tokens) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}

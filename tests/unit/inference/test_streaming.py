@@ -1,0 +1,215 @@
+"""Streams and stops: the pieces make up the text, and no part of a stop string is ever shown."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from scripted import EOD, PIECES, ByteTokenizer, scripted_engine
+
+from megatron_hybrid.inference.sampling import SamplingParams
+
+PROMPT = [40, 41, 42, 43]
+
+
+def params(script, **fields):
+    return SamplingParams(num_tokens_to_generate=len(script), seed=1, **fields)
+
+
+def answer(monkeypatch, script, **fields):
+    engine = scripted_engine(monkeypatch, {1: script})
+    return engine.generate([PROMPT], params(script, **fields))[0]
+
+
+def streamed(monkeypatch, script, **fields):
+    engine = scripted_engine(monkeypatch, {1: script})
+    events = list(engine.stream(PROMPT, params(script, **fields)))
+    assert not engine.has_work
+    assert [event.result is None for event in events] == [True] * (len(events) - 1) + [False]
+    return events
+
+
+# Stream ------------------------------------------------------------------------------------------
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    script=st.lists(st.sampled_from([*PIECES, 50]), min_size=1, max_size=12),
+    words=st.lists(st.sampled_from(["STOP", "OP", "ab", "é", "S", "Sé", " ", "€a"]), max_size=3),
+    keep=st.booleans(),
+)
+def test_pieces_make_up_the_text_and_show_nothing_of_a_stop_string(
+    monkeypatch, script, words, keep
+):
+    fields = {"stop_words": tuple(words), "detokenize_stop_sequence": keep}
+    events = streamed(monkeypatch, script, **fields)
+    result = events[-1].result
+    assert "".join(event.text for event in events) == result.generated_text
+    assert [token for event in events for token in event.tokens] == result.generated_tokens
+
+    expected = answer(monkeypatch, script, **fields)
+    assert result.generated_text == expected.generated_text
+    assert result.generated_tokens == expected.generated_tokens
+    if keep:
+        assert all(result.generated_text.count(word) <= 1 for word in words)
+    else:
+        assert not any(word in result.generated_text for word in words)
+    whole = ByteTokenizer().detokenize(script)
+    if EOD not in script and not any(word in whole for word in words):
+        assert result.generated_text == whole
+        assert result.finish_reason == "length"
+
+
+def test_a_piece_ends_inside_no_character(monkeypatch):
+    events = streamed(monkeypatch, [0, 7, 8, 10, 11, 1])  # a, e acute, euro sign, b
+    assert [event.text for event in events] == ["a", "", "é", "", "€", "b"]
+
+
+def test_bytes_that_are_no_text_come_out_at_the_end(monkeypatch):
+    events = streamed(monkeypatch, [0, 7])
+    assert [event.text for event in events] == ["a", "\ufffd"]
+
+
+def test_what_may_begin_a_stop_string_is_held_back(monkeypatch):
+    events = streamed(monkeypatch, [0, 4, 0, 4, 5, 1], stop_words=("STOP",))
+    assert "".join(event.text for event in events) == "aSTa"
+    assert events[-1].result.finish_reason == "stop"
+    assert len(events) == 5  # the token after the stop string is never drawn
+
+
+def test_a_stream_of_text_equals_generate():
+    engine = tiny_engine(tokenizer=ByteTokenizer())
+    text = "a cab"
+    events = list(engine.stream(text, greedy(12)))
+    expected = tiny_engine(tokenizer=ByteTokenizer()).generate(text, greedy(12))[0]
+    assert "".join(event.text for event in events) == expected.generated_text
+    assert events[-1].result.generated_tokens == expected.generated_tokens
+    assert events[-1].result.prompt_tokens == ByteTokenizer().tokenize(text)
+
+
+def test_a_stream_without_tokenizer_gives_tokens():
+    engine = tiny_engine()
+    prompt = random_tokens(20)
+    events = list(engine.stream(prompt, greedy(5)))
+    expected = greedy_tokens(tiny_model(), prompt, 5)
+    assert [event.tokens for event in events] == [[token] for token in expected]
+    assert {event.text for event in events} == {""}
+    assert events[-1].result.generated_text is None
+
+
+def test_a_stream_takes_the_other_requests_along():
+    engine = tiny_engine()
+    other = engine.add_request(random_tokens(30, seed=1), greedy(3))
+    list(engine.stream(random_tokens(20), greedy(6)))
+    assert other.done
+    assert other.generated_tokens == greedy_tokens(tiny_model(), random_tokens(30, seed=1), 3)
+
+
+def test_two_streams_side_by_side():
+    engine = tiny_engine()
+    prompts = [random_tokens(20, seed=seed) for seed in range(2)]
+    streams = [engine.stream(prompt, greedy(6)) for prompt in prompts]
+    tokens = [[], []]
+    for events in itertools.zip_longest(*streams):
+        for index, event in enumerate(events):
+            tokens[index] += event.tokens if event else []
+    assert tokens == [greedy_tokens(tiny_model(), prompt, 6) for prompt in prompts]
+
+
+def test_a_stream_whose_request_is_cancelled_ends():
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(20), greedy(6))
+    first = next(stream)
+    (request,) = engine.scheduler.running
+    engine.cancel(request)
+    (last,) = stream
+    assert last.result.finish_reason == "cancelled"
+    assert last.result.generated_tokens == first.tokens
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 3, 6])
+def test_closing_a_stream_early_cancels_the_request(num_events):
+    engine = tiny_engine(max_tokens=16)
+    stream = engine.stream(random_tokens(40), greedy(6))
+    for _ in range(num_events):
+        next(stream)
+    stream.close()
+    assert not engine.has_work
+    assert not engine.cache.allocator.ref_counts.any()
+    engine.check_integrity()
+
+
+def test_a_stream_that_is_never_read_costs_nothing():
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(40), greedy(6))
+    assert not engine.has_work
+    del stream
+    assert engine.stats()["requests"] == 0
+
+
+# Stops -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, [20, 21]),  # the tokenizer's own
+        ({"termination_id": 21}, [20]),
+        ({"stop_token_ids": (30, 21)}, [20]),
+        ({"stop_token_ids": (20,)}, []),
+        ({"termination_id": 30}, [20, 21, EOD, 22]),
+        ({"ignore_termination": True}, [20, 21, EOD, 22]),
+        ({"ignore_termination": True, "stop_token_ids": (20,)}, [20, 21, EOD, 22]),
+        ({"detokenize_stop_sequence": True}, [20, 21, EOD]),
+    ],
+)
+def test_stop_tokens(monkeypatch, fields, kept):
+    script = [20, 21, EOD, 22]
+    result = answer(monkeypatch, script, return_log_probs=True, **fields)
+    assert result.generated_tokens == kept
+    assert len(result.log_probs) == len(kept)
+    stopped = len(kept) < 4
+    assert result.finish_reason == ("stop" if stopped else "length")
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "keep", "text", "num_tokens"),
+    [
+        ([0, 3, 1], ("STOP",), False, "a", 2),
+        ([0, 3, 1], ("STOP",), True, "aSTOP", 2),
+        ([0, 4, 5, 1], ("STOP",), False, "a", 3),
+        ([9, 0, 4, 5], ("STOP",), False, "Sa", 4),
+        ([0, 4, 5, 1], ("OP", "STOP"), False, "a", 3),  # both end here: the longer begins first
+        ([2, 2], ("ba",), False, "a", 2),
+        ([0, 7, 8], ("é",), False, "a", 3),
+        ([0, 4, EOD, 5], ("STOP",), False, "aST", 2),  # a stop token comes first
+        ([0, 1, 0], "b", False, "a", 2),  # one string alone
+        ([0, 1, 0], ("x",), False, "aba", 3),
+    ],
+)
+def test_stop_strings(monkeypatch, script, words, keep, text, num_tokens):
+    result = answer(
+        monkeypatch, script, stop_words=words, detokenize_stop_sequence=keep, return_log_probs=True
+    )
+    assert result.generated_text == text
+    assert result.generated_tokens == script[:num_tokens]
+    assert len(result.log_probs) == num_tokens
+
+
+def test_a_stop_string_across_tokens_without_text(monkeypatch):
+    script = [4, EOD, EOD, EOD, EOD, EOD, EOD, 5, 0]
+    result = answer(monkeypatch, script, stop_words=("STOP",), ignore_termination=True)
+    assert (result.finish_reason, result.generated_text) == ("stop", "")
+    assert len(result.generated_tokens) == 8
+
+
+def test_a_stop_string_in_the_prompt_stops_nothing(monkeypatch):
+    engine = scripted_engine(monkeypatch, {1: [0, 0]}, prompt_length=1)
+    result = engine.generate("STOP", params([0, 0], stop_words=("STOP", "OPa")))[0]
+    assert result.generated_text == "aa"

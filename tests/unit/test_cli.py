@@ -1,0 +1,89 @@
+"""The command line, run in this process on a tiny checkpoint."""
+
+import pytest
+import tokenizers
+from reference import tiny_model
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_hybrid import cli
+from megatron_hybrid.models.checkpoint import save_checkpoint
+from megatron_hybrid.models.tokenizer import Tokenizer
+from megatron_hybrid.tools import demo
+from megatron_hybrid.tools.info import environment
+from megatron_hybrid.version import __version__
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint whose tokens are the 256 bytes."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(tiny_model(vocab_size=256), path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    Tokenizer(inner).save(path)
+    return str(path)
+
+
+def test_generate_prints_the_text_and_what_was_skipped(folder, capsys):
+    prompt = "some forty characters of a prompt to skip"
+    status = cli.main(
+        ["generate", "--model", folder, "--tokens", "5", "--prompt", prompt, "--prompt", prompt]
+    )
+    out, err = capsys.readouterr()
+    assert status == 0
+    assert out.count(prompt) == 2
+    first, second = [line for line in err.splitlines() if line.startswith("[")]
+    assert "41 prompt tokens, 0 shared, 0 skipped, no_shared_prefix" in first
+    assert "41 prompt tokens, 41 shared, 41 skipped;" in second
+
+
+def test_greedy_generation_is_the_same_in_all_modes(folder, capsys):
+    outputs = set()
+    for mode in ("off", "memory_only", "restore"):
+        arguments = ["generate", "--model", folder, "--prompt", "abc", "--temperature", "0"]
+        assert cli.main([*arguments, "--mode", mode]) == 0
+        outputs.add(capsys.readouterr().out)
+    assert len(outputs) == 1
+
+
+def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "SYSTEM_PROMPT", "A system prompt that is shared by all of them. ")
+    monkeypatch.setattr(demo, "ANSWER_TOKENS", 3)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["demo", "--model", folder]) == 0
+    out = capsys.readouterr().out
+    assert "identical outputs" in out
+    again = next(line.split() for line in out.splitlines() if "479 again" in line)
+    # request, prompt | off: run, ms | memory: shared, run, ms | restore: shared, skipped, run, ms
+    assert again[2:4] == ["479", "479"]
+    assert (again[5], again[6]) == ("479", "479")
+    assert (again[8], again[9], again[10]) == ("479", "479", "0")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "/nowhere"], "/nowhere is not a folder"),
+        (["--mode", "on"], "prefix_caching is 'on'"),
+        (["--temperature", "-1"], "temperature"),
+        (["--tokens", "100000"], "max_sequence_length"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(folder, arguments, message, capsys):
+    status = cli.main(["generate", "--prompt", "x", "--model", folder, *arguments])
+    err = capsys.readouterr().err
+    assert status == 2
+    assert message in err and "Traceback" not in err
+    assert err.startswith("megatron-hybrid: ")
+
+
+def test_info_names_versions_and_optional_libraries(capsys):
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert environment()["megatron_hybrid"] == __version__
+    for name in ("torch", "megatron-core", "Transformer Engine", "apex"):
+        assert name in out
