@@ -1,6 +1,6 @@
 """The same engine on several ranks; every rank runs this script and decides alike.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py            (a GPU each, or gloo on a CPU)
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py   (on GPUs, or on a CPU with gloo)
 """
 
 import os

@@ -49,7 +49,7 @@ class PageAllocator:
         """One more request reference on each page. Raises RuntimeError if one is free."""
         pages = pages.ravel()
         refs = self.ref_counts[pages]
-        unheld = np.count_nonzero(refs == 0)
+        unheld = int(np.count_nonzero(refs == 0))
         if unheld:
             if (refs + self.cached_counts[pages] == 0).any():
                 raise RuntimeError(f"retain of a free page among {pages.tolist()}")

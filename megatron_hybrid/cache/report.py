@@ -26,6 +26,8 @@ class MissReason(str, Enum):
     """The next tokens were cached after position q, and had to make room."""
     IN_FLIGHT = "in_flight"
     """A running request is computing a state that would have served; it is not finished."""
+    NOT_ADMITTED = "not_admitted"
+    """The request was cancelled before its prompt was looked up."""
     NO_ROOM = "no_room"
     """The pool cannot hold this request beside what it would have resumed from."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.intake import Intake, Prompt, is_int, spread
@@ -289,7 +289,9 @@ class DynamicInferenceEngine:
                 sample_.finish_reason = "cancelled"
                 self.output.finish(sample_)
                 if sample_.report is None:
-                    sample_.report = PrefixReport(sample_.num_prompt_tokens, 0, 0, None)
+                    sample_.report = PrefixReport(
+                        sample_.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
+                    )
             self.scheduler.cancel(sample_)
         request.siblings = []
 

@@ -169,8 +169,7 @@ def _decode(
     for rows, columns, visible_rt, edges in groups:
         blocks = block_table_RM[rows.unsqueeze(1), columns].flatten()
         k, v = (
-            page.index_select(0, blocks).to(q_RHD.dtype).view(len(rows), -1, K, D)
-            for page in pages
+            page.index_select(0, blocks).to(q_RHD.dtype).view(len(rows), -1, K, D) for page in pages
         )
         for edge in edges:
             # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.

@@ -1,4 +1,4 @@
-"""What the engine promises its callers: seeds, scores, samples, cancellation, preemption, recovery."""
+"""What the engine promises its callers: seeds, scores, samples, cancelling, being preempted."""
 
 import dataclasses
 
@@ -53,12 +53,11 @@ def sampled(count, seed=None, **fields):
 def test_equal_seeds_draw_equal_tokens_in_any_batch_cut_and_mode():
     prompt = random_tokens(60)
     alone = tiny_engine().generate([prompt], sampled(12, seed=5))[0].generated_tokens
-    for mode in MODES:
-        for max_tokens in (1, 7, 512):
-            engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
-            others = [random_tokens(length, seed=length) for length in (5, 30, 61)]
-            results = engine.generate([*others, prompt, prompt], sampled(12, seed=5))
-            assert [r.generated_tokens for r in results[3:]] == [alone, alone]
+    others = [random_tokens(length, seed=length) for length in (5, 31)]
+    for mode, max_tokens in (("off", 7), ("memory_only", 512), ("restore", 1), ("restore", 40)):
+        engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
+        results = engine.generate([*others, prompt, prompt], sampled(12, seed=5))
+        assert [r.generated_tokens for r in results[2:]] == [alone, alone]
 
 
 def test_equal_seeds_draw_equal_tokens_across_preemption():
@@ -117,14 +116,15 @@ def test_first_tokens_follow_the_softmax():
 # Scores ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_tokens", [1, 7, 512])
+@pytest.mark.parametrize(
+    ("mode", "max_tokens"), [("off", 7), ("memory_only", 512), ("restore", 1), ("restore", 512)]
+)
 def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
     engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
     recorder = LogitsRecorder(engine)
-    prompts = [random_tokens(40), random_tokens(40)[:25] + [1, 2, 3], [7]]
+    prompts = [random_tokens(30), [*random_tokens(30)[:25], 1, 2, 3], [7]]
     for skip in (True, False, True):
-        params = sampled(6, seed=1, return_log_probs=True, skip_prompt_log_probs=skip)
+        params = sampled(4, seed=1, return_log_probs=True, skip_prompt_log_probs=skip)
         requests = [engine.add_request(prompt, params, n=2) for prompt in prompts]
         finish(engine, *requests)
         for request in requests:
@@ -230,7 +230,7 @@ def test_declared_positions_are_kept_for_the_very_next_prompt():
     base = random_tokens(100)
     engine.generate([base], greedy(2), cache_breakpoints=[61, 37, 61])
     for position in (61, 37):
-        prompt = base[:position] + [1, 2, 3]
+        prompt = [*base[:position], 1, 2, 3]
         result = engine.generate([prompt], greedy(4))[0]
         assert result.prefix.skipped_tokens == position
         assert is_greedy(MODEL, prompt, result.generated_tokens)
@@ -244,7 +244,7 @@ def test_arguments_for_each_prompt():
     )
     assert [len(result.generated_tokens) for result in results] == [1, 3]
     assert [len(result.samples) for result in results] == [1, 2]
-    follower = engine.generate([prompts[1][:7] + [3]], greedy(1), salt="b")[0]
+    follower = engine.generate([[*prompts[1][:7], 3]], greedy(1), salt="b")[0]
     assert follower.prefix.skipped_tokens == 7
 
 
@@ -269,7 +269,7 @@ def test_n_samples_share_pages_and_queue_for_slots():
 
 def test_result_fields():
     engine = tiny_engine(tokenizer=ByteTokenizer())
-    result = engine.generate("a cab", sampled(5, seed=1), n=2)[0]
+    result = engine.generate("a cab", sampled(5, seed=1, ignore_termination=True), n=2)[0]
     assert result.prompt_tokens == ByteTokenizer().tokenize("a cab")
     assert result.samples[0] is result
     assert result.samples[1].samples == [result.samples[1]]
@@ -354,15 +354,15 @@ def test_a_bf16_model_is_served():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize(
+    ("n", "steps"), [*((1, s) for s in range(12)), *((3, s) for s in range(4, 12))]
+)
 def test_cancel_at_every_stage(mode, n, steps):
     engine = tiny_engine(prefix_caching=mode, max_tokens=16, max_requests=4)
     kept = engine.add_request(random_tokens(30, seed=1), greedy(8))
     request = engine.add_request(random_tokens(60), greedy(4), n=n)
     for _ in range(steps):
         engine.step()
-    statuses = {sample.status for sample in request.samples}
     answered = [sample.done for sample in request.samples]
     engine.cancel(request)
     engine.check_integrity()
@@ -378,7 +378,6 @@ def test_cancel_at_every_stage(mode, n, steps):
     assert_idle(engine)
     again = engine.generate([random_tokens(60)], greedy(4))[0]
     assert is_greedy(MODEL, random_tokens(60), again.generated_tokens)
-    assert statuses  # the stages that the parameters reach are listed below
 
 
 def test_the_steps_above_reach_every_stage():
@@ -410,7 +409,8 @@ def test_cancel_while_waiting_for_a_running_prefill():
     engine.cancel(first)  # the third waits for nobody any more
     finish(engine, third)
     assert is_greedy(MODEL, random_tokens(100), third.generated_tokens)
-    assert third.report.skipped_tokens > 0  # what the first had computed, up to its last junction
+    # The blocks that the first had computed are there, its state is not.
+    assert (third.report.shared_tokens, third.report.skipped_tokens) == (32, 0)
     assert_idle(engine)
 
 
@@ -441,8 +441,10 @@ def small_pool_engine(mode, model=None, **fields):
     )
 
 
-@pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-", "M*", "*W", "W-"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("pattern", "mode"),
+    [*(("MG*-W-", mode) for mode in MODES), *((p, "restore") for p in ("*-", "M*", "*W", "W"))],
+)
 def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
     model = tiny_model(pattern)
     engine = small_pool_engine(mode, model)
@@ -482,7 +484,7 @@ def test_a_preempted_request_keeps_its_scores_and_its_place():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("failing_step", range(9))
+@pytest.mark.parametrize("failing_step", range(7))
 def test_a_failing_forward_loses_nothing(mode, failing_step):
     engine = tiny_engine(prefix_caching=mode, max_tokens=24, max_requests=4)
     recorder = LogitsRecorder(engine)
@@ -490,9 +492,11 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
     requests = [
         engine.add_request(random_tokens(40), greedy(4)),
         engine.add_request(random_tokens(50, seed=1), greedy(4, return_log_probs=True), n=2),
-        engine.add_request(random_tokens(50, seed=1)[:30] + [3, 4], greedy(4)),
+        engine.add_request([*random_tokens(50, seed=1)[:30], 3, 4], greedy(4)),
     ]
     for step in range(60):
+        if not engine.has_work:
+            break
         if step == failing_step:
             checkpoints = engine.stats()["checkpoints"]
             with failing_forward(engine), pytest.raises(InjectedError):
@@ -562,7 +566,7 @@ def test_more_requests_than_slots_are_served_in_order():
 def test_stats_add_up():
     engine = tiny_engine()
     prompt = random_tokens(50)
-    engine.generate([prompt, prompt, prompt[:20] + [1]], greedy(4))
+    engine.generate([prompt, prompt, [*prompt[:20], 1]], greedy(4))
     stats = engine.stats()
     assert stats["requests"] == 3
     assert stats["prompt_tokens"] == 121

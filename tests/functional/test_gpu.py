@@ -1,0 +1,59 @@
+"""What only a CUDA device can show; `pytest -m gpu`."""
+
+import pytest
+import torch
+from reference import full_logits, random_tokens, tiny_model
+
+from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.checkpoint import full_state_dict, load_state
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(layer_spec: str, dtype: torch.dtype):
+    """The tiny model's weights in a model on the GPU."""
+    source = tiny_model()
+    config = HybridConfig.from_dict(
+        source.config.to_dict(), layer_spec=layer_spec, params_dtype=dtype
+    )
+    with torch.device("cuda"):
+        model = build_hybrid_model(config).eval()
+    load_state(model, full_state_dict(source), cast=True)
+    return model
+
+
+def gpu_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens], device="cuda"))[0].float().cpu()
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "transformer_engine"])
+def test_logits_equal_those_of_the_cpu(layer_spec):
+    tokens = random_tokens(200)
+    given = gpu_logits(on_gpu(layer_spec, torch.float32), tokens)
+    torch.testing.assert_close(given, full_logits(tiny_model(), tokens), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["off", "memory_only", "restore"])
+def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
+    model = on_gpu("local", dtype)
+    engine = DynamicInferenceEngine(
+        model, None, InferenceConfig(prefix_caching=mode, cache_bytes=8 << 20, max_tokens=64)
+    )
+    base = random_tokens(150)
+    prompts = [base, base, base[:100] + random_tokens(9, seed=1), base[:100] + random_tokens(9)]
+    params = SamplingParams(
+        top_k=1, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True
+    )
+    for prompt in prompts:
+        result = engine.generate([prompt], params)[0]
+        logits_TV = gpu_logits(model, prompt + result.generated_tokens)
+        rows = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(result.generated_tokens)[:, None])[:, 0]
+        tolerance = 1e-3 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=tolerance, rtol=0)
+        engine.check_integrity()
