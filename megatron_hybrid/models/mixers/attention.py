@@ -11,8 +11,11 @@ from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, MixerContext, UncachedContext
+from megatron_hybrid.models.mixers.projections import (
+    build_input_projection,
+    build_output_projection,
+)
 from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import paged_attention, varlen_attention
 
 
@@ -63,36 +66,22 @@ class AttentionMixer(MegatronModule):
         queries = config.num_attention_heads * self.head_dim
         gates = queries if config.attention_output_gate else 0
         # Rows go group by group: its queries (and gates), its key, its value; so a plain cut works.
-        self.linear_qkv = build_module(
+        self.linear_qkv = build_input_projection(
             submodules.linear_qkv,
-            config.hidden_size,
-            queries + gates + 2 * config.num_query_groups * self.head_dim,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
+            config,
+            (queries + gates + 2 * config.num_query_groups * self.head_dim,),
+            pg_collection,
+            comm_buffer="qkv",
             bias=config.add_bias_linear or config.add_qkv_bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="qkv",
-            tp_group=pg_collection.tp,
         )
-        mark_tensor_parallel(self.linear_qkv.weight, 0)
-        if config.add_bias_linear or config.add_qkv_bias:
-            mark_tensor_parallel(self.linear_qkv.bias, 0)
-        self.linear_proj = build_module(
+        self.linear_proj = build_output_projection(
             submodules.linear_proj,
+            config,
             queries,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
+            pg_collection,
+            comm_buffer="proj",
             bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            tp_group=pg_collection.tp,
         )
-        mark_tensor_parallel(self.linear_proj.weight, 1)
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm)

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
+from megatron_hybrid.models.mixers.projections import (
+    build_input_projection,
+    build_output_projection,
+)
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import gated_delta_rule
@@ -59,22 +63,14 @@ class GatedDeltaNetMixer(MegatronModule):
         self.num_key_heads = key_heads // tp_size
         self.num_value_heads = value_heads // tp_size
 
-        projected = (keys, keys, values, values, value_heads, value_heads)
-        self.in_proj = build_module(
+        self.in_proj = build_input_projection(
             submodules.in_proj,
-            config.hidden_size,
-            sum(projected),
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=pg_collection.tp,
+            config,
+            (keys, keys, values, values, value_heads, value_heads),
+            pg_collection,
+            comm_buffer="fc1",
+            section_names=("query", "key", "value", "z", "beta", "alpha"),
         )
-        names = ("query", "key", "value", "z", "beta", "alpha")
-        mark_tensor_parallel(self.in_proj.weight, 0, projected, names)
         self.split_sizes = [
             (2 * keys + values) // tp_size,
             values // tp_size,
@@ -102,20 +98,9 @@ class GatedDeltaNetMixer(MegatronModule):
         )
         for parameter in self.out_norm.parameters():
             sum_gradient_over_ranks(parameter, pg_collection.tp)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            values,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=pg_collection.tp,
+        self.out_proj = build_output_projection(
+            submodules.out_proj, config, values, pg_collection, comm_buffer="fc2"
         )
-        mark_tensor_parallel(self.out_proj.weight, 1)
 
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, N, P]."""

@@ -9,12 +9,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
+from megatron_hybrid.models.mixers.projections import (
+    build_input_projection,
+    build_output_projection,
+)
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import ssd_scan
@@ -63,21 +67,14 @@ class Mamba2Mixer(MegatronModule):
         self.num_heads = heads // tp_size
         self.num_groups = groups // tp_size
 
-        projected = (inner, inner, group_states, group_states, heads)
-        self.in_proj = build_module(
+        self.in_proj = build_input_projection(
             submodules.in_proj,
-            config.hidden_size,
-            sum(projected),
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=pg_collection.tp,
+            config,
+            (inner, inner, group_states, group_states, heads),
+            pg_collection,
+            comm_buffer="fc1",
+            section_names=("z", "x", "B", "C", "dt"),
         )
-        mark_tensor_parallel(self.in_proj.weight, 0, projected, ("z", "x", "B", "C", "dt"))
         self.split_sizes = [
             inner // tp_size,
             (inner + 2 * group_states) // tp_size,
@@ -100,20 +97,9 @@ class Mamba2Mixer(MegatronModule):
         self.norm = GatedGroupNorm(
             inner // tp_size, inner // groups, eps=_NORM_EPS, dtype=config.params_dtype
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            inner,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=pg_collection.tp,
+        self.out_proj = build_output_projection(
+            submodules.out_proj, config, inner, pg_collection, comm_buffer="fc2"
         )
-        mark_tensor_parallel(self.out_proj.weight, 1)
 
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, P, N]."""
