@@ -486,6 +486,8 @@ class InferenceConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} is {value!r}; it must be a whole number of 1 or more.")
+        if not isinstance(self.random_seed, int):
+            raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
         block = self.block_size_tokens
         if not 16 <= block <= 256 or block & (block - 1):
             raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")

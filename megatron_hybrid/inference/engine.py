@@ -43,11 +43,16 @@ class DynamicInferenceEngine:
         config: sizes and the prefix-caching mode.
 
     Raises:
-        ValueError: the model cannot be served with this configuration; the message says why.
+        ValueError, TypeError: the model cannot be served with this configuration; the message says
+            why.
     """
 
     def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
-        self.config = config = config or InferenceConfig()
+        if config is None:
+            config = InferenceConfig()
+        if not isinstance(config, InferenceConfig):
+            raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+        self.config = config
         num_stages = model.pg_collection.pp.size()
         if num_stages > 1:
             raise ValueError(
@@ -204,6 +209,12 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: as `add_request`; the message says which prompt.
         """
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, (Sequence, np.ndarray)):
+            raise TypeError(
+                f"prompts is one prompt or a sequence of prompts, got {type(prompts).__name__}"
+            )
         if isinstance(prompts, str) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
         count = len(prompts)
@@ -215,7 +226,7 @@ class DynamicInferenceEngine:
                 cache_breakpoints,
                 count,
                 "cache_breakpoints",
-                lambda b: len(b) == 0 or is_int(b[0]),
+                lambda b: not isinstance(b, Sequence) or not any(hasattr(p, "__len__") for p in b),
             ),
             spread(n, count, "n", is_int),
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -99,26 +99,29 @@ class Intake:
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)
         if isinstance(prompt, Tensor):
-            prompt = prompt.cpu().numpy()
-        if not hasattr(prompt, "__len__"):
+            prompt = prompt.tolist()  # of any device and dtype
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim > 0
+        if isinstance(prompt, bytes) or not (is_array or isinstance(prompt, Sequence)):
             raise TypeError(
                 f"a prompt is a str or a sequence of token ids, got {type(prompt).__name__}"
             )
         if len(prompt) == 0:
             raise ValueError("the prompt is empty: give at least one token")
-        try:
-            tokens = np.asarray(prompt)
-        except (ValueError, TypeError, OverflowError):  # ragged nesting, ids beyond 64 bits
-            tokens = np.empty(0, dtype=object)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        if is_array:
+            kinds = {prompt.dtype.type if prompt.ndim == 1 else np.ndarray}
+        else:
+            kinds = set(map(type, prompt))  # numpy takes a bool among ints for one of them
+        if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise TypeError(
                 "a prompt is a str or a flat sequence of int token ids, got "
-                f"{type(prompt).__name__} with elements of type {type(prompt[0]).__name__}"
+                f"{type(prompt).__name__} with elements of type {names}"
             )
+        tokens = np.asarray(prompt)
         outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
         if len(outside):
             raise ValueError(
-                f"token {int(tokens[outside[0]])} at position {outside[0]} is outside of the "
+                f"token {int(prompt[outside[0]])} at position {outside[0]} is outside of the "
                 f"vocabulary [0, {self.vocab_size}): was it made by another model's tokenizer?"
             )
         return tokens
@@ -157,6 +160,12 @@ class Intake:
         return total
 
     def _check_breakpoints(self, breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
+        if not isinstance(breakpoints, Iterable):
+            raise TypeError(
+                "cache_breakpoints must be a sequence of ints, got "
+                f"{type(breakpoints).__name__}: leave it out for none"
+            )
+        breakpoints = tuple(breakpoints)
         for position in breakpoints:
             if not is_int(position) or not 0 < position <= length:
                 raise ValueError(

@@ -6,6 +6,7 @@ the same tokens, and every rank of a tensor-parallel job draws them without talk
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +70,11 @@ class SamplingParams:
         def is_int(value) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
+        def is_number(value) -> bool:
+            return is_int(value) or isinstance(value, float)
+
         check(
-            isinstance(self.temperature, (int, float))
+            is_number(self.temperature)
             and math.isfinite(self.temperature)
             and self.temperature >= 0,
             f"temperature must be a finite number >= 0 (0 is greedy), got {self.temperature!r}",
@@ -80,7 +84,7 @@ class SamplingParams:
             f"top_k must be an int >= 0 (0 keeps all tokens), got {self.top_k!r}",
         )
         check(
-            isinstance(self.top_p, (int, float)) and 0 <= self.top_p <= 1,
+            is_number(self.top_p) and 0 <= self.top_p <= 1,
             f"top_p must lie in [0, 1] (0 keeps all tokens), got {self.top_p!r}",
         )
         check(
@@ -101,12 +105,14 @@ class SamplingParams:
         )
         if isinstance(self.stop_words, str):
             self.stop_words = (self.stop_words,)
-        self.stop_words = tuple(self.stop_words or ())
+        for name in ("stop_words", "stop_token_ids"):
+            value = () if getattr(self, name) is None else getattr(self, name)
+            check(isinstance(value, Iterable), f"{name} must be a sequence, got {value!r}")
+            setattr(self, name, tuple(value))
         check(
             all(isinstance(word, str) and word for word in self.stop_words),
             f"stop_words must be non-empty strings, got {self.stop_words!r}",
         )
-        self.stop_token_ids = tuple(self.stop_token_ids)
         check(
             all(is_int(token) for token in self.stop_token_ids),
             f"stop_token_ids must be ints, got {self.stop_token_ids!r}",

@@ -122,13 +122,13 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     engine.generate(["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), salt="warm-up")
     began = time.perf_counter()
     first, *_ = ask(
-        *(f"system, user {number}" for number in range(1, len(USERS) + 1)),
+        *(f"user {number}" for number in range(1, len(USERS) + 1)),
         prompts=[SYSTEM_PROMPT + user for user in USERS],
         cache_breakpoints=[len(tokenizer.tokenize(SYSTEM_PROMPT))],
     )
     ask("user 1 again", prompts=[SYSTEM_PROMPT + USERS[0]])
     history = [*first.prompt_tokens, *first.generated_tokens]
-    ask("user 1, turn 2", prompts=[history + tokenizer.tokenize(SECOND_TURN)])
+    ask("second turn", prompts=[history + tokenizer.tokenize(SECOND_TURN)])
     ask(
         "4 samples",
         prompts=[SYSTEM_PROMPT + USERS[1] + SECOND_TURN],
@@ -180,7 +180,9 @@ def run_demo(model, tokenizer, console: Console) -> bool:
                 )
             )
     console.print(_requests_table(runs))
+    console.print()
     console.print(_totals_table(runs))
+    console.print()
     identical = all(run.outputs == runs[0].outputs for run in runs)
     if identical:
         console.print("[green]identical outputs[/green] in all three modes, token by token")
@@ -193,10 +195,11 @@ def run_demo(model, tokenizer, console: Console) -> bool:
 
 def _requests_table(runs: list[Run]) -> Table:
     table = Table(
-        title="Prompt tokens: shared (KV reused), skipped (not computed), run (prefilled)\n"
-        "ms: time to first token",
+        title="Users 1 to 3 share a system prompt. Tokens of each prompt: shared (KV reused),\n"
+        "skipped (not computed), run (prefilled); ms: time to first token",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        show_edge=False,
         padding=(0, 1, 0, 0),
     )
     table.add_column("\nrequest", no_wrap=True)
@@ -230,7 +233,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _totals_table(runs: list[Run]) -> Table:
-    table = Table(title="Totals", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title="Totals",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("")
     for run in runs:
         table.add_column(run.mode, justify="right")

@@ -8,6 +8,7 @@ import torch
 from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
 
 MODEL = tiny_model()
@@ -25,7 +26,35 @@ BAD_REQUESTS = {
     "strings": (dict(prompt=["a", "b"]), TypeError, "int token ids.*str"),
     "nested": (dict(prompt=[[1, 2], [3, 4]]), TypeError, "flat sequence of int token ids"),
     "ragged": (dict(prompt=[[1], [2, 3]]), TypeError, "flat sequence of int token ids"),
-    "huge token": (dict(prompt=[1, 2**70]), TypeError, "int token ids"),
+    "mixed ragged": (dict(prompt=[1, [2, 3]]), TypeError, "elements of type int, list"),
+    "a float among ints": (dict(prompt=[1, 2.0]), TypeError, "elements of type float, int"),
+    "a bool among ints": (dict(prompt=[1, True]), TypeError, "elements of type bool, int"),
+    "nothing among ints": (dict(prompt=[1, None]), TypeError, "elements of type NoneType, int"),
+    "nested nothing": (dict(prompt=[[]]), TypeError, "flat sequence of int token ids.*list"),
+    "bytes": (dict(prompt=b"ab"), TypeError, "str or a sequence of token ids.*bytes"),
+    "set": (dict(prompt={1, 2}), TypeError, "str or a sequence of token ids.*set"),
+    "dict": (dict(prompt={1: 2}), TypeError, "str or a sequence of token ids.*dict"),
+    "iterator": (dict(prompt=iter([1, 2])), TypeError, "str or a sequence of token ids"),
+    "float array": (dict(prompt=np.ones(3)), TypeError, "int token ids.*float64"),
+    "bool array": (dict(prompt=np.ones(3, bool)), TypeError, "int token ids.*bool"),
+    "2-d array": (dict(prompt=np.ones((2, 3), int)), TypeError, "flat sequence of int"),
+    "0-d array": (dict(prompt=np.array(1)), TypeError, "sequence of token ids.*ndarray"),
+    "float tensor": (dict(prompt=torch.ones(3)), TypeError, "int token ids.*float"),
+    "bfloat16 tensor": (dict(prompt=torch.ones(3, dtype=torch.bfloat16)), TypeError, "float"),
+    "tensor with gradient": (
+        dict(prompt=torch.ones(3, requires_grad=True)),
+        TypeError,
+        "int token ids.*float",
+    ),
+    "2-d tensor": (dict(prompt=torch.ones(1, 3, dtype=torch.int64)), TypeError, "flat sequence"),
+    "0-d tensor": (dict(prompt=torch.tensor(1)), TypeError, "sequence of token ids.*int"),
+    "empty tensor": (dict(prompt=torch.tensor([])), ValueError, "prompt is empty"),
+    "huge token": (dict(prompt=[1, 2**70]), ValueError, f"token {2**70} at position 1"),
+    "unsigned token": (
+        dict(prompt=np.array([2**64 - 1], dtype=np.uint64)),
+        ValueError,
+        f"token {2**64 - 1} at position 0",
+    ),
     "token = vocabulary size": (
         dict(prompt=[1, VOCAB_SIZE]),
         ValueError,
@@ -68,6 +97,17 @@ BAD_REQUESTS = {
         ValueError,
         "cache_breakpoints.*got 21",
     ),
+    "breakpoints of a wrong type": (
+        dict(prompt=PROMPT, cache_breakpoints=5),
+        TypeError,
+        "cache_breakpoints must be a sequence of ints, got int",
+    ),
+    "a bool as breakpoint": (
+        dict(prompt=PROMPT, cache_breakpoints=[True]),
+        ValueError,
+        "cache_breakpoints.*got True",
+    ),
+    "no n": (dict(prompt=PROMPT, n=None), ValueError, "n must be an int.*None"),
     "breakpoint of a wrong type": (
         dict(prompt=PROMPT, cache_breakpoints=[1.5]),
         ValueError,
@@ -106,6 +146,29 @@ def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, me
     assert engine.cache.match(tokens).skipped_tokens >= len(PROMPT)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(prompts=None), "sequence of prompts, got NoneType"),
+        (dict(prompts=5), "sequence of prompts, got int"),
+        (dict(prompts={}), "sequence of prompts, got dict"),
+        (dict(prompts=iter([PROMPT])), "sequence of prompts, got list_iterator"),
+        (dict(prompts=[None]), "prompt 0: .*NoneType"),
+        (dict(prompts=[1.5, 2.5]), "prompt 0: .*float"),
+        (dict(prompts=[PROMPT], cache_breakpoints=5), "prompt 0: cache_breakpoints.*int"),
+        (dict(prompts=[PROMPT], cache_breakpoints=None), "prompt 0: cache_breakpoints.*NoneType"),
+        (dict(prompts=[PROMPT], salt=None), "salt has the wrong type: NoneType"),
+        (dict(prompts=[PROMPT], n=1.5), "n has the wrong type: float"),
+        (dict(prompts=[PROMPT], params=["x"]), "prompt 0: params must be SamplingParams, got str"),
+    ],
+)
+def test_generate_refuses_wrong_types(engine, arguments, message):
+    stats, digest = engine.stats(), engine.cache.digest()
+    with pytest.raises(TypeError, match=message):
+        engine.generate(**arguments)
+    assert (engine.stats(), engine.cache.digest()) == (stats, digest)
+
+
 def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
     queued = len(engine.scheduler.waiting)
     with pytest.raises(ValueError, match="prompt 2: token 97 at position 1"):
@@ -132,8 +195,30 @@ def test_any_flat_sequence_of_ints_is_a_prompt(prompt):
 
 
 @pytest.mark.parametrize(
+    "prompts",
+    [np.asarray(PROMPT), torch.tensor(PROMPT), torch.tensor([PROMPT]), np.asarray([PROMPT])],
+    ids=["array", "tensor", "2-d tensor", "2-d array"],
+)
+def test_one_prompt_or_rows_of_prompts(prompts):
+    (result,) = tiny_engine(MODEL).generate(prompts, greedy(3))
+    assert result.prompt_tokens == PROMPT
+
+
+@pytest.mark.parametrize(
     "fields, message",
     [
+        (dict(temperature=True), "temperature.*True"),
+        (dict(temperature="1"), "temperature.*'1'"),
+        (dict(temperature=float("inf")), "temperature.*inf"),
+        (dict(top_p=None), "top_p.*None"),
+        (dict(top_p=float("nan")), "top_p.*nan"),
+        (dict(top_k=True), "top_k.*True"),
+        (dict(num_tokens_to_generate=2.0), "num_tokens_to_generate.*2.0"),
+        (dict(seed=1.5), "seed.*1.5"),
+        (dict(stop_words=5), "stop_words must be a sequence, got 5"),
+        (dict(stop_words=[5]), "stop_words must be non-empty strings"),
+        (dict(stop_token_ids=5), "stop_token_ids must be a sequence, got 5"),
+        (dict(top_n_logprobs=-1, return_log_probs=True), "top_n_logprobs.*-1"),
         (dict(temperature=-1), "temperature.*-1"),
         (dict(temperature=float("nan")), "temperature.*nan"),
         (dict(top_k=-2), "top_k.*-2"),
@@ -178,6 +263,8 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(max_tokens=True), "max_tokens is True"),
         (dict(max_sequence_length=1.5), "max_sequence_length is 1.5"),
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
+        (dict(kv_cache_dtype="float16"), "kv_cache_dtype is float16"),
+        (dict(random_seed="x"), "random_seed is 'x'"),
     ],
 )
 def test_bad_inference_config(fields, message):
@@ -188,6 +275,11 @@ def test_bad_inference_config(fields, message):
 def test_a_pool_without_a_page_is_refused():
     with pytest.raises(ValueError, match=r"cache_bytes=100 holds 0 pages.*Raise cache_bytes"):
         tiny_engine(MODEL, cache_bytes=100)
+
+
+def test_a_config_of_a_wrong_type_is_refused():
+    with pytest.raises(TypeError, match="config must be an InferenceConfig, got dict"):
+        DynamicInferenceEngine(MODEL, None, {})
 
 
 def test_unknown_pattern_symbol():
