@@ -103,11 +103,11 @@ def _generate(options: argparse.Namespace) -> int:
     for prompt in options.prompt:
         print(prompt, end="", flush=True)
         for event in engine.stream(prompt, params):
-            print(event.text, end="", flush=True)
+            print(event.text, end="\n" if event.result else "", flush=True)
         prefix, seconds = event.result.prefix, event.result.time_to_first_token
         reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""
         print(
-            f"\n[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
+            f"[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
             f"{prefix.skipped_tokens} skipped{reason}; first token after {seconds * 1e3:.0f} ms]\n",
             file=sys.stderr,
         )

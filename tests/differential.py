@@ -111,13 +111,22 @@ def assert_near(given: list[float], expected: torch.Tensor) -> None:
 
 @dataclass
 class RandomRun:
-    """One run. `steps` is about how many engine steps come while requests are still being added."""
+    """One run.
+
+    Args:
+        seed: what everything is drawn from.
+        num_requests: how many requests come.
+        longest_prompt, longest_answer: tokens.
+        patterns: half of the layer patterns come from these, the others are random.
+        crowded: many requests in a pool for one, so that they preempt each other.
+    """
 
     seed: int
     num_requests: int = 10
     longest_prompt: int = 150
     longest_answer: int = 40
-    patterns: tuple[str, ...] | None = PATTERNS
+    patterns: tuple[str, ...] = PATTERNS
+    crowded: bool = False
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
@@ -149,26 +158,26 @@ class RandomRun:
         return self.random.integers(0, VOCAB_SIZE, length).tolist()
 
     def _draw_pattern(self) -> str:
-        if self.patterns is not None and self._chance(0.5):
+        if self._chance(0.5):
             return self._choose(self.patterns)
         return "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
 
     def _draw_sizes(self) -> dict:
-        block = int(self._choose([16, 16, 16, 16, 32, 64, 128, 256]))
-        longest = self.longest_prompt + self.longest_answer + 3
+        block = 16 if self.crowded else int(self._choose([16, 16, 16, 32, 64, 128, 256]))
+        longest = self.longest_prompt + self.longest_answer
         fields = {
             "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
             "block_size_tokens": block,
             "max_tokens": int(self._choose([1, 7, 16, 33, 64, 200, 512])),
-            "max_requests": int(self._choose([1, 2, 4, 8])),
+            "max_requests": 8 if self.crowded else int(self._choose([1, 2, 4, 8])),
             "max_sequence_length": longest,
         }
-        if self._chance(0.6):
+        if self.crowded or self._chance(0.6):
             # A pool that holds the longest request, and little or nothing beside it.
             spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
-            blocks = -(-longest // block) + 1
-            pages = blocks * sum(spec.pages_per_block) + 2
-            pages += int(self.random.integers(0, pages + 2 * spec.checkpoint_pages))
+            pages = (spec.num_blocks(longest) + 1) * sum(spec.pages_per_block) + 2
+            more = 4 if self.crowded else pages + 2 * spec.checkpoint_pages
+            pages += int(self.random.integers(0, more))
             fields["cache_bytes"] = pages * spec.page_bytes
         return fields
 

@@ -173,9 +173,9 @@ def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
         params = draw.params
         if params.is_greedy:
             continue
-        logits_V, order_V = (logits_nV[row].double() / params.temperature).sort(
-            descending=True, stable=True
-        )
+        logits_V, order_V = logits_nV[row].double().sort(descending=True, stable=True)
+        # Taken relative to the largest before the division, so that no temperature overflows.
+        logits_V = (logits_V - logits_V[0]) / params.temperature
         if params.top_k:
             logits_V = logits_V[: params.top_k]
         cumulative_V = logits_V.softmax(dim=-1).cumsum(dim=-1)

@@ -73,6 +73,25 @@ def test_greedy_takes_the_first_maximum(params):
     assert sample(logits, draws) == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-308, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature):
+    draws = [Draw(SamplingParams(temperature=temperature), i, 0, i) for i in range(20)]
+    assert set(sample(LOGITS.expand(20, -1) * 1e3, draws)) == {0}
+    assert set(sample(-LOGITS.expand(20, -1), draws)) == {2}
+
+
+def test_a_huge_temperature_is_uniform():
+    params = SamplingParams(temperature=1e300)
+    given_ = frequencies(params)
+    assert ((given_ - 1 / 6).abs() < 0.03).all()
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn():
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0]).expand(50, -1)
+    draws = [Draw(SamplingParams(top_p=1.0), 1, 0, i) for i in range(50)]
+    assert set(sample(logits, draws)) == {1, 3}
+
+
 @given(st.integers(0, 2**64), st.integers(0, 15), st.lists(st.integers(0, 10**6), min_size=1))
 def test_a_draw_depends_on_its_own_arguments_alone(seed, sample_index, positions):
     params = SamplingParams(temperature=0.9)

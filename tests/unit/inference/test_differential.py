@@ -1,0 +1,29 @@
+"""Random runs against forward passes without any cache (tests/differential.py says what a run is).
+
+Longer runs, and many more of them: tests/functional/inference/test_many_random_runs.py.
+"""
+
+import pytest
+from differential import PATTERNS, RandomRun
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_run(seed):
+    RandomRun(seed, num_requests=8).run()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_requests_that_preempt_each_other(pattern):
+    seed = 100 + PATTERNS.index(pattern)
+    run = RandomRun(seed, patterns=(pattern,), longest_prompt=40, longest_answer=50, crowded=True)
+    run.run()
+
+
+def test_runs_meet_what_they_are_for():
+    met = {"preemptions": 0, "checkpoints_evicted": 0, "skipped_tokens": 0, "refused": 0}
+    for seed in range(3):
+        run = RandomRun(seed, longest_prompt=40, longest_answer=80, crowded=True)
+        run.run()
+        for name in met:
+            met[name] += run.engine.stats()[name]
+    assert all(met.values()), met
