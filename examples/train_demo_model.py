@@ -547,8 +547,7 @@ def main() -> None:
     mh.save_checkpoint(model, exported)
     PackagedTokenizer(tokenizer, eod=tokenizer.token_to_id(END_OF_TEXT)).save(exported)
     if options.export:
-        # Without the file modes: safetensors writes files that their owner alone can read.
-        shutil.copytree(exported, SHIPPED, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        shutil.copytree(exported, SHIPPED, dirs_exist_ok=True)
     plot_curve(options.folder / "log.jsonl", options.plot or options.folder / "curve.png")
     print((options.folder / "log.jsonl").read_text().splitlines()[-1])
     for prompt in SAMPLE_PROMPTS:

@@ -193,7 +193,10 @@ def _listing(names: list[str], relation: str) -> str:
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the umask allows; safetensors writes 0600
         write(temporary)
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -203,3 +203,10 @@ def test_a_config_that_contradicts_its_weights(tmp_path):
     with pytest.raises(CheckpointError, match="Config and weights do not belong together") as error:
         load_checkpoint(model, tmp_path)
     assert "decoder.layers.1.mlp.linear_fc1.weight has shape [160, 48]" in str(error.value)
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path):
+    save_checkpoint(small_model(), tmp_path)
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
