@@ -1,6 +1,6 @@
 """Prefix sharing in a script: a system prompt, a repeated prompt, a second turn.
 
-    python examples/share_prefixes.py
+Run it with `python examples/share_prefixes.py`.
 """
 
 import megatron_hybrid as mh

@@ -1,6 +1,6 @@
 """The same engine on several ranks; every rank runs this script and decides alike.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py   (on GPUs, or on a CPU with gloo)
+Run it with `torchrun --nproc-per-node 2 examples/tensor_parallel.py`, on GPUs or on a CPU (gloo).
 """
 
 import os

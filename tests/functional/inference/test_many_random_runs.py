@@ -35,6 +35,7 @@ def test_mixed_runs(first_seed):
 def test_crowded_runs(first_seed):
     totals = run_all(first_seed, longest_prompt=60, longest_answer=80, crowded=True)
     assert totals["preemptions"] > RUNS
+    assert totals["checkpoints_evicted"] > RUNS
 
 
 @pytest.mark.parametrize("first_seed", range(3000, 3000 + RUNS, RUNS))

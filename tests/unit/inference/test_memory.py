@@ -1,0 +1,199 @@
+"""CacheMemory: views that share no byte, copies that lose none."""
+
+import numpy as np
+import pytest
+import torch
+from reference import tiny_model
+
+from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
+
+HIDDEN = 24
+FULL = KVShape(num_heads=2, head_dim=8, window=None)
+WIDE = KVShape(num_heads=4, head_dim=8, window=None)
+WINDOW = KVShape(num_heads=2, head_dim=8, window=20)
+ODD_WINDOW = KVShape(num_heads=3, head_dim=4, window=9)
+STATES = (
+    StateTensor("conv", (5, 3), torch.bfloat16),  # 30 bytes: the next one needs alignment
+    StateTensor("ssm", (2, 4, 3), torch.float32),
+)
+MODELS = {
+    "one group": [LayerCache(kv=FULL)] * 3,
+    "hybrid": [LayerCache(states=STATES), LayerCache(kv=FULL), LayerCache(), LayerCache(kv=FULL)],
+    "window": [LayerCache(kv=WINDOW), LayerCache(states=STATES), LayerCache(kv=FULL)],
+    "windows alone": [LayerCache(kv=WINDOW)] * 2,
+    "states alone": [LayerCache(states=STATES), LayerCache(states=STATES[1:])],
+    "four groups": [
+        LayerCache(kv=shape, states=STATES[:1]) for shape in (FULL, WINDOW, WIDE, ODD_WINDOW, WIDE)
+    ],
+    "nothing": [LayerCache()],
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def memory_of(layers, dtype=torch.float32, num_pages=9, num_slots=3, block=16) -> CacheMemory:
+    spec = cache_spec_of(layers, HIDDEN, dtype, block)
+    return CacheMemory(spec, layers, HIDDEN, dtype, num_pages, num_slots, torch.device("cpu"))
+
+
+def parts(memory, layers):
+    """Every view of the pool, page table column and all, and every view of the slots."""
+    kv = [
+        (number, memory.kv_pages(number))
+        for number, layer in enumerate(layers, start=1)
+        if layer.kv is not None
+    ]
+    states = [
+        memory.state(number, state.name)
+        for number, layer in enumerate(layers, start=1)
+        for state in layer.states
+    ]
+    return kv, [*states, memory.hidden()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_shapes_and_dtypes(layers, dtype):
+    memory = memory_of(layers, dtype)
+    for number, layer in enumerate(layers, start=1):
+        if layer.kv is not None:
+            for view in memory.kv_pages(number):
+                assert view.shape == (9, 16, layer.kv.num_heads, layer.kv.head_dim)
+                assert view.dtype == dtype and view.stride(-1) == 1
+        assert memory.state_names(number) == [state.name for state in layer.states]
+        for state in layer.states:
+            view = memory.state(number, state.name)
+            assert (view.shape, view.dtype) == ((3, *state.shape), state.dtype)
+    assert (memory.hidden().shape, memory.hidden().dtype) == ((3, HIDDEN), dtype)
+    assert memory.pool.shape == (9, memory.spec.page_bytes)
+    assert memory.slots.shape == (3, memory.spec.checkpoint_pages * memory.spec.page_bytes)
+    assert not memory.pool.any() and not memory.slots.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_no_two_views_share_a_byte(layers, dtype):
+    """Each layer's K and V in its own column of pages, each state in its own part of a slot: what
+    one writes is all that changes, and each reads back what it wrote."""
+    memory = memory_of(layers, dtype)
+    spec = memory.spec
+    kv, states = parts(memory, layers)
+    columns = spec.kv_pages_per_block + sum(spec.pages_per_block[g] for g in spec.window_groups)
+    assert columns < 9
+    written = {}
+    for number, views in kv:
+        window, column = memory.table_of_layer[number]
+        first = 0 if window is None else spec.kv_pages_per_block
+        first += sum(spec.pages_per_block[g] for g in spec.window_groups[: window or 0])
+        for name, view in zip("kv", views):
+            page = 1 + first + column  # as if one block's table were 1, 2, 3, ...
+            view[page] = torch.randn(view.shape[1:]).to(dtype)
+            written[number, name] = view[page], view[page].clone()
+    for (number, name), (view, value) in written.items():
+        assert torch.equal(view, value), f"{name} of layer {number} was overwritten"
+    assert not memory.pool[0].any() and not memory.pool[1 + columns :].any()
+
+    values = []
+    for view in states:
+        view[1] = torch.randn(view.shape[1:]).to(view.dtype)
+        values.append(view[1].clone())
+    assert all(torch.equal(view[1], value) for view, value in zip(states, values))
+    assert not memory.slots[0].any() and not memory.slots[2].any()
+
+
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_a_checkpoint_is_the_bytes_of_a_slot(layers):
+    memory = memory_of(layers, num_pages=60)
+    pages = np.random.default_rng(0).permutation(np.arange(1, 60))[: memory.spec.checkpoint_pages]
+    memory.slots.random_()
+    slot = memory.slots[1].clone()
+    memory.save_checkpoint(memory.slots[1], pages.astype(np.int32))
+    others = np.setdiff1d(np.arange(60), pages)
+    assert not memory.pool[torch.from_numpy(others)].any()
+    memory.clear_slot(1)
+    assert not memory.slots[1].any()
+    memory.load_checkpoint(pages.astype(np.int32), 2)
+    assert torch.equal(memory.slots[2], slot)
+    memory.copy_slot(2, 0)
+    assert torch.equal(memory.slots[0], slot)
+
+
+def test_captured_states_have_the_layout_of_slots():
+    memory = memory_of(MODELS["hybrid"])
+    staging = memory.staging(2)
+    assert staging.shape == (2, memory.slots.shape[1])
+    memory.state(1, "ssm", staging)[1] = 7.0
+    memory.hidden(staging)[1] = 3.0
+    pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
+    memory.save_checkpoint(staging[1], pages)
+    memory.load_checkpoint(pages, 0)
+    assert (memory.state(1, "ssm")[0] == 7.0).all()
+    assert (memory.hidden()[0] == 3.0).all()
+
+
+def test_pages_are_copied_whole():
+    memory = memory_of(MODELS["hybrid"])
+    memory.pool.random_()
+    before = memory.pool.clone()
+    memory.copy_pages(np.array([3, 5], np.int32), np.array([8, 2], np.int32))
+    assert torch.equal(memory.pool[[8, 2]], before[[3, 5]])
+    kept = [0, 1, 3, 4, 5, 6, 7]
+    assert torch.equal(memory.pool[kept], before[kept])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 48])
+@pytest.mark.parametrize("shared_blocks", [0, 1])
+def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks):
+    """Blocks go to other pages, those that are shared again are left alone, and so are window
+    blocks that have rolled away."""
+    memory = memory_of(MODELS["window"], num_pages=40)
+    memory.pool.random_()
+    memory.slots.random_()
+    columns = memory.spec.kv_pages_per_block
+    (group,) = memory.spec.window_groups
+    blocks = -(-num_tokens // 16)
+    table = np.arange(1, 1 + 3 * columns, dtype=np.int32).reshape(3, columns)
+    rolled = memory.spec.first_window_block(group, num_tokens)
+    window = np.arange(20, 23, dtype=np.int32)[:, None]
+    window[:rolled] = 0
+    expected = memory.pool[torch.from_numpy(table)], memory.pool[torch.from_numpy(window)]
+    slot = memory.slots[0].clone()
+    parked = memory.park(table, [window], num_tokens, slot=0)
+    assert parked.num_tokens == num_tokens
+    assert parked.num_bytes == slot.numel() + memory.spec.page_bytes * (
+        blocks * columns + blocks - rolled
+    )
+
+    memory.pool.zero_()  # so that what comes back came from the parked bytes
+    memory.slots.zero_()
+    new_table = table + 10
+    new_window = window + 10
+    new_window[:rolled] = 0
+    first = min(shared_blocks, blocks)
+    memory.unpark(
+        parked, new_table, [new_window], first_block=first, first_window_block=first, slot=2
+    )
+    assert torch.equal(memory.slots[2], slot)
+    back = memory.pool[torch.from_numpy(new_table)], memory.pool[torch.from_numpy(new_window)]
+    assert torch.equal(back[0][first:blocks], expected[0][first:blocks])
+    assert not back[0][:first].any() and not back[0][blocks:].any()
+    start = max(first, rolled)
+    assert torch.equal(back[1][start:blocks], expected[1][start:blocks])
+    assert not back[1][:start].any() and not back[1][blocks:].any()
+    assert not memory.pool[0].any()
+
+
+def test_spec_of_a_model():
+    model = tiny_model("MG*-W-")
+    spec = cache_spec_of(model.cache_requirements(), 64, torch.float32, 32)
+    assert [(g.num_layers, g.bytes_per_token, g.window) for g in spec.groups] == [
+        (1, 2 * 2 * 16 * 4, None),
+        (1, 2 * 2 * 16 * 4, 24),
+    ]
+    sizes = [
+        int(np.prod(state.shape)) * 4
+        for layer in model.cache_requirements()
+        for state in layer.states
+    ]
+    assert spec.state_bytes == sum(-(-size // 16) * 16 for size in sizes)
+    assert spec.hidden_bytes == 64 * 4
