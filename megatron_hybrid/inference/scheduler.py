@@ -279,9 +279,6 @@ class Scheduler:
     def abort(self, plan: StepPlan) -> None:
         """The forward failed: nothing of it counts. Its requests go back to the queue and start
         from what was cached before; live slots may be half written, so they are not kept."""
-        for work in plan.work:
-            for reservation in work.reservations:
-                self.cache.abandon(reservation)
         requests = [work.request for work in plan.work] + plan.ready
         for request in sorted(requests, key=lambda r: r.request_id, reverse=True):
             if request.done:

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
-from reference import greedy, is_greedy, random_tokens, tiny_model
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.sampling import SamplingParams
 from megatron_hybrid.models.checkpoint import save_checkpoint
 from megatron_hybrid.models.pretrained import load_pretrained
 
@@ -45,6 +46,40 @@ def answers(model, mode: str):
     return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
+def crowded_answers(model):
+    """Sampled answers and the digests of every step, in a pool too small for all of them."""
+    config = InferenceConfig(
+        cache_bytes=40 << 10, max_requests=4, max_tokens=64, max_sequence_length=80
+    )
+    engine = DynamicInferenceEngine(model, None, config)
+    params = SamplingParams(num_tokens_to_generate=40, seed=7, temperature=0.8, top_p=0.9)
+    requests = [engine.add_request(BASE[start : start + 30], params) for start in (0, 40, 80)]
+    digests = []
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        digests.append(engine.cache.digest())
+    assert engine.stats()["preemptions"] > 0
+    return [request.generated_tokens for request in requests], digests
+
+
+def different_requests_error(model, rank: int) -> str:
+    """What verify_ranks says when the ranks are given different requests."""
+    config = InferenceConfig(cache_bytes=1 << 20, max_requests=2, verify_ranks=True)
+    engine = DynamicInferenceEngine(model, None, config)
+    try:
+        engine.generate([BASE[: 20 + rank]], greedy(5))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def pages_of_uneven_ranks(model, rank: int) -> int:
+    """Pages that the ranks settle on when they have different room."""
+    config = InferenceConfig(cache_bytes=(1 + rank) << 20, max_requests=2)
+    return DynamicInferenceEngine(model, None, config).stats()["pages"]
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -53,6 +88,9 @@ def run_rank(rank: int, folder: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model, _ = load_pretrained(folder, tensor_model_parallel_size=RANKS)
     given = {mode: answers(model, mode) for mode in PREFIX_CACHING_MODES}
+    given["crowded"] = crowded_answers(model)
+    given["pages"] = pages_of_uneven_ranks(model, rank)
+    given["different requests"] = different_requests_error(model, rank)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -79,3 +117,24 @@ def test_two_ranks_answer_as_one(by_rank, mode):
         assert given[2] == expected[2]
     if mode == "restore":
         assert [row[2] for row in alone[:5]] == [0, 150, 0, 100, 100]
+
+
+def test_ranks_decide_and_draw_alike_under_preemption(by_rank):
+    assert by_rank[0]["crowded"] == by_rank[1]["crowded"]
+    tokens, _ = by_rank[0]["crowded"]
+    config = InferenceConfig(cache_bytes=1 << 20, max_requests=4, max_sequence_length=80)
+    engine = DynamicInferenceEngine(tiny_model(**TWO_GROUPS), None, config)
+    params = SamplingParams(num_tokens_to_generate=40, seed=7, temperature=0.8, top_p=0.9)
+    alone = engine.generate([BASE[start : start + 30] for start in (0, 40, 80)], params)
+    assert tokens == [result.generated_tokens for result in alone]
+
+
+def test_ranks_with_uneven_room_take_what_the_smaller_one_has(by_rank):
+    page_bytes = tiny_engine(tiny_model(**TWO_GROUPS)).cache.spec.page_bytes // RANKS
+    assert by_rank[0]["pages"] == by_rank[1]["pages"] == (1 << 20) // page_bytes - 1
+
+
+def test_ranks_that_are_given_different_requests_are_told(by_rank):
+    for rank in by_rank:
+        assert "the ranks decided differently" in rank["different requests"]
+        assert "same requests in the same order" in rank["different requests"]

@@ -221,8 +221,15 @@ def test_salts_never_share():
         assert (report.shared_tokens, report.miss_reason) == (0, MissReason.NO_SHARED_PREFIX)
     results = engine.generate([prompt] * 3, greedy(2), salt=["a", "new", ""])
     assert [result.prefix.skipped_tokens for result in results] == [100, 0, 100]
-    together = tiny_engine().generate([prompt] * 2, greedy(2), salt=["x", "y"])  # side by side
-    assert [result.prefix.shared_tokens for result in together] == [0, 0]
+
+
+def test_requests_of_other_salts_do_not_wait_for_each_other():
+    engine = tiny_engine()
+    requests = [engine.add_request(random_tokens(90), greedy(2), salt=salt) for salt in "xyx"]
+    engine.step()
+    assert [request.num_computed for request in requests] == [90, 90, 0]
+    finish(engine, *requests)
+    assert [request.report.skipped_tokens for request in requests] == [0, 0, 90]
 
 
 def test_declared_positions_are_kept_for_the_very_next_prompt():
@@ -339,8 +346,9 @@ def test_keys_and_values_in_fewer_bits(kv_cache_dtype):
     assert engine.cache.spec.pair_bytes(0) * 2 == wide.cache.spec.pair_bytes(0)
 
 
-def test_a_bf16_model_is_served():
-    model = tiny_model(params_dtype=torch.bfloat16)
+@pytest.mark.parametrize("field", ["params_dtype", "recurrent_state_dtype"])
+def test_a_model_or_its_states_in_bf16(field):
+    model = tiny_model(**{field: torch.bfloat16})
     engine = tiny_engine(model)
     prompt = random_tokens(60)
     for skipped in (0, 60):
@@ -466,6 +474,44 @@ def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
     exact = 4 * 20 + 4 * 39
     assert exact <= stats["forward_tokens"] <= exact + (4 if mode == "restore" else 0)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("pattern", ["*-", "M*"])
+def test_a_request_preempted_in_its_prefill_forks_as_ever(pattern):
+    model = tiny_model(pattern)
+    page = tiny_engine(model).cache.spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=7 * page, max_tokens=8)  # the null page and 6 blocks
+    first = engine.add_request(random_tokens(30, seed=1), greedy(20))
+    while not first.num_generated:
+        engine.step()
+    request = engine.add_request(random_tokens(64), greedy(4), n=2)
+    while not request.parked:
+        engine.step()
+    assert 0 < request.parked.num_tokens < 64
+    finish(engine, first, *request.samples)
+    for sample in request.samples:
+        check_answer(model, sample)
+        assert (sample.report.prompt_tokens, sample.result().prefix.prompt_tokens) == (64, 64)
+    assert request.report.skipped_tokens == 0
+    assert request.samples[1].report.skipped_tokens in (0, 64)  # forked, or started again
+    assert_idle(engine)
+
+
+def test_an_answered_request_that_only_wants_its_state_kept_gives_way_first():
+    model = tiny_model("*-")
+    page = tiny_engine(model).cache.spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=4 * page)  # the null page and 3 blocks
+    first = engine.add_request(random_tokens(15), greedy(20))
+    second = engine.add_request(random_tokens(30, seed=1), greedy(2))
+    for _ in range(2):
+        engine.step()
+    assert second.done and second.status is RequestStatus.CLOSING
+    engine.step()  # the first one's second block takes its place
+    assert second.closed
+    finish(engine, first)
+    assert engine.stats()["preemptions"] == 0
+    for request in (first, second):
+        check_answer(model, request)
 
 
 def test_a_preempted_request_keeps_its_scores_and_its_place():
