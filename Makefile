@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 # Installed first and by itself: a bare `torch` resolves to the newest build with its CUDA packages.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test unit functional lint format bench clean help
+.PHONY: demo test unit functional models-table lint format bench clean help
 
 help:
 	@echo "make demo        install into $(VENV) and run the demo: three cache modes side by side"
 	@echo "make test        install into $(VENV) and run all tests (unit: make unit)"
+	@echo "make models-table  run the adapters' tests and write the table of docs/models.md"
 	@echo "make lint        ruff check and format check"
 	@echo "make bench       the benchmarks of benchmarks/, ratios measured side by side"
 
@@ -27,6 +28,10 @@ functional: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
+
+models-table: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/functional/adapters --models-table \
+	    --deselect tests/functional/adapters/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet "ruff>=0.12"

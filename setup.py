@@ -26,6 +26,7 @@ setup(
         "numpy>=1.26",
         "safetensors>=0.4",
         "tokenizers>=0.20",
+        "jinja2>=3.1.6",  # chat templates
         "rich>=13",
         # megatron-core imports these without declaring them.
         "einops>=0.7",

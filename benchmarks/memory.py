@@ -36,13 +36,13 @@ def run() -> Iterator[Row]:
         peak = max(peak, stats["pages_in_use"])
     page, spec = stats["page_bytes"], engine.cache.spec
     slots = stats["live_slot_bytes"]
-    window_pages = sum(
+    local_pages = sum(
         (spec.num_blocks(spec.groups[g].window) + 1) * spec.pages_per_block[g]
-        for g in spec.window_groups
+        for g in spec.local_groups
     )
     prefix_pages = PREFIX // spec.block_size_tokens * spec.kv_pages_per_block
     tail_blocks = spec.num_blocks(PREFIX + TAIL + ANSWER) - PREFIX // spec.block_size_tokens
-    tail_pages = tail_blocks * spec.kv_pages_per_block + window_pages
+    tail_pages = tail_blocks * spec.kv_pages_per_block + local_pages
     bound = (prefix_pages + REQUESTS * tail_pages) * page + slots
     yield Row(f"requests running at a time ({REQUESTS} share {PREFIX} tokens)", str(most_running))
     yield Row(

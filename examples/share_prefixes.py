@@ -31,7 +31,8 @@ def main() -> None:
     first = ask(SYSTEM + '"Was there a bear?" asked Jane.', cache_breakpoints=end_of_system)
     ask(SYSTEM + '"Was there a bear?" asked Jane.')  # the same again: no prefill at all
     history = first.prompt_tokens + first.generated_tokens
-    ask(history + tokenizer.tokenize(' "And then?" said Jane.'))  # resumes after the answer
+    next_turn = tokenizer.tokenize(' "And then?" said Jane.', add_special_tokens=False)
+    ask(history + next_turn)  # resumes after the answer
 
 
 if __name__ == "__main__":

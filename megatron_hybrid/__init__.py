@@ -11,7 +11,7 @@ from megatron_hybrid.config import HybridConfig, InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine, StreamEvent
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams
-from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint
+from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint, save_huggingface
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.pretrained import load_pretrained
 from megatron_hybrid.version import __version__
@@ -32,4 +32,5 @@ __all__ = [
     "build_hybrid_model",
     "load_pretrained",
     "save_checkpoint",
+    "save_huggingface",
 ]

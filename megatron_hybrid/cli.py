@@ -1,4 +1,4 @@
-"""The command line: `megatron-hybrid demo`, `generate` and `info`."""
+"""The command line: `megatron-hybrid demo`, `generate`, `convert`, `plan` and `info`."""
 
 import argparse
 import sys
@@ -51,6 +51,33 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
     generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
     generate.set_defaults(command=_generate)
+
+    convert = commands.add_parser(
+        "convert", help="a Hugging Face model folder into a checkpoint of ours, or back"
+    )
+    convert.add_argument("source", help="folder to read")
+    convert.add_argument("target", help="folder to write; must not exist, or be empty")
+    convert.add_argument(
+        "--to",
+        choices=("megatron", "huggingface"),
+        default="megatron",
+        help="huggingface: back to the architecture that the model came from (default: megatron)",
+    )
+    convert.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the source"
+    )
+    convert.set_defaults(command=_convert)
+
+    plan = commands.add_parser(
+        "plan",
+        help="memory of a model: KV, states, largest batch, what a cache holds",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    plan.add_argument("--model", required=True, help="model folder or config.json")
+    plan.add_argument("--memory", type=float, required=True, help="of the device, in GB (10^9)")
+    plan.add_argument("--context", default="8k", help="tokens of a request: 4096, 100k, 1M")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(command=_plan)
 
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
@@ -111,6 +138,25 @@ def _generate(options: argparse.Namespace) -> int:
             f"{prefix.skipped_tokens} skipped{reason}; first token after {seconds * 1e3:.0f} ms]\n",
             file=sys.stderr,
         )
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megatron_hybrid.tools.convert import convert
+
+    convert(options.source, options.target, options.to, options.dtype)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.plan import GB, parse_count, plan, read_model_config, render
+
+    context = parse_count(options.context)
+    config = read_model_config(options.model)
+    result = plan(config, int(options.memory * GB), context)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0
 
 

@@ -90,6 +90,7 @@ def transformer_engine_modules() -> SimpleNamespace:
     from megatron.core.extensions import transformer_engine as te
 
     return SimpleNamespace(
+        TEColumnParallelLinear=te.TEColumnParallelLinear,
         TELayerNormColumnParallelLinear=te.TELayerNormColumnParallelLinear,
         TERowParallelLinear=te.TERowParallelLinear,
         TENorm=te.TENorm,

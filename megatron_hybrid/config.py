@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from megatron_hybrid.compat import TransformerConfig, have_apex, replace_deprecated_defaults
-from megatron_hybrid.models.layer_pattern import layer_symbols, split_stages
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
+from megatron_hybrid.models.mixers.rotary import check_rotary_scaling
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -18,30 +21,87 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh approximation, the activation of Gemma."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x), the activation of GPT-OSS; core compiles its own at the first call."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable] = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
 }
 """The activation functions of an MLP, by the names that config.json uses."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# What config.json holds: the architecture and its numerics, nothing of a particular run.
-_SAVED_FIELDS = (
+# What config.json holds: the architecture and its numerics, nothing of a particular run. First what
+# is one for the whole model, then what a layer kind or a single layer may have otherwise.
+_MODEL_FIELDS = (
     "layer_pattern",
+    "layer_overrides",
     "vocab_size",
     "hidden_size",
+    "share_embeddings_and_output_weights",
+    "embedding_multiplier",
+    "round_embedding_multiplier",
+    "logits_multiplier",
+    "final_logit_softcap",
+    "per_layer_input_size",
+    "recurrent_state_dtype",
+    "num_shared_blocks",
+    "normalization",
+    "init_method_std",
+    "params_dtype",
+    "huggingface_config",
+)
+_LAYER_FIELDS = (
+    # residual stack
+    "norm_placement",
+    "residual_multiplier",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "layer_scalar",
+    # attention
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
-    "ffn_hidden_size",
     "sliding_window",
+    "attention_chunk_size",
+    "softmax_scale",
+    "softmax_type",
+    "attention_logit_softcap",
+    "attention_output_gate",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "qk_layernorm_scope",
+    "qk_l2_norm",
+    "value_l2_norm",
+    "keys_as_values",
+    "kv_source_layer",
+    "attention_temperature_scale",
+    "attention_temperature_floor",
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
-    "share_embeddings_and_output_weights",
+    "rotary_scaling",
+    "rotary_interleaved",
+    # multi-head latent attention
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "latent_norm_epsilon",
+    # Mamba-2
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",
@@ -49,34 +109,79 @@ _SAVED_FIELDS = (
     "mamba_expand",
     "mamba_conv_kernel",
     "mamba_chunk_size",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "mamba_gated_norm",
+    "mamba_norm_epsilon",
+    "mamba_dt_min",
+    "mamba_dt_max",
+    "mamba_section_multipliers",
+    # Mamba-1
+    "mamba1_state_dim",
+    "mamba1_inner_size",
+    "mamba1_dt_rank",
+    "mamba1_conv_kernel",
+    "mamba1_chunk_size",
+    "mamba1_conv_bias",
+    "mamba1_proj_bias",
+    "mamba1_norm",
+    "mamba1_norm_epsilon",
+    # gated short convolution
+    "short_conv_kernel",
+    "short_conv_bias",
+    # shared block
+    "shared_block_adapter_rank",
+    "shared_block_attention_adapters",
+    # parallel attention and Mamba-2
+    "attention_input_multiplier",
+    "attention_output_multiplier",
+    "mamba_input_multiplier",
+    "mamba_output_multiplier",
+    # Gated DeltaNet and Kimi Delta Attention
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_chunk_size",
-    "recurrent_state_dtype",
-    "normalization",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "qk_layernorm",
-    "softmax_scale",
-    "attention_output_gate",
-    "add_bias_linear",
-    "add_qkv_bias",
+    "linear_allow_neg_eigval",
+    "linear_norm_epsilon",
+    "linear_norm_zero_centered_gamma",
+    # MLP
+    "ffn_hidden_size",
     "gated_linear_unit",
     "activation_func",
-    "init_method_std",
-    "params_dtype",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "mlp_gate_multiplier",
+    "mlp_output_multiplier",
+    "add_bias_linear",
+    # mixture of experts
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_topk_epsilon",
 )
+_SAVED_FIELDS = _MODEL_FIELDS + _LAYER_FIELDS
 
 # Fields of TransformerConfig that HybridModel does not act upon: the one value it accepts, and what
 # to do instead. Without this table they would be ignored in silence.
 _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "use hidden_dropout"),
     "window_size": (None, "use the symbol W in layer_pattern and sliding_window"),
+    "no_rope_freq": (None, "use layer_overrides with position_embedding_type"),
+    "multi_latent_attention": (False, "use the symbol + in layer_pattern"),
     "window_attn_skip_freq": (None, "place the symbols W and * in layer_pattern"),
-    "no_rope_freq": (None, "use position_embedding_type for the whole model"),
     "experimental_attention_variant": (None, "use the symbol G in layer_pattern"),
     "num_layers_in_first_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
     "num_layers_in_last_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
@@ -85,13 +190,17 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, "shard by tensor_model_parallel_size"),
     "sequence_parallel": (False, "shard by tensor_model_parallel_size alone"),
     "expert_model_parallel_size": (1, "shard by tensor_model_parallel_size"),
-    "num_moe_experts": (None, "use the symbol - for a dense MLP"),
     "mtp_num_layers": (None, "train without multi-token prediction"),
-    "multi_latent_attention": (False, "use the symbol * for attention"),
-    "qk_l2_norm": (False, "use qk_layernorm"),
+    "moe_layer_freq": (1, "place the symbols E and - in layer_pattern"),
+    "moe_aux_loss_coeff": (0.0, "balance the experts by moe_router_enable_expert_bias"),
+    "moe_z_loss_coeff": (None, "balance the experts by moe_router_enable_expert_bias"),
+    "moe_input_jitter_eps": (None, "use hidden_dropout"),
+    "moe_router_dtype": ("fp32", "route in fp32"),
+    "moe_router_force_load_balancing": (False, "route by the router"),
+    "moe_expert_capacity_factor": (None, "let each expert take every token routed to it"),
+    "moe_shared_expert_overlap": (False, "run the shared expert after the others"),
+    "moe_enable_routing_replay": (False, "route by the router"),
     "qk_clip": (False, "use qk_layernorm"),
-    "softmax_type": ("vanilla", "use the ordinary softmax"),
-    "rotary_interleaved": (False, "permute the weights to the half-split order"),
     "apply_rope_fusion": (False, "use the unfused RoPE"),
     "apply_residual_connection_post_layernorm": (False, "use pre-norm residuals"),
     "fp32_residual_connection": (False, "use params_dtype=torch.float32"),
@@ -121,11 +230,68 @@ class HybridConfig(TransformerConfig):
     layer_pattern: str = ""
     """One symbol per layer, `|` between pipeline stages; see `models/layer_pattern.py`."""
 
+    layer_overrides: dict[str, dict[str, Any]] = dataclass_field(default_factory=dict)
+    """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
+    whole model; it comes after the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
+    False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not."""
+
     vocab_size: int = 0
     """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
 
+    embedding_multiplier: float = 1.0
+    """Factor of the word embedding."""
+
+    round_embedding_multiplier: bool = False
+    """Round that factor to params_dtype first, as Gemma's is: in bfloat16 that is another one."""
+
+    logits_multiplier: float = 1.0
+    """Factor of the logits."""
+
+    final_logit_softcap: float | None = None
+    """c: logits become c tanh(logits / c), after their factor."""
+
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """x + f(norm(x)), x + norm(f(x)), or x + norm(f(norm(x)))."""
+
+    residual_multiplier: float = 1.0
+    """Factor of what a layer adds to the residual stream."""
+
+    layer_scalar: bool = False
+    """Multiply the residual stream behind a layer by a number that comes with the weights."""
+
+    per_layer_input_size: int | None = None
+    """Width of what each `P` layer is told about each token; see `models/per_layer_embedding.py`."""
+
+    huggingface_config: dict[str, Any] | None = None
+    """config.json of the Hugging Face folder that the weights come from, to write one again."""
+
     sliding_window: int | None = None
     """Positions that a `W` layer sees, its own included: (t - sliding_window, t]."""
+
+    attention_chunk_size: int | None = None
+    """A token of an `L` layer sees its own chunk of so many positions, up to itself."""
+
+    attention_logit_softcap: float | None = None
+    """c: attention scores become c tanh(scores / c)."""
+
+    qk_layernorm_scope: Literal["head", "all_heads"] = "head"
+    """Whether qk_layernorm norms each head, or all heads of a token as one vector."""
+
+    value_l2_norm: bool = False
+    """Give each value head a mean square of 1."""
+
+    keys_as_values: bool = False
+    """Values are the projected keys, before norm and RoPE."""
+
+    kv_source_layer: int | None = None
+    """Number of the layer before (from 1, through the whole model) whose keys and values this one
+    reads, having none of its own; set in layer_overrides."""
+
+    attention_temperature_scale: float | None = None
+    """s: queries are multiplied by 1 + s log(1 + floor((position + 1) / floor))."""
+
+    attention_temperature_floor: int = 8192
+    """Positions per step of the attention temperature."""
 
     position_embedding_type: Literal["rope", "none"] = "rope"
     """What tells attention where a token is. `none` suits hybrids: recurrent layers keep order."""
@@ -135,6 +301,10 @@ class HybridConfig(TransformerConfig):
 
     rotary_percent: float = 1.0
     """Leading part of each attention head that RoPE rotates."""
+
+    rotary_scaling: dict[str, Any] | None = None
+    """How RoPE is stretched to longer contexts, in the terms of Hugging Face's `rope_parameters`:
+    `rope_type` ("linear", "llama3", "yarn") and its numbers; see `mixers/rotary.py`."""
 
     share_embeddings_and_output_weights: bool = False
     """Use the word embedding as the output layer too."""
@@ -151,14 +321,136 @@ class HybridConfig(TransformerConfig):
     mamba_chunk_size: int = 64
     """Tokens per chunk of the SSD scan: speed only, no effect on the function that is computed."""
 
+    mamba_conv_bias: bool = True
+    """A bias in the convolution of a Mamba-2 layer."""
+
+    mamba_proj_bias: bool = False
+    """Biases in the projections into and out of a Mamba-2 layer."""
+
+    mamba_gated_norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
+    """How a Mamba-2 layer ends, by group of heads: norm(y SiLU(z)), norm(y) SiLU(z), or y SiLU(z).
+    """
+
+    mamba_norm_epsilon: float = 1e-5
+    """Epsilon of that norm; megatron-core's, whatever layernorm_epsilon says."""
+
+    mamba_dt_min: float = 0.0
+    """Lower limit of the time steps of a Mamba-2 layer, after their softplus."""
+
+    mamba_dt_max: float | None = None
+    """Upper limit of the time steps of a Mamba-2 layer."""
+
+    mamba_section_multipliers: list[float] | None = None
+    """Factors of z, x, B, C and dt as they come out of a Mamba-2 layer's input projection."""
+
+    mamba1_state_dim: int = 16
+    """States of each channel of a Mamba-1 layer."""
+
+    mamba1_inner_size: int | None = None
+    """Channels of a Mamba-1 layer; None: 2 * hidden_size."""
+
+    mamba1_dt_rank: int | None = None
+    """Width that the time steps of a Mamba-1 layer are squeezed through; None: hidden_size / 16,
+    rounded up."""
+
+    mamba1_conv_kernel: int = 4
+    """Width of the causal convolution of a Mamba-1 layer."""
+
+    mamba1_chunk_size: int = 64
+    """Tokens per chunk of the selective scan in training: memory and speed only."""
+
+    mamba1_conv_bias: bool = True
+    """A bias in the convolution of a Mamba-1 layer."""
+
+    mamba1_proj_bias: bool = False
+    """Biases in the projections into and out of a Mamba-1 layer."""
+
+    mamba1_norm: Literal["none", "weighted", "weightless"] = "none"
+    """RMS norms of dt, B and C of a Mamba-1 layer, with weights (Jamba) or without (FalconMamba).
+    """
+
+    mamba1_norm_epsilon: float = 1e-6
+    """Epsilon of those norms."""
+
+    short_conv_kernel: int = 3
+    """Width of the causal convolution of a gated-short-convolution layer."""
+
+    short_conv_bias: bool = False
+    """Biases in the convolution and the projections of a gated-short-convolution layer."""
+
+    num_shared_blocks: int = 1
+    """Blocks that the `Z` layers take in turn."""
+
+    shared_block_adapter_rank: int = 16
+    """Rank of what each `Z` layer adds to the projections of the block that it shares."""
+
+    shared_block_attention_adapters: bool = False
+    """Whether it adds to queries, keys and values too, not to the MLP alone."""
+
+    attention_input_multiplier: float = 1.0
+    """Factor of what the attention of an `H` layer takes in."""
+
+    attention_output_multiplier: float = 1.0
+    """Factor of what the attention of an `H` layer gives out."""
+
+    mamba_input_multiplier: float = 1.0
+    """Factor of what the Mamba-2 part of an `H` layer takes in."""
+
+    mamba_output_multiplier: float = 1.0
+    """Factor of what the Mamba-2 part of an `H` layer gives out."""
+
+    mlp_gate_multiplier: float = 1.0
+    """Factor of the gate of an MLP, before its activation."""
+
+    mlp_output_multiplier: float = 1.0
+    """Factor of what an MLP gives out."""
+
+    q_lora_rank: int | None = 512
+    """Width that an MLA layer squeezes its queries through; None: one projection makes them."""
+
+    kv_lora_rank: int = 512
+    """Width of the latent that the keys and values of an MLA layer are made of."""
+
+    qk_head_dim: int = 128
+    """Width of an MLA head's query and key, without what RoPE rotates."""
+
+    qk_pos_emb_head_dim: int = 64
+    """Further width of an MLA head's query, and of the key that all heads share: what RoPE
+    rotates, unless position_embedding_type is none."""
+
+    v_head_dim: int = 128
+    """Width of an MLA head's value."""
+
+    latent_norm_epsilon: float | None = None
+    """Epsilon of the norms behind an MLA layer's down projections; None: layernorm_epsilon."""
+
     linear_num_key_heads: int | None = None
-    """Query and key heads of a Gated DeltaNet layer; None: hidden_size // linear_key_head_dim."""
+    """Query and key heads of a Gated DeltaNet layer, all heads of a Kimi Delta Attention layer;
+    None: hidden_size // linear_key_head_dim."""
 
     linear_num_value_heads: int | None = None
     """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None: twice as many."""
 
     linear_chunk_size: int = 32
-    """Tokens per chunk of the gated delta rule: speed only, as mamba_chunk_size."""
+    """Tokens per chunk of a delta rule: speed only, as mamba_chunk_size."""
+
+    linear_allow_neg_eigval: bool = False
+    """Let beta of a delta rule range over (0, 2) rather than (0, 1), so that a transition
+    of the state may have negative eigenvalues (arXiv 2411.12537)."""
+
+    linear_norm_epsilon: float | None = None
+    """Epsilon of the output norm of a Gated DeltaNet or Kimi Delta Attention layer; None:
+    layernorm_epsilon."""
+
+    linear_norm_zero_centered_gamma: bool | None = None
+    """Whether that norm's factor is 1 + weight; None: as layernorm_zero_centered_gamma says for all
+    other norms. Qwen3-Next has it False where the others are True."""
+
+    moe_router_topk_epsilon: float = 1e-20
+    """Added to the sum of the chosen experts' sigmoid scores before they are divided by it."""
+
+    moe_router_dtype: str = "fp32"
+    """Not supported otherwise: experts are chosen in fp32 whatever params_dtype is."""
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """`local`: plain torch. `transformer_engine`: fused norm and projection, on CUDA. `auto`: the
@@ -212,17 +504,13 @@ class HybridConfig(TransformerConfig):
             # Core divides by it and shards it, attention or not.
             self.num_attention_heads = self.tensor_model_parallel_size
             self.num_query_groups = self.kv_channels = None
+        if self.num_moe_experts is not None:
+            self._check_routing()  # core's own checks are assertions
         replace_deprecated_defaults(self)
         super().__post_init__()
-        if self.has_attention:
-            self._check_attention("W" in symbols)
-        if "M" in symbols:
-            self._check_mamba()
-        if "G" in symbols:
-            self._check_gated_delta_net()
-        if "-" in symbols:
-            self._require_positive("ffn_hidden_size")
-            self._require_divisible("ffn_hidden_size")
+        for symbol in dict.fromkeys(symbols):
+            self._check_kind(symbol)
+        self._check_overrides(symbols)
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(
                 f"layer_spec is {self.layer_spec!r}; use 'auto', 'local' or 'transformer_engine'."
@@ -233,22 +521,36 @@ class HybridConfig(TransformerConfig):
                 "(the `apex` on PyPI is another project), which is not installed. Build it as the "
                 "README says, or leave the field at False."
             )
-        if self.layernorm_zero_centered_gamma and self.layer_spec != "transformer_engine":
-            raise ValueError(
-                "layernorm_zero_centered_gamma=True needs layer_spec='transformer_engine', but "
-                f"layer_spec is {self.layer_spec!r}. For the others add 1 to the norm weights."
-            )
+
+    def for_layer(self, number: int) -> HybridConfig:
+        """The config that one layer is built with: its overrides in place.
+
+        Args:
+            number: from 1, through the whole model.
+        """
+        symbol = layer_symbols(self.layer_pattern)[number - 1]
+        fields = {
+            **self.layer_overrides.get(symbol, {}),
+            **self.layer_overrides.get(str(number), {}),
+        }
+        if not fields:
+            return self
+        config = copy.copy(self)
+        config.layer_overrides = {}
+        for name, value in fields.items():
+            setattr(config, name, value)
+        config._check_kind(symbol)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The architecture as JSON-able values: what `config.json` of a checkpoint holds."""
-        names = {function: name for name, function in ACTIVATIONS.items()}
-        values = {name: getattr(self, name) for name in _SAVED_FIELDS}
-        values["activation_func"] = names[self.activation_func]
+        values = _encode({name: getattr(self, name) for name in _SAVED_FIELDS})
+        values["layer_overrides"] = {
+            layers: _encode(fields) for layers, fields in self.layer_overrides.items()
+        }
         if not self.has_attention:
             # What __post_init__ put there depends on the tensor-parallel size of this run.
             values.update(num_attention_heads=0, num_query_groups=None, kv_channels=None)
-        for field in ("params_dtype", "recurrent_state_dtype"):
-            values[field] = str(values[field]).removeprefix("torch.")
         return values
 
     @classmethod
@@ -263,15 +565,64 @@ class HybridConfig(TransformerConfig):
             raise ValueError(
                 f"config has the unknown key {unknown[0]!r}. Known: {', '.join(_SAVED_FIELDS)}."
             )
-        fields = dict(values)
-        for field in ("params_dtype", "recurrent_state_dtype"):
-            if field in fields:
-                fields[field] = _lookup(_DTYPES, field, fields[field])
-        if "activation_func" in fields:
-            fields["activation_func"] = _lookup(
-                ACTIVATIONS, "activation_func", fields["activation_func"]
-            )
+        fields = _decode(values)
+        if "layer_overrides" in fields:
+            fields["layer_overrides"] = {
+                layers: _decode(fields) for layers, fields in fields["layer_overrides"].items()
+            }
         return cls(**{**fields, **overrides})
+
+    def _check_kind(self, symbol: str) -> None:
+        """What the layers of one kind need, and the defaults that follow from other fields."""
+        if self.norm_placement not in ("pre", "post", "sandwich"):
+            raise ValueError(
+                f"norm_placement is {self.norm_placement!r}; use 'pre', 'post' or 'sandwich'."
+            )
+        for part in KINDS[symbol].fields:
+            getattr(self, f"_check_{part}")()
+
+    def _check_overrides(self, symbols: list[str]) -> None:
+        for layers, fields in self.layer_overrides.items():
+            if layers not in symbols and not (
+                layers.isdecimal() and 1 <= int(layers) <= len(symbols)
+            ):
+                raise ValueError(
+                    f"layer_overrides has the key {layers!r}, but keys are symbols of the "
+                    f"layer_pattern {self.layer_pattern!r} or layer numbers from '1' to "
+                    f"'{len(symbols)}'."
+                )
+            unknown = sorted(set(fields) - set(_LAYER_FIELDS))
+            if unknown:
+                raise ValueError(
+                    f"layer_overrides[{layers!r}] sets {unknown[0]!r}, which is no field of a "
+                    f"single layer. Such fields: {', '.join(_LAYER_FIELDS)}."
+                )
+        layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
+        for number, config in enumerate(layers, start=1):
+            if "attention" in KINDS[symbols[number - 1]].fields and config.kv_source_layer:
+                self._check_kv_source(number, config, symbols, layers)
+
+    def _check_kv_source(
+        self, number: int, config: HybridConfig, symbols: list[str], layers: list[HybridConfig]
+    ) -> None:
+        source = config.kv_source_layer
+        if self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"layer {number} has kv_source_layer={source}, which needs both layers on one "
+                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Use 1."
+            )
+        alike = ("num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size")
+        if (
+            not 1 <= source < number
+            or symbols[source - 1] != symbols[number - 1]
+            or layers[source - 1].kv_source_layer is not None
+            or any(getattr(layers[source - 1], name) != getattr(config, name) for name in alike)
+        ):
+            raise ValueError(
+                f"layer {number} ({symbols[number - 1]}) has kv_source_layer={source}; it must be "
+                "a layer before it of the same symbol, with keys and values of its own and the "
+                f"same {', '.join(alike)}."
+            )
 
     def _require_positive(self, *fields: str) -> None:
         for field in fields:
@@ -334,18 +685,14 @@ class HybridConfig(TransformerConfig):
                 "use torch.float32 or torch.bfloat16."
             )
 
-    def _check_attention(self, windowed: bool) -> None:
+    def _check_attention(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
                 f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
             )
         self._require_divisible("num_query_groups")
-        if self.position_embedding_type not in ("rope", "none"):
-            raise ValueError(
-                f"position_embedding_type is {self.position_embedding_type!r}; "
-                "use 'rope' or 'none'."
-            )
+        self._check_position_embedding()
         if self.position_embedding_type == "rope":
             if not 0.0 < self.rotary_percent <= 1.0:
                 raise ValueError(
@@ -357,13 +704,161 @@ class HybridConfig(TransformerConfig):
                     f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
                     f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
                 )
-        if windowed and self.sliding_window is None:
+        if self.softmax_type not in ("vanilla", "off-by-one", "learnable"):
+            raise ValueError(
+                f"softmax_type is {self.softmax_type!r}; "
+                "use 'vanilla', 'off-by-one' or 'learnable'."
+            )
+
+        if self.qk_layernorm_scope not in ("head", "all_heads"):
+            raise ValueError(
+                f"qk_layernorm_scope is {self.qk_layernorm_scope!r}; use 'head' or 'all_heads'."
+            )
+        if self.qk_layernorm_scope == "all_heads" and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "qk_layernorm_scope='all_heads' needs all heads on one rank, but "
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
+            )
+        for name in ("attention_logit_softcap", "attention_temperature_floor"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0.")
+
+    def _check_latent_attention(self) -> None:
+        sizes = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+        if self.q_lora_rank is not None:
+            sizes.append("q_lora_rank")
+        self._require_positive(*sizes)
+        self._require_divisible("num_attention_heads")
+        self._check_position_embedding()
+        if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
+            raise ValueError(
+                f"RoPE rotates qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} dimensions; it needs "
+                "an even number. For no rotation use position_embedding_type='none'."
+            )
+
+    def _check_position_embedding(self) -> None:
+        if self.position_embedding_type not in ("rope", "none"):
+            raise ValueError(
+                f"position_embedding_type is {self.position_embedding_type!r}; "
+                "use 'rope' or 'none'."
+            )
+        if self.rotary_scaling is not None:
+            check_rotary_scaling(self.rotary_scaling)
+
+    def _check_window(self) -> None:
+        if self.sliding_window is None:
             raise ValueError(
                 f"layer_pattern {self.layer_pattern!r} has sliding-window layers (W), but "
                 "sliding_window is None. Set it to the number of positions that they see."
             )
-        if self.sliding_window is not None:
-            self._require_positive("sliding_window")
+        self._require_positive("sliding_window")
+
+    def _check_chunk(self) -> None:
+        if self.attention_chunk_size is None:
+            raise ValueError(
+                f"layer_pattern {self.layer_pattern!r} has chunked-attention layers (L), but "
+                "attention_chunk_size is None. Set it to the number of positions of a chunk."
+            )
+        self._require_positive("attention_chunk_size")
+
+    def _check_per_layer_input(self) -> None:
+        if self.per_layer_input_size is None:
+            raise ValueError(
+                f"layer_pattern {self.layer_pattern!r} has layers of per-layer inputs (P), but "
+                "per_layer_input_size is None. Set it to the width of such an input."
+            )
+        self._require_positive("per_layer_input_size")
+        if self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "per-layer inputs (P) are made of the tokens, which the first pipeline stage alone "
+                f"sees, but there are {self.pipeline_model_parallel_size} stages. Use 1."
+            )
+
+    def _check_mlp(self) -> None:
+        self._require_positive("ffn_hidden_size")
+        self._require_divisible("ffn_hidden_size")
+        if self.mlp_gate_multiplier != 1.0:
+            if not self.gated_linear_unit:
+                raise ValueError(
+                    f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, but an MLP with "
+                    "gated_linear_unit=False has no gate. Leave it at 1."
+                )
+            if self.bias_activation_fusion:
+                raise ValueError(
+                    f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, which the kernels of "
+                    "bias_activation_fusion=True do not know. Use bias_activation_fusion=False."
+                )
+
+    def _check_moe(self) -> None:
+        self._check_routing()
+        sizes = ["moe_ffn_hidden_size"]
+        if self.moe_shared_expert_intermediate_size is not None:
+            sizes.append("moe_shared_expert_intermediate_size")
+        elif self.moe_shared_expert_gate:
+            raise ValueError(
+                "moe_shared_expert_gate=True gates a shared expert, but there is none: "
+                "moe_shared_expert_intermediate_size is None. Set it, or leave out the gate."
+            )
+        self._require_positive(*sizes)
+        self._require_divisible(*sizes)
+        if self.moe_latent_size is not None:
+            self._require_positive("moe_latent_size")
+        if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
+            raise ValueError(
+                f"mlp_gate_multiplier is {self.mlp_gate_multiplier} and mlp_output_multiplier "
+                f"{self.mlp_output_multiplier}, which experts do not have. Leave both at 1, or set "
+                "them by layer_overrides for the symbol -."
+            )
+
+    def _check_routing(self) -> None:
+        self._require_positive("num_moe_experts", "moe_router_topk")
+        experts, topk = self.num_moe_experts, self.moe_router_topk
+        if topk > experts:
+            raise ValueError(
+                f"moe_router_topk is {topk}, but num_moe_experts is {experts}. "
+                "A token cannot go to more experts than there are."
+            )
+        if self.moe_router_score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"moe_router_score_function is {self.moe_router_score_function!r}; "
+                "use 'softmax' or 'sigmoid'."
+            )
+        softmax = self.moe_router_score_function == "softmax"
+        if softmax and topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "moe_router_topk=1 with a softmax over the one chosen expert weighs it 1 whatever "
+                "the router says. Set moe_router_pre_softmax=True or use 'sigmoid' scores."
+            )
+        if softmax and self.moe_router_enable_expert_bias:
+            raise ValueError(
+                "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid': "
+                "a bias that only selects is defined for independent scores."
+            )
+        if self.moe_apply_probs_on_input and topk != 1:
+            raise ValueError(
+                f"moe_apply_probs_on_input=True needs moe_router_topk=1, but it is {topk}."
+            )
+        if self.add_bias_linear and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "add_bias_linear=True with experts needs every bias on one rank, but "
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
+            )
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError(
+                f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}; "
+                "set both, or none to choose among all experts."
+            )
+        if groups is None:
+            return
+        self._require_positive("moe_router_num_groups", "moe_router_group_topk")
+        per_group, rest = divmod(topk, chosen)
+        if experts % groups or chosen > groups or rest or per_group > experts // groups:
+            raise ValueError(
+                f"moe_router_num_groups={groups} and moe_router_group_topk={chosen} do not fit "
+                f"num_moe_experts={experts} and moe_router_topk={topk}: groups must divide the "
+                "experts evenly, and each chosen group must give an equal share of the top-k."
+            )
 
     def _check_mamba(self) -> None:
         self._require_positive(
@@ -389,22 +884,87 @@ class HybridConfig(TransformerConfig):
                 f"mamba_num_groups={self.mamba_num_groups}. Each group serves as many heads."
             )
         self._require_divisible("mamba_num_groups")
+        if self.mamba_gated_norm not in ("gate_first", "norm_first", "none"):
+            raise ValueError(
+                f"mamba_gated_norm is {self.mamba_gated_norm!r}; "
+                "use 'gate_first', 'norm_first' or 'none'."
+            )
+        limits = (self.mamba_dt_min, self.mamba_dt_max)
+        if limits[0] < 0 or (limits[1] is not None and limits[1] < limits[0]):
+            raise ValueError(
+                f"mamba_dt_min and mamba_dt_max are {limits}; time steps are positive, so the "
+                "limits need 0 <= mamba_dt_min <= mamba_dt_max (None: no upper limit)."
+            )
+        multipliers = self.mamba_section_multipliers
+        if multipliers is not None and len(multipliers) != 5:
+            raise ValueError(
+                f"mamba_section_multipliers is {multipliers}; it takes five factors, those of z, "
+                "x, B, C and dt."
+            )
 
-    def _check_gated_delta_net(self) -> None:
+    def _check_linear(self) -> None:
         self._require_positive("linear_key_head_dim", "linear_value_head_dim", "linear_chunk_size")
         self._require_conv_kernel("linear_conv_kernel_dim")
         if self.linear_num_key_heads is None:
             self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
+        self._require_positive("linear_num_key_heads")
+        self._require_divisible("linear_num_key_heads")
+
+    def _check_mamba1(self) -> None:
+        if self.mamba1_inner_size is None:
+            self.mamba1_inner_size = 2 * self.hidden_size
+        if self.mamba1_dt_rank is None:
+            self.mamba1_dt_rank = -(-self.hidden_size // 16)
+        self._require_positive(
+            "mamba1_state_dim", "mamba1_inner_size", "mamba1_dt_rank", "mamba1_chunk_size"
+        )
+        self._require_conv_kernel("mamba1_conv_kernel")
+        self._require_divisible("mamba1_inner_size")
+        if self.mamba1_norm not in ("none", "weighted", "weightless"):
+            raise ValueError(
+                f"mamba1_norm is {self.mamba1_norm!r}; use 'none', 'weighted' or 'weightless'."
+            )
+
+    def _check_short_conv(self) -> None:
+        self._require_conv_kernel("short_conv_kernel")
+        self._require_divisible("hidden_size")
+
+    def _check_shared_block(self) -> None:
+        self._require_positive("num_shared_blocks", "shared_block_adapter_rank")
+        for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                raise ValueError(
+                    f"{name} is {size}, but shared blocks (Z in layer_pattern "
+                    f"{self.layer_pattern!r}) lie whole on one rank. Use 1."
+                )
+        plain = {
+            "norm_placement": "pre",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "kv_source_layer": None,
+            "attention_output_gate": False,
+            "activation_func_clamp_value": None,
+            "mlp_gate_multiplier": 1.0,
+            "mlp_output_multiplier": 1.0,
+        }
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but shared blocks (Z in layer_pattern "
+                    f"{self.layer_pattern!r}) need {value!r}. Set it for the other layers alone, "
+                    "by layer_overrides."
+                )
+
+    def _check_gated_delta_net(self) -> None:
         if self.linear_num_value_heads is None:
             self.linear_num_value_heads = 2 * self.linear_num_key_heads
-        self._require_positive("linear_num_key_heads", "linear_num_value_heads")
+        self._require_positive("linear_num_value_heads")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads is {self.linear_num_value_heads}, not a multiple of "
                 f"linear_num_key_heads={self.linear_num_key_heads}. "
                 "Each key head serves as many value heads."
             )
-        self._require_divisible("linear_num_key_heads")
 
     def _require_conv_kernel(self, field: str) -> None:
         if getattr(self, field) < 2:
@@ -416,7 +976,14 @@ class HybridConfig(TransformerConfig):
     @property
     def has_attention(self) -> bool:
         """Whether any layer attends."""
-        return "*" in self.layer_pattern or "W" in self.layer_pattern
+        symbols = layer_symbols(self.layer_pattern)
+        groups = {group for symbol in symbols for group in KINDS[symbol].fields}
+        return not groups.isdisjoint(("attention", "latent_attention"))
+
+    @property
+    def num_kv_projections(self) -> int:
+        """Projections of an attention layer beside the queries: of keys and values 2, 1 or 0."""
+        return 0 if self.kv_source_layer is not None else 1 if self.keys_as_values else 2
 
     @property
     def rotary_dim(self) -> int:
@@ -424,11 +991,34 @@ class HybridConfig(TransformerConfig):
         return int(self.kv_channels * self.rotary_percent)
 
 
-def _lookup(table: dict[str, Any], field: str, name: Any) -> Any:
-    try:
-        return table[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"{field} is {name!r} in the config; use one of {list(table)}.") from None
+_NAMED_VALUES: dict[str, dict[str, Any]] = {
+    "params_dtype": _DTYPES,
+    "recurrent_state_dtype": _DTYPES,
+    "activation_func": ACTIVATIONS,
+}
+"""Fields whose values have a name in config.json."""
+
+
+def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of config fields as JSON has them."""
+    encoded = dict(fields)
+    for name in _NAMED_VALUES.keys() & encoded.keys():
+        names = {value: key for key, value in _NAMED_VALUES[name].items()}
+        encoded[name] = names[encoded[name]]
+    return encoded
+
+
+def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `_encode`."""
+    decoded = dict(fields)
+    for name in _NAMED_VALUES.keys() & decoded.keys():
+        table = _NAMED_VALUES[name]
+        if not isinstance(decoded[name], str) or decoded[name] not in table:
+            raise ValueError(
+                f"{name} is {decoded[name]!r} in the config; use one of {list(table)}."
+            )
+        decoded[name] = table[decoded[name]]
+    return decoded
 
 
 PREFIX_CACHING_MODES = ("off", "memory_only", "restore")

@@ -16,8 +16,27 @@ from megatron_hybrid.inference.context import StepPlan
 from megatron_hybrid.inference.request import Request
 
 TOLERANCE = 1e-5
-SYMBOLS = "MG*W-"
-PATTERNS = ("*-*-", "MG", "W-W-", "MG*-W-", "M*", "G*-", "W*W", "M-M-", "-", "GW-M*")
+SYMBOLS = "MG*W-ESCH+KZLPD"
+PATTERNS = (
+    "*-*-",
+    "MG",
+    "W-W-",
+    "MG*-W-",
+    "M*",
+    "G*-",
+    "W*W",
+    "M-M-",
+    "-",
+    "GW-M*",
+    "K-+-",
+    "+W+",
+    "ME*E",
+    "SC*-",
+    "H-MH",
+    "MZZ-Z",
+    "L-*E",
+    "LWP*DP",
+)
 
 
 class LogitsRecorder:
@@ -139,9 +158,30 @@ class RandomRun:
             seed=self.seed % 3,
             layernorm_epsilon=1e-2,
             sliding_window=int(self._choose([1, 7, 16, 24, 100])),
+            attention_chunk_size=int(self._choose([1, 7, 16, 24, 100])),
+            softmax_type=str(self._choose(["vanilla", "vanilla", "off-by-one", "learnable"])),
+            attention_logit_softcap=self._choose([None, None, 2.0]),
+            attention_temperature_scale=self._choose([None, None, 0.3]),
+            attention_temperature_floor=16,
+            rotary_interleaved=self._chance(0.3),
+            value_l2_norm=self._chance(0.3),
+            keys_as_values=self._chance(0.3),
+            layer_scalar=self._chance(0.3),
             mamba_chunk_size=int(self._choose([4, 16, 64])),
             linear_chunk_size=int(self._choose([4, 16, 64])),
             position_embedding_type=str(self._choose(["rope", "none"])),
+            qk_layernorm=self._chance(0.5),
+            attention_output_gate=self._chance(0.3) and "Z" not in self.pattern,
+            add_bias_linear=self._chance(0.3) and "Z" not in self.pattern,
+            mamba1_norm=str(self._choose(["none", "weighted", "weightless"])),
+            short_conv_bias=self._chance(0.5),
+            mamba_gated_norm=str(self._choose(["gate_first", "norm_first", "none"])),
+            mamba_norm_epsilon=1e-2,
+            mamba_proj_bias=self._chance(0.3),
+            num_shared_blocks=int(self._choose([1, 2])),
+            shared_block_attention_adapters=self._chance(0.5),
+            attention_output_multiplier=0.7,
+            mamba_input_multiplier=1.2,
         )
         self.families = [self._tokens(self.longest_prompt) for _ in range(2)]
         self.fields = self._draw_sizes()
@@ -240,6 +280,8 @@ class RandomRun:
                 self.fail()
             elif self._chance(0.03):
                 self.engine.cache.evict(int(self.random.integers(1, 20)))
+            elif self._chance(0.01):
+                self.engine.cache.clear()
             else:
                 self.step()
         self.check()

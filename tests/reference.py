@@ -32,6 +32,18 @@ def tiny_model(layer_pattern: str = ALL_MIXERS, seed: int = 0, **fields) -> Hybr
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
             "linear_chunk_size": 16,
+            "attention_chunk_size": 24,
+            "per_layer_input_size": 12,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 12,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 16,
+            # All experts: which of two equal ones is chosen would be a matter of rounding.
+            "num_moe_experts": 3,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 32,
+            "moe_shared_expert_intermediate_size": 16,
             "init_method_std": 0.1,
             **fields,
         }

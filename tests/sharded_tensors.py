@@ -28,5 +28,6 @@ def whole(*ranks):
     tensors = {}
     for key, shape, offset, _, values in (piece for rank in ranks for piece in rank):
         full = tensors.setdefault(key, torch.full(shape, torch.nan, dtype=values.dtype))
+        values = values[(None,) * (len(shape) - values.dim())]  # one expert of a stack
         full[tuple(slice(at, at + n) for at, n in zip(offset, values.shape))] = values
     return tensors

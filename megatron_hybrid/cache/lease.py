@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
-NO_WINDOW = 1 << 62
-"""Room of a window table where there are no windows."""
+NO_LOCAL_END = 1 << 62
+"""Room of the local tables where there are none."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Match:
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading tokens whose KV is in the cache (exact, not rounded to a block)."""
+    """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p where no layer
+    attends to everything."""
     skipped_tokens: int
     """p <= q: leading tokens that need no computing."""
     miss_reason: MissReason | None
@@ -57,15 +58,15 @@ class Lease:
     block_table: np.ndarray = field(init=False)
     """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
     Tables are never changed in place: a change puts a new array here."""
-    window_tables: list[np.ndarray] = field(default_factory=list)
-    """Per window group (order of `CacheSpec.window_groups`) int32 [M, pages_per_block]; page 0
-    (the null page) where the window has rolled on. Windows are written from position p on."""
-    window_first: list[int] = field(default_factory=list)
-    """Per window group: first block index that is still held."""
+    local_tables: list[np.ndarray] = field(default_factory=list)
+    """Per local group (order of `CacheSpec.local_groups`) int32 [M, pages_per_block]; page 0 (the
+    null page) where no later token sees the block. Local KV is written from position p on."""
+    local_first: list[int] = field(default_factory=list)
+    """Per local group: first block index that is still held."""
     capacity_tokens: int = 0
     """Tokens that the block table has room for (whole blocks)."""
-    window_end: int = NO_WINDOW
-    """Tokens that the window tables have room for (whole blocks)."""
+    local_end: int = NO_LOCAL_END
+    """Tokens that the local tables have room for (whole blocks)."""
     done: int = field(init=False)
     """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
 
@@ -108,5 +109,5 @@ class Reservation:
     """Tokens that the state has seen."""
     pages: np.ndarray
     """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
-    window_pages: list[np.ndarray]
-    """Per window group, int32 [blocks, pages_per_block]: the lease's own window pages."""
+    local_pages: list[np.ndarray]
+    """Per local group, int32 [blocks, pages_per_block]: the lease's own pages."""

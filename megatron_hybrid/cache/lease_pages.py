@@ -1,8 +1,8 @@
 """LeasePages: which pages a lease holds, from the first reference to the last.
 
 A lease starts by holding what it found (`hold`), then gets room for what it will write (`open`,
-`grow`); its windows give blocks back as they roll; in the end everything is let go. Each step is
-done whole: whether there is room is asked before anything changes (`has_room`).
+`grow`); local blocks that no later token sees are given back (`roll`); in the end everything is let
+go. Each step is done whole: whether there is room is asked before anything changes (`has_room`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class LeasePages:
         self,
         lease: Lease,
         rows: np.ndarray | None,
-        window_rows: Sequence[np.ndarray] = (),
+        local_rows: Sequence[np.ndarray] = (),
         checkpoint_pages: np.ndarray | None = None,
     ) -> None:
         """References on all that a new lease starts from, so that no eviction takes it away.
 
-        rows: pages of the blocks of [0, q); window_rows: those of the windows before p. Full
+        rows: pages of the blocks of [0, q); local_rows: per local group those of
+        `CacheSpec.local_blocks` at p (default: none, the caller brings what is seen from p). Full
         blocks become the lease's own tables; a last one filled in part is pinned, to be copied.
         """
         spec, size = self._spec, self._spec.block_size_tokens
@@ -44,67 +45,69 @@ class LeasePages:
         lease.block_table = rows[:full]
         lease.pins = [rows[full:]]
         full = lease.done // size
-        for i, group in enumerate(spec.window_groups):
-            first = spec.first_window_block(group, lease.done)
-            table = np.full((full, spec.pages_per_block[group]), NULL_PAGE, dtype=np.int32)
-            shared = window_rows[i] if window_rows else table
-            table[first:] = shared[: full - first]
-            lease.window_tables.append(table)
-            lease.window_first.append(first)
+        for i, group in enumerate(spec.local_groups):
+            first = spec.first_local_block(group, lease.done)
+            table = np.full((first, spec.pages_per_block[group]), NULL_PAGE, dtype=np.int32)
+            shared = local_rows[i] if local_rows else table[:0]
+            lease.local_tables.append(np.concatenate([table, shared[: full - first]]))
+            lease.local_first.append(first)
             lease.pins.append(shared[full - first :])
         if checkpoint_pages is not None:
             lease.pins.append(checkpoint_pages)
         for pages in held_pages(lease):
             self._allocator.retain(pages)
         lease.capacity_tokens = len(lease.block_table) * size
-        lease.window_end = full * size if spec.window_groups else lease.window_end
+        if spec.local_groups:
+            lease.local_end = min(map(len, lease.local_tables)) * size
 
     def open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """Room for the rest of a held lease, and the copies of blocks shared in part."""
         spec, size = self._spec, self._spec.block_size_tokens
         self.grow(lease, capacity_tokens, end)
-        source, *window_sources = lease.pins[: 1 + len(spec.window_groups)]
+        source, *local_sources = lease.pins[: 1 + len(spec.local_groups)]
         if len(source):
             own = lease.block_table[lease.shared_tokens // size]
             for group, columns in spec.columns.items():
                 lease.copies.append(
                     PageCopy(group, source[0, columns], own[columns], lease.shared_tokens % size)
                 )
-        for group, table, source in zip(spec.window_groups, lease.window_tables, window_sources):
+        for group, table, source in zip(spec.local_groups, lease.local_tables, local_sources):
             if len(source):
                 own = table[lease.done // size]
                 lease.copies.append(PageCopy(group, source[0], own, lease.done % size))
         lease.next_flush = (lease.done // size + 1) * size
 
-    def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, int]:
-        """Blocks that the block table, and the window tables, lack for this much room."""
+    def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, list[int]]:
+        """Blocks that the block table, and each local table, lack for this much room."""
         blocks = self._spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
-        missing = max(0, blocks - len(lease.block_table))
-        if not self._spec.window_groups:
-            return missing, 0
-        return missing, max(0, self._spec.num_blocks(end) - len(lease.window_tables[0]))
+        end = self._spec.num_blocks(end)
+        return (
+            max(0, blocks - len(lease.block_table)),
+            [max(0, end - len(table)) for table in lease.local_tables],
+        )
 
     def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
         """Whether eviction could make the room."""
         spec = self._spec
-        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
+        blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         needed = blocks * spec.kv_pages_per_block
-        needed += window_blocks * sum(spec.pages_per_block[g] for g in spec.window_groups)
+        for group, missing in zip(spec.local_groups, local_blocks):
+            needed += missing * spec.pages_per_block[group]
         return needed <= self._allocator.num_free + self._allocator.num_evictable
 
     def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Append blocks to the tables; `_has_room` said yes."""
+        """Append blocks to the tables; `has_room` said yes."""
         spec = self._spec
-        blocks, window_blocks = self._missing(lease, capacity_tokens, end)
+        blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         if blocks:
             new = self._allocate(blocks, spec.kv_pages_per_block)
             lease.block_table = np.concatenate([lease.block_table, new])
             lease.capacity_tokens = len(lease.block_table) * spec.block_size_tokens
-        if window_blocks:
-            for i, group in enumerate(spec.window_groups):
-                new = self._allocate(window_blocks, spec.pages_per_block[group])
-                lease.window_tables[i] = np.concatenate([lease.window_tables[i], new])
-            lease.window_end = len(lease.window_tables[0]) * spec.block_size_tokens
+        for i, (group, missing) in enumerate(zip(spec.local_groups, local_blocks)):
+            if missing:
+                new = self._allocate(missing, spec.pages_per_block[group])
+                lease.local_tables[i] = np.concatenate([lease.local_tables[i], new])
+                lease.local_end = len(lease.local_tables[i]) * spec.block_size_tokens
 
     def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
         """int32 [blocks, pages_per_block], what is worth least making room."""
@@ -113,16 +116,16 @@ class LeasePages:
             raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
         return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
 
-    def roll_windows(self, lease: Lease) -> None:
-        """Give back the window blocks that no later token can see."""
-        for i, group in enumerate(self._spec.window_groups):
-            first, held = self._spec.first_window_block(group, lease.done), lease.window_first[i]
+    def roll(self, lease: Lease) -> None:
+        """Give back the local blocks that no later token sees."""
+        for i, group in enumerate(self._spec.local_groups):
+            first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]
             if first > held:
-                table = lease.window_tables[i].copy()
+                table = lease.local_tables[i].copy()
                 self._allocator.release(table[held:first])
                 table[held:first] = NULL_PAGE
-                lease.window_tables[i] = table
-                lease.window_first[i] = first
+                lease.local_tables[i] = table
+                lease.local_first[i] = first
 
     def let_go(self, lease: Lease) -> None:
         """Drop every reference of a lease; its reservations are settled."""
@@ -130,8 +133,8 @@ class LeasePages:
             self._allocator.release(pages)
 
 
-def window_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
-    """Where the next forward ends: windows need room up to there."""
+def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
+    """Where the next forward ends: local KV needs room up to there."""
     if chunk_tokens is None:
         return max(lease.done, capacity_tokens)
     return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
@@ -140,7 +143,7 @@ def window_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> 
 def held_pages(lease: Lease) -> Iterator[np.ndarray]:
     """Flat page lists of all that a lease holds, reservations aside."""
     yield lease.block_table.ravel()
-    for first, table in zip(lease.window_first, lease.window_tables):
+    for first, table in zip(lease.local_first, lease.local_tables):
         yield table[first:].ravel()
     for pages in lease.pins:
         yield pages.ravel()

@@ -19,7 +19,9 @@ class Hit:
     """What one walk down the tree found. Valid until the tree changes."""
 
     path: Path
-    """Its depth is q."""
+    """Its depth: how many tokens are known."""
+    shared: int
+    """q: the path's depth, or p where there is no KV of full attention to share."""
     skipped: int
     """p."""
     checkpoint: Checkpoint | None
@@ -40,18 +42,20 @@ def look_up(
     p = 0. restore: p is the deepest checkpoint <= q; where KV alone resumes p = q, save that the
     prompt's last token is computed for its logits if there is no checkpoint at its end."""
     if mode == "off":
-        return Hit(Path(None, [], 0, spec.block_size_tokens), 0, None, MissReason.MODE)
+        return Hit(Path(None, [], 0, spec.block_size_tokens), 0, 0, None, MissReason.MODE)
     path = index.walk(salt, tokens)
+    shared = path.depth if spec.kv_pages_per_block else 0
     forced = MissReason.MODE if mode == "memory_only" else None
     if recompute_reason is not None:
         forced = MissReason(recompute_reason)
     if path.depth and forced:
-        return Hit(path, 0, None, forced)
+        return Hit(path, shared, 0, None, forced)
     checkpoint = path.deepest_checkpoint()
     skipped = checkpoint.position if checkpoint else 0
     if not spec.needs_state and skipped < len(tokens):
         checkpoint, skipped = None, min(path.depth, len(tokens) - 1)
-    return Hit(path, skipped, checkpoint, miss_reason(path, leases, tokens, salt, skipped))
+    reason = miss_reason(path, leases, tokens, salt, skipped)
+    return Hit(path, max(shared, skipped), skipped, checkpoint, reason)
 
 
 def miss_reason(

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import EvictionQueue, Evictor, checkpoint_value, tail_key
 from megatron_hybrid.cache.lease import Lease, Match, Reservation
-from megatron_hybrid.cache.lease_pages import LeasePages, held_pages, window_end
+from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_pages
 from megatron_hybrid.cache.matching import Hit, look_up
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.placement import prefill_positions, saves_work
@@ -41,7 +41,7 @@ class PrefixCache:
     """Shares KV blocks and checkpoints between requests.
 
     Args:
-        spec: what one token, one window, one sequence costs.
+        spec: what one token and one sequence cost, and what a token sees.
         num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (scratch for
             suppressed writes and for padding of tables) and is never handed out.
         mode: "off" (nothing shared), "memory_only" (KV shared, all computed), "restore".
@@ -71,15 +71,14 @@ class PrefixCache:
     def fits(self, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Whether a request of this many tokens fits in the pool when it is alone.
 
-        chunk_tokens: longest forward of one request (matters for window groups only; default: all
+        chunk_tokens: longest forward of one request (matters for local groups only; default: all
         tokens in one forward). False: refuse the request at the door.
         """
         spec = self.spec
         blocks = spec.num_blocks(capacity_tokens)
         pages = blocks * spec.kv_pages_per_block
-        for group in spec.window_groups:
-            chunk = capacity_tokens if chunk_tokens is None else chunk_tokens
-            held = spec.num_blocks(spec.groups[group].window + chunk) + 1
+        for group in spec.local_groups:
+            held = spec.max_local_blocks(group, chunk_tokens or capacity_tokens)
             pages += min(blocks, held) * spec.pages_per_block[group]
         return pages < self.allocator.num_pages
 
@@ -89,7 +88,7 @@ class PrefixCache:
         """What of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
-        return Match(len(tokens), hit.path.depth, hit.skipped, hit.reason)
+        return Match(len(tokens), hit.shared, hit.skipped, hit.reason)
 
     def acquire(
         self,
@@ -106,7 +105,7 @@ class PrefixCache:
         Args:
             tokens: int32 [L], L >= 1.
             capacity_tokens: KV of full attention gets room for tokens [0, capacity_tokens).
-            chunk_tokens: length of the first forward, which starts at p: window groups get room
+            chunk_tokens: length of the first forward, which starts at p: local groups get room
                 for that much only (default: up to capacity_tokens).
             declared: positions whose state the caller wants saved.
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
@@ -122,9 +121,9 @@ class PrefixCache:
         if lease is None and hit.path.depth and not self._leases:
             # Alone, and what is pinned to restore from is in the way: share whole blocks only.
             size = self.spec.block_size_tokens
-            path = self._index.walk(salt, tokens[: hit.path.depth // size * size])
+            path = self._index.walk(salt, tokens[: hit.shared // size * size])
             skipped = 0 if self.spec.needs_state else min(hit.skipped, path.depth)
-            hit = Hit(path, skipped, None, MissReason.NO_ROOM)
+            hit = Hit(path, path.depth, skipped, None, MissReason.NO_ROOM)
             lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None:
             self._stats.refused += 1
@@ -137,6 +136,32 @@ class PrefixCache:
         self._stats.prompt_tokens += len(tokens)
         self._stats.shared_tokens += lease.shared_tokens
         self._stats.skipped_tokens += lease.skipped_tokens
+        return lease
+
+    def resume(
+        self,
+        tokens: np.ndarray,
+        salt: str = "",
+        *,
+        capacity_tokens: int,
+        chunk_tokens: int | None = None,
+    ) -> Lease | None:
+        """A lease for a request that was preempted after `tokens` and goes on from there; what it
+        had computed is the caller's to put back.
+
+        Whole blocks of KV are shared as far as they are cached. Before the first forward the caller
+        writes the live slot, the full-attention KV from `lease.writable_from` on, and the local KV
+        from `CacheSpec.first_local_block` on; the report that the request has goes on as
+        `lease.report`. Arguments as in `acquire`. None: it does not fit now, and nothing changed.
+        When no other lease is live and `fits` says yes it always fits.
+        """
+        tokens, size = as_tokens(tokens), self.spec.block_size_tokens
+        depth = self._look_up(tokens, salt, None).path.depth
+        path = self._index.walk(salt, tokens[: depth // size * size])
+        hit = Hit(path, path.depth, len(tokens), None, None)
+        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+        if lease is None:
+            self._stats.refused += 1
         return lease
 
     def fork(
@@ -165,9 +190,7 @@ class PrefixCache:
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
         )
         blocks = self.spec.num_blocks(num_tokens)
-        first = [self.spec.first_window_block(g, num_tokens) for g in self.spec.window_groups]
-        windows = [table[i:blocks] for i, table in zip(first, lease.window_tables)]
-        self._pages.hold(new, lease.block_table[:blocks], windows)
+        self._pages.hold(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
         capacity_tokens = capacity_tokens or num_tokens + 1
         if not self._pages.has_room(new, capacity_tokens, capacity_tokens):
             self._pages.let_go(new)
@@ -187,15 +210,15 @@ class PrefixCache:
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
-        """Room for KV of tokens < capacity_tokens, and in windows for a forward of chunk_tokens
-        from lease.done on (default: up to capacity_tokens). Call it before every forward; it is
-        cheap when there is room already.
+        """Room for KV of tokens < capacity_tokens, and in local groups for a forward of
+        chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
+        forward; it is cheap when there is room already.
 
         False: it does not fit now, and nothing changed. When no other lease is live, no reservation
         is pending and `fits` says yes, it always fits.
         """
-        end = window_end(lease, capacity_tokens, chunk_tokens)
-        if capacity_tokens <= lease.capacity_tokens and end <= lease.window_end:
+        end = forward_end(lease, capacity_tokens, chunk_tokens)
+        if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
         check_live(lease)
         if not self._pages.has_room(lease, capacity_tokens, end):
@@ -211,15 +234,15 @@ class PrefixCache:
 
         Call it after every step. tokens: int32; the array must stay as it is up to there. They
         become visible to others when a block fills, after a forward of more than one token, with
-        flush=True (at the end of a request), and where a checkpoint is published. Window blocks
-        that rolled out of the window are given back.
+        flush=True (at the end of a request), and where a checkpoint is published. At the same
+        times local blocks that no later token sees are given back.
         """
         before, lease.done = lease.done, num_tokens_done
         lease.tokens = tokens
         if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
             return
         check_live(lease)
-        room = min(lease.capacity_tokens, lease.window_end)
+        room = min(lease.capacity_tokens, lease.local_end)
         if not before <= num_tokens_done <= min(room, len(tokens)):
             lease.done = before
             raise ValueError(
@@ -227,7 +250,7 @@ class PrefixCache:
                 f"and there is room for {room}; call extend before the forward"
             )
         self._publish_tokens(lease)
-        self._pages.roll_windows(lease)
+        self._pages.roll(lease)
         size = self.spec.block_size_tokens
         lease.next_flush = (lease.done // size + 1) * size
 
@@ -240,7 +263,7 @@ class PrefixCache:
         Raises ValueError if the position is behind lease.done or beyond the room.
         """
         check_live(lease)
-        limit = min(lease.capacity_tokens, lease.window_end)
+        limit = min(lease.capacity_tokens, lease.local_end)
         if not max(1, lease.done) <= position <= limit:
             raise ValueError(
                 f"checkpoint at {position} of a lease that is at {lease.done} with room for "
@@ -252,23 +275,20 @@ class PrefixCache:
         below = self._index.walk(lease.salt, lease.tokens[:position]).deepest_checkpoint()
         if below is not None and below.position == position:
             return None
-        windows = [
-            table[self.spec.first_window_block(group, position) : self.spec.num_blocks(position)]
-            for group, table in zip(self.spec.window_groups, lease.window_tables)
-        ]
+        local_rows = self._local_rows(lease, position)
         needed = self.spec.checkpoint_pages
         rebuild = position - (below.position if below else 0) if needs_state else 1
-        value = checkpoint_value(rebuild, needed + sum(rows.size for rows in windows))
+        value = checkpoint_value(rebuild, needed + sum(rows.size for rows in local_rows))
         self._tick += 1
         if not self._evictor.make_room_for(needed, value, self._tick):
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
             self._record(NOT_RESERVED, position)
             return None
-        for rows in windows:
+        for rows in local_rows:
             self.allocator.retain(rows)
         pages = self.allocator.allocate(needed)
-        reservation = Reservation(lease, position, pages, windows)
+        reservation = Reservation(lease, position, pages, local_rows)
         lease.reservations.append(reservation)
         self._record(RESERVED, position)
         return reservation
@@ -285,7 +305,7 @@ class PrefixCache:
         edge = self._index.walk(lease.salt, lease.tokens[:position]).edges[-1]
         first = position not in edge.checkpoints
         if first:
-            checkpoint = Checkpoint(position, reservation.pages, reservation.window_pages)
+            checkpoint = Checkpoint(position, reservation.pages, reservation.local_pages)
             checkpoint.last_access, checkpoint.clock = self._tick, self._evictor.clock
             self._index.add_checkpoint(edge, checkpoint)
             self._evictor.add_checkpoint(checkpoint)
@@ -302,7 +322,7 @@ class PrefixCache:
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
         self.allocator.release(reservation.pages)
-        for pages in reservation.window_pages:
+        for pages in reservation.local_pages:
             self.allocator.release(pages)
 
     def release(self, lease: Lease) -> None:
@@ -356,7 +376,7 @@ class PrefixCache:
             for pages in held_pages(lease):
                 np.add.at(refs, pages, 1)
             for reservation in lease.reservations:
-                for pages in (reservation.pages, *reservation.window_pages):
+                for pages in (reservation.pages, *reservation.local_pages):
                     np.add.at(refs, pages, 1)
         counts = (
             ("leases hold", refs, self.allocator.ref_counts),
@@ -376,6 +396,13 @@ class PrefixCache:
             self._index, self._leases, self.spec, self.mode, tokens, salt, recompute_reason
         )
 
+    def _local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
+        """Per local group, the lease's blocks that a checkpoint at this position needs."""
+        return [
+            table[self.spec.local_blocks(group, position)]
+            for group, table in zip(self.spec.local_groups, lease.local_tables)
+        ]
+
     def _admit(
         self,
         tokens: np.ndarray,
@@ -389,16 +416,16 @@ class PrefixCache:
         lease = Lease(
             salt=salt,
             tokens=tokens,
-            shared_tokens=path.depth,
+            shared_tokens=hit.shared,
             skipped_tokens=hit.skipped,
-            report=PrefixReport(len(tokens), path.depth, hit.skipped, hit.reason),
+            report=PrefixReport(len(tokens), hit.shared, hit.skipped, hit.reason),
         )
-        rows = path.pages(self.spec.num_blocks(path.depth)) if path.depth else None
+        rows = path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None
         if checkpoint is None:
             self._pages.hold(lease, rows)
         else:
-            self._pages.hold(lease, rows, checkpoint.window_pages, checkpoint.pages)
-        end = window_end(lease, capacity_tokens, chunk_tokens)
+            self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
+        end = forward_end(lease, capacity_tokens, chunk_tokens)
         if not self._pages.has_room(lease, capacity_tokens, end):
             self._pages.let_go(lease)
             return None

@@ -15,15 +15,15 @@ class MissReason(str, Enum):
     NO_SHARED_PREFIX = "no_shared_prefix"
     """Nothing that starts like this prompt is in the cache, or ever was as far as is known."""
     MODE = "mode"
-    """The mode forbids it: "off", or "memory_only" with KV shared and all tokens computed."""
+    """The mode forbids it: "off", or "memory_only", where all tokens are computed."""
     PROMPT_LOG_PROBS = "prompt_log_probs"
     """The request asked for log-probs of its prompt, so every token has to be computed."""
     STATE_NEVER_SAVED = "state_never_saved"
-    """KV is there further than any state that was ever saved."""
+    """The tokens are known further than any state that was ever saved."""
     STATE_EVICTED = "state_evicted"
-    """A state was saved between p and q, and had to make room."""
+    """A state was saved after p among the known tokens, and had to make room."""
     KV_EVICTED = "kv_evicted"
-    """The next tokens were cached after position q, and had to make room."""
+    """The tokens after the known ones were cached, and had to make room."""
     IN_FLIGHT = "in_flight"
     """A running request is computing a state that would have served; it is not finished."""
     NOT_ADMITTED = "not_admitted"
@@ -38,7 +38,8 @@ class PrefixReport:
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading prompt tokens whose KV was reused."""
+    """q: leading prompt tokens whose KV of full attention was reused; p where no layer attends to
+    everything. A local layer's KV can be resumed, not shared: it is written again from p on."""
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None

@@ -1,4 +1,4 @@
-"""CacheSpec: how many bytes a token, a window and a sequence cost, and the page size from that.
+"""CacheSpec: how many bytes a token and a sequence cost, what a token sees, and the page size.
 
 Everything here is arithmetic on sizes. A page holds whole "pairs": K and V of one layer for one
 block of tokens, the only thing that a kernel needs contiguous.
@@ -13,25 +13,49 @@ STATE_ONLY_PAGE_BYTES = 64 << 10
 """Page size of a model in which nothing attends."""
 ALIGNMENT = 16
 """Each part of a checkpoint starts at a multiple of this many bytes."""
-MAX_PADDING = 0.1
-"""A page size may waste this part of the KV bytes for the sake of fewer, larger pages."""
+MAX_PADDING = 0.15
+"""A page size may add this part to any group's KV bytes for the sake of fewer, larger pages."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Attention layers of one kind: same bytes per token, same window."""
+    """Attention layers of one kind: same bytes per token, same window or chunk.
+
+    A group with either is local: what lies before `first_visible` is seen by no later token.
+
+    Raises:
+        ValueError: a size is less than 1, or both window and chunk are given.
+    """
 
     num_layers: int
     bytes_per_token: int
     """K and V of ONE layer, one token."""
     window: int | None = None
-    """Tokens that a query sees, its own included; None: all of them."""
+    """The token at position t sees (t - window, t]; None: not windowed."""
+    chunk: int | None = None
+    """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
 
     def __post_init__(self):
-        for name in ("num_layers", "bytes_per_token", "window"):
+        for name in ("num_layers", "bytes_per_token", "window", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"KVGroup.{name} is {value}; it must be at least 1")
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(
+                f"KVGroup.window is {self.window} and KVGroup.chunk is {self.chunk}; a layer has "
+                f"one of them: leave the other None"
+            )
+
+    @property
+    def reach(self) -> int | None:
+        """Most tokens that a token sees, its own included; None: all of them."""
+        return self.chunk if self.window is None else self.window
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class CacheSpec:
     block_size_tokens: int
     """Tokens per KV block: a power of two, 16 to 256."""
     groups: tuple[KVGroup, ...]
-    """Full-attention groups (window None) and sliding-window groups, in any order."""
+    """Full-attention groups and local ones (window or chunk), in any order."""
     state_bytes: int
     """Recurrent states and convolution tails of one sequence; 0 for pure attention."""
     hidden_bytes: int
@@ -64,13 +88,13 @@ class CacheSpec:
 
     @cached_property
     def full_groups(self) -> tuple[int, ...]:
-        """Indices of the groups without a window."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is None)
+        """Indices of the groups whose tokens see all tokens before them."""
+        return tuple(i for i, group in enumerate(self.groups) if group.reach is None)
 
     @cached_property
-    def window_groups(self) -> tuple[int, ...]:
-        """Indices of the sliding-window groups."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
+    def local_groups(self) -> tuple[int, ...]:
+        """Indices of the groups with a window or a chunk."""
+        return tuple(i for i, group in enumerate(self.groups) if group.reach is not None)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -108,26 +132,41 @@ class CacheSpec:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint without its window blocks: states, then the hidden state."""
+        """Bytes of a checkpoint without its local blocks: states, then the hidden state."""
         return aligned(self.state_bytes) + aligned(self.hidden_bytes)
 
     @cached_property
     def checkpoint_pages(self) -> int:
-        """Pages of a checkpoint without its window blocks."""
+        """Pages of a checkpoint without its local blocks."""
         return -(-self.checkpoint_bytes // self.page_bytes)
 
     @cached_property
     def needs_state(self) -> bool:
-        """True where a prompt resumes only at checkpoints: a recurrent state or a window."""
-        return self.state_bytes > 0 or bool(self.window_groups)
+        """True where a prompt resumes only at checkpoints: a recurrent state or local KV."""
+        return self.state_bytes > 0 or bool(self.local_groups)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
-    def first_window_block(self, group: int, position: int) -> int:
-        """First block that covers [position - window, position) of the group."""
-        return max(0, position - self.groups[group].window) // self.block_size_tokens
+    def first_local_block(self, group: int, position: int) -> int:
+        """First block of a local group that the token at `position`, the next one, sees."""
+        return self.groups[group].first_visible(position) // self.block_size_tokens
+
+    def local_blocks(self, group: int, position: int) -> slice:
+        """Blocks of a local group that a checkpoint at `position` needs: they hold what the token
+        at `position` sees before itself, which may be nothing."""
+        first = self.first_local_block(group, position)
+        if self.groups[group].first_visible(position) == position:
+            return slice(first, first)
+        return slice(first, self.num_blocks(position))
+
+    def max_local_blocks(self, group: int, chunk_tokens: int) -> int:
+        """Most blocks of a local group that a request holds whose forwards have at most
+        chunk_tokens tokens, however long it gets. All tokens of a forward are written before any
+        is read, so there is room for a whole chunk beside what its first token sees."""
+        reach = self.groups[group].reach
+        return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 
 
 def aligned(num_bytes: int) -> int:
@@ -139,20 +178,24 @@ def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> in
     """The page size for these groups.
 
     One group: its whole block is one page. Several: a whole number of pairs of one group, such
-    that a block of every group fills whole pages. The largest size that wastes no more than
-    MAX_PADDING of the bytes wins (long tables cost time), else the one that wastes least.
+    that a block of every group fills whole pages. Of the sizes that add no more than MAX_PADDING to
+    each of them the one with the fewest pages wins (long tables cost time), else the one that adds
+    least. A group is looked at by itself: how many blocks of each there are, requests decide.
     """
     if not groups:
         return STATE_ONLY_PAGE_BYTES
     pairs = [group.bytes_per_token * block_size_tokens for group in groups]
     layers = [group.num_layers for group in groups]
 
-    def held(page_bytes: int) -> int:
-        """Bytes of the pages of one block of every group."""
-        return page_bytes * sum(-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs))
+    def cost(page_bytes: int) -> tuple[float, int]:
+        """What the pages of a block add to the group that they fit worst, and their number."""
+        pages = [-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs)]
+        padding = max(
+            count * page_bytes / (n * pair) for count, n, pair in zip(pages, layers, pairs)
+        )
+        return padding - 1, sum(pages)
 
-    used = sum(n * pair for n, pair in zip(layers, pairs))
     sizes = {k * pair for n, pair in zip(layers, pairs) for k in range(1, n + 1)}
     sizes = [size for size in sizes if size >= max(pairs)]
-    small = [size for size in sizes if held(size) <= used * (1 + MAX_PADDING)]
-    return max(small) if small else min(sizes, key=lambda size: (held(size), -size))
+    small = [size for size in sizes if cost(size)[0] <= MAX_PADDING]
+    return min(small, key=lambda size: cost(size)[::-1]) if small else min(sizes, key=cost)

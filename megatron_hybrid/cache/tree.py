@@ -20,20 +20,20 @@ MAX_TRACES = 32
 class Checkpoint:
     """A published state after `position` tokens, and what the eviction policy knows of it."""
 
-    __slots__ = ("clock", "edge", "last_access", "pages", "position", "queued", "window_pages")
+    __slots__ = ("clock", "edge", "last_access", "local_pages", "pages", "position", "queued")
 
-    def __init__(self, position: int, pages: np.ndarray, window_pages: list[np.ndarray]):
+    def __init__(self, position: int, pages: np.ndarray, local_pages: list[np.ndarray]):
         self.edge: Edge | None = None  # None: dropped
         self.position = position
         self.pages = pages
-        self.window_pages = window_pages
+        self.local_pages = local_pages
         self.last_access = 0
         self.clock = 0.0
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
         """All that it holds, one flat array per kind (a page is in one of them only)."""
-        return [self.pages, *(pages.ravel() for pages in self.window_pages)]
+        return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
 
 class Edge:

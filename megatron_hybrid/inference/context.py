@@ -81,9 +81,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.block_size_tokens = memory.spec.block_size_tokens
         spec = memory.spec
         self._full_columns = spec.kv_pages_per_block
-        window_columns = [spec.pages_per_block[group] for group in spec.window_groups]
-        bounds = np.cumsum([0, self._full_columns, *window_columns]).tolist()
-        self._columns = list(pairwise(bounds))  # full attention, then each window group
+        local_columns = [spec.pages_per_block[group] for group in spec.local_groups]
+        bounds = np.cumsum([0, self._full_columns, *local_columns]).tolist()
+        self._columns = list(pairwise(bounds))  # full attention, then each local group
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
@@ -170,7 +170,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def _update_tables(self, request: Request) -> None:
         """Brings the block tables of the request's slot up to date."""
         lease, slot = request.lease, request.slot
-        tables = [lease.block_table, *lease.window_tables]
+        tables = [lease.block_table, *lease.local_tables]
         known = self._known_tables[slot]
         # A lease never changes a table in place: it puts a new array there.
         if len(known) == len(tables) and all(map(operator.is_, known, tables)):
@@ -217,20 +217,33 @@ class DynamicInferenceContext(BaseInferenceContext):
         if self._captured:
             self.memory.state(layer_number, name, self._staging).copy_(captured)
 
-    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Stores K and V of the step's tokens, [T padded, 1, K, D] each (after RoPE)."""
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor | None) -> None:
+        """Stores K [T padded, 1, K, D] (after RoPE) and V [T padded, 1, K, P] of the step's tokens.
+
+        Raises:
+            ValueError: values are given to a layer that keeps none (`KVShape.value_dim` 0), or are
+                None for one that does.
+        """
         key_pages, value_pages = self.memory.kv_pages(layer_number)
+        if (value is None) != (value_pages.shape[-1] == 0):
+            raise ValueError(
+                f"layer {layer_number} keeps {value_pages.shape[-1]} value dimensions, and its "
+                f"values are {'None' if value is None else list(value.shape)}: pass None where "
+                "KVShape.value_dim is 0, and only there"
+            )
         index = self._write_pages[self._column(layer_number)], self._write_rows
         key_pages[index] = key[:, 0].to(key_pages.dtype)
-        value_pages[index] = value[:, 0].to(value_pages.dtype)
+        if value is not None:
+            value_pages[index] = value[:, 0].to(value_pages.dtype)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(K pages, V pages [n, B, K, D], block table int32 [R, M]) of one layer."""
+        """(K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of one layer,
+        which may be another than the one that asks. P is 0 where the layer keeps no values."""
         return (*self.memory.kv_pages(layer_number), self._block_tables[self._column(layer_number)])
 
     def _column(self, layer_number: int) -> int:
-        window, column = self.memory.table_of_layer[layer_number]
-        return column if window is None else self._columns[1 + window][0] + column
+        local_group, column = self.memory.table_of_layer[layer_number]
+        return column if local_group is None else self._columns[1 + local_group][0] + column
 
     def mamba_states_cache(
         self, layer_number: int, intermediate: bool = False

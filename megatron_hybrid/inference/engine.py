@@ -38,8 +38,8 @@ class DynamicInferenceEngine:
 
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
-        tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names). Needed for text
-            prompts and for stop strings only.
+        tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
+            where there are several. Needed for text prompts and for stop strings only.
         config: sizes and the prefix-caching mode.
 
     Raises:

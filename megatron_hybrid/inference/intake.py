@@ -129,12 +129,13 @@ class Intake:
     def _tokenize(self, text: str, params: SamplingParams) -> list[int]:
         if self.tokenizer is None:
             raise TypeError("a text prompt needs a tokenizer, and this engine has none: pass ids")
+        tokens = self.tokenizer.tokenize(text)
         if not params.add_BOS:
-            return self.tokenizer.tokenize(text)
+            return tokens
         bos = getattr(self.tokenizer, "bos", None)
         if bos is None:
             raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
-        return [bos, *self.tokenizer.tokenize(text)]
+        return tokens if tokens[:1] == [bos] else [bos, *tokens]
 
     def _check_length(self, length: int, params: SamplingParams) -> int:
         """Tokens of the whole request, prompt and answer."""
@@ -177,10 +178,11 @@ class Intake:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.ignore_termination:
             return frozenset()
-        termination = params.termination_id
-        if termination is None:
-            termination = getattr(self.tokenizer, "eod", None)
-        return frozenset({*params.stop_token_ids, termination} - {None})
+        if params.termination_id is not None:
+            ends = (params.termination_id,)
+        else:
+            ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
+        return frozenset({*params.stop_token_ids, *ends} - {None})
 
 
 def is_int(value) -> bool:

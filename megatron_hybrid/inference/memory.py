@@ -38,8 +38,11 @@ def cache_spec_of(
         groups=tuple(
             KVGroup(
                 num_layers=sum(layer.kv == shape for layer in layers),
-                bytes_per_token=2 * _num_bytes((shape.num_heads, shape.head_dim), dtype),
+                bytes_per_token=_num_bytes(
+                    (shape.num_heads, shape.head_dim + shape.value_dim), dtype
+                ),
                 window=shape.window,
+                chunk=shape.chunk,
             )
             for shape in shapes
         ),
@@ -53,9 +56,9 @@ def cache_spec_of(
 
 
 def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
-    """The attention groups: distinct KV shapes, full attention before windows."""
+    """The attention groups: distinct KV shapes, full attention before local attention."""
     shapes = dict.fromkeys(layer.kv for layer in layers if layer.kv is not None)
-    return sorted(shapes, key=lambda shape: shape.window is not None)
+    return sorted(shapes, key=lambda shape: shape.is_local)
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class ParkedRequest:
 
     num_tokens: int
     block_pages: Tensor  # uint8 [blocks, kv_pages_per_block, page_bytes]
-    window_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
+    local_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
     slot: Tensor  # uint8 [slot_bytes]
 
     @property
     def num_bytes(self) -> int:
-        tensors = [self.block_pages, self.slot, *(pages for _, pages in self.window_pages)]
+        tensors = [self.block_pages, self.slot, *(pages for _, pages in self.local_pages)]
         return sum(tensor.numel() for tensor in tensors)
 
 
@@ -113,34 +116,34 @@ class CacheMemory:
         self._hidden_field = (offset, (hidden_size,), dtype)
 
         self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
-        self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # window group, table column
+        self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # local group, table column
         typed_pool = self.pool.view(dtype)
-        full_columns = num_windows = 0
+        full_columns = num_local = 0
         for group, shape in enumerate(_kv_shapes(layers)):
             members = [n for n, layer in enumerate(layers, start=1) if layer.kv == shape]
-            block_shape = (spec.block_size_tokens, shape.num_heads, shape.head_dim)
-            half = int(np.prod(block_shape))
-            pairs_per_page = spec.pairs_per_page(group)
+            rows = spec.block_size_tokens, shape.num_heads
+            sizes = [rows[0] * rows[1] * width for width in (shape.head_dim, shape.value_dim)]
             for index, number in enumerate(members):
-                page, pair = divmod(index, pairs_per_page)
-                key, value = (
-                    typed_pool[:, start : start + half].unflatten(1, block_shape)
-                    for start in (2 * pair * half, (2 * pair + 1) * half)
+                page, pair = divmod(index, spec.pairs_per_page(group))
+                parts = typed_pool[:, pair * sum(sizes) : (pair + 1) * sum(sizes)].split(sizes, 1)
+                self._kv_views[number] = tuple(
+                    part.view(num_pages, *rows, width)
+                    for part, width in zip(parts, (shape.head_dim, shape.value_dim))
                 )
-                self._kv_views[number] = key, value
-                if shape.window is None:
-                    self.table_of_layer[number] = None, full_columns + page
+                if shape.is_local:
+                    self.table_of_layer[number] = num_local, page
                 else:
-                    self.table_of_layer[number] = num_windows, page
-            if shape.window is None:
-                full_columns += spec.pages_per_block[group]
+                    self.table_of_layer[number] = None, full_columns + page
+            if shape.is_local:
+                num_local += 1
             else:
-                num_windows += 1
+                full_columns += spec.pages_per_block[group]
 
     # Views -------------------------------------------------------------------------------------
 
     def kv_pages(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer for every page, [n, B, K, D] each (strided views of the pool)."""
+        """K [n, B, K, D] and V [n, B, K, P] of one layer for every page (strided views of the
+        pool). P is 0 where the layer keeps no values."""
         return self._kv_views[layer_number]
 
     @staticmethod
@@ -192,18 +195,18 @@ class CacheMemory:
     # Preemption --------------------------------------------------------------------------------
 
     def park(
-        self, block_table: np.ndarray, window_tables: list[np.ndarray], num_tokens: int, slot: int
+        self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
     ) -> ParkedRequest:
         """Copies a request's KV of `num_tokens` tokens and its live slot to host memory."""
         num_blocks = -(-num_tokens // self.spec.block_size_tokens)
-        windows = []
-        for table in window_tables:
+        local_pages = []
+        for table in local_tables:
             indices = np.flatnonzero(table[:num_blocks].any(axis=1))
-            windows.append((indices, self.pool[self._ids(table[indices])].cpu()))
+            local_pages.append((indices, self.pool[self._ids(table[indices])].cpu()))
         return ParkedRequest(
             num_tokens,
             self.pool[self._ids(block_table[:num_blocks])].cpu(),
-            tuple(windows),
+            tuple(local_pages),
             self.slots[slot].cpu().clone(),
         )
 
@@ -211,19 +214,18 @@ class CacheMemory:
         self,
         parked: ParkedRequest,
         block_table: np.ndarray,
-        window_tables: list[np.ndarray],
+        local_tables: list[np.ndarray],
         first_block: int,
-        first_window_block: int,
         slot: int,
     ) -> None:
-        """Copies parked bytes back: the live slot, and the blocks that are not shared, which are
-        those from `first_block` (full attention) and `first_window_block` (windows) on."""
+        """Copies parked bytes back: the live slot, the blocks of full attention from `first_block`
+        on (those before are shared), and the local blocks that the tables hold."""
         self.slots[slot].copy_(parked.slot)
         blocks = parked.block_pages[first_block:]
         table = block_table[first_block : first_block + len(blocks)]
         self.pool[self._ids(table)] = blocks.to(self.device)
-        for table, (indices, pages) in zip(window_tables, parked.window_pages):
-            needed = (indices >= first_window_block) & table[indices].any(axis=1)
+        for table, (indices, pages) in zip(local_tables, parked.local_pages):
+            needed = table[indices].any(axis=1)
             self.pool[self._ids(table[indices[needed]])] = pages[torch.from_numpy(needed)].to(
                 self.device
             )

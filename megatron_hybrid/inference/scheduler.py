@@ -124,13 +124,10 @@ class Scheduler:
         """Gives a waiting request a lease and a slot, and its first work. False: no room now."""
         tokens = request.tokens[: request.num_tokens]
         if request.parked is not None:
-            if self._resume_parked(request):
-                self._plan_work(plan, request)
-                return True
-            if self.running:
+            if not self._resume_parked(request, self._budget(plan)):
                 return False
-            # Alone, and no room to put all of its window blocks back at once: compute them again.
-            request.parked = None
+            self._plan_work(plan, request)
+            return True
         reason = MissReason.PROMPT_LOG_PROBS if request.params.needs_prompt_logits else None
         lease = self.cache.acquire(
             tokens,
@@ -335,7 +332,7 @@ class Scheduler:
         if 0 < request.num_computed < request.num_tokens:
             request.parked = self.memory.park(
                 request.lease.block_table,
-                request.lease.window_tables,
+                request.lease.local_tables,
                 request.num_computed,
                 request.slot,
             )
@@ -346,15 +343,15 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
-    def _resume_parked(self, request: Request) -> bool:
+    def _resume_parked(self, request: Request, chunk_tokens: int) -> bool:
         """Re-admits a preempted request at the very token where it stopped. False: no room."""
-        parked, block = request.parked, self.cache.spec.block_size_tokens
+        parked = request.parked
         done = parked.num_tokens
-        lease = self.cache.acquire(
+        lease = self.cache.resume(
             request.tokens[:done],
             request.salt,
             capacity_tokens=request.num_tokens,
-            chunk_tokens=done,
+            chunk_tokens=chunk_tokens,
         )
         if lease is None:
             return False
@@ -362,16 +359,14 @@ class Scheduler:
         self.waiting.remove(request)
         self._start(request, lease)
         request.checkpoint_positions = positions
-        self._run_copies(request)
         self.memory.unpark(
             parked,
             lease.block_table,
-            lease.window_tables,
-            first_block=lease.shared_tokens // block,
-            first_window_block=lease.skipped_tokens // block,
+            lease.local_tables,
+            first_block=lease.shared_tokens // self.cache.spec.block_size_tokens,
             slot=request.slot,
         )
-        self.cache.commit(lease, request.tokens, done)
+        self.cache.commit(lease, request.tokens, done, flush=True)
         request.parked = None
         request.num_computed = done
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:

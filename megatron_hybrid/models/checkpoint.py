@@ -1,55 +1,112 @@
-"""Checkpoints: a folder with config.json and model.safetensors, whole and of any parallel layout.
+"""Checkpoints: a folder with config.json and safetensors, whole and of any parallel layout.
 
-On disk, tensors are unsharded and named as in `parameter_names`; each rank takes its pieces.
+On disk, tensors are unsharded and named as in `parameter_names`; each rank takes its pieces. A
+folder of Hugging Face's has other names and layouts, which an adapter maps to ours: to this file it
+differs in nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.adapters import adapters
+from megatron_hybrid.models.adapters.base import Adapter, TensorMap
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, own_spelling
+from megatron_hybrid.models.parameter_names import (
+    canonical_name,
+    is_parameter,
+    own_spelling,
+    stack_experts,
+)
+from megatron_hybrid.models.progress import progress
+from megatron_hybrid.models.tensor_files import (
+    CheckpointError,
+    TensorFiles,
+    TensorPlan,
+    replace_file,
+    write_tensors,
+)
 from megatron_hybrid.models.tensor_sharding import full_shape, shard, unshard
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or is not one of this model. Nothing has been loaded."""
 
 
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
-    """Write config.json and model.safetensors. Every rank of the model calls it, one writes.
-
-    Files are replaced whole: a crash leaves the old ones.
+    """Write config.json and the weights. Every rank of the model calls it, one writes.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
     state = full_state_dict(model)
-    data_parallel = getattr(model.pg_collection, "dp", None)
-    if state is None or (data_parallel is not None and data_parallel.rank() != 0):
+    if state is not None and _writes(model):
+        _write(folder, model.config.to_dict(), state)
+
+
+def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
+    """Write the folder that transformers reads: the config.json that the model came with, and the
+    weights under its names. Every rank of the model calls it, one writes.
+
+    Raises:
+        CheckpointError: the model did not come from such a folder, is not what its config.json says
+            any more, or the folder cannot be written.
+    """
+    hf = model.config.huggingface_config
+    if hf is None:
+        raise CheckpointError(
+            "the model has no huggingface_config, which a Hugging Face folder is written from: it "
+            "was not loaded from one. Use save_checkpoint."
+        )
+    adapter = _adapter(hf, "huggingface_config")
+    expected = _huggingface_config(hf, "huggingface_config").to_dict()
+    own = model.config.to_dict()
+    changed = sorted(
+        key
+        for key in own
+        if key not in ("params_dtype", "init_method_std", "recurrent_state_dtype")
+        and own[key] != expected[key]
+    )
+    if changed:
+        raise CheckpointError(
+            f"the model has {changed[0]}={own[changed[0]]!r}, but its config.json says "
+            f"{expected[changed[0]]!r}. Load it without overriding {changed[0]}."
+        )
+    state = full_state_dict(model)
+    if state is None or not _writes(model):
         return
+    theirs: dict[str, Tensor] = {}
+    for tensor_map in adapter.tensors(model.config):
+        values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
+        theirs.update(zip(tensor_map.theirs, values, strict=True))
+    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    _write(folder, {**hf, "dtype": dtype}, theirs)
+
+
+def _writes(model: HybridModel) -> bool:
+    data_parallel = getattr(model.pg_collection, "dp", None)
+    return data_parallel is None or data_parallel.rank() == 0
+
+
+def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str, Tensor]) -> None:
     folder = Path(folder)
+    text = json.dumps(config, indent=2) + "\n"
+    plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(model.config.to_dict(), indent=2) + "\n"
-        _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
-        _replace(folder / WEIGHTS_FILE, lambda path: save_file(state, path, {"format": "pt"}))
-    except (OSError, SafetensorError) as error:
+        replace_file(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+    write_tensors(folder, plan, state.__getitem__)
 
 
 def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
@@ -57,15 +114,14 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     rank; None on the others. Every rank calls it."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        piece = parameter.detach().contiguous()
+    for name, tensor in _own_tensors(model).items():
+        piece = tensor.detach().contiguous()
         pieces = [piece]
-        if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+        if tp.size() > 1 and getattr(tensor, "tensor_model_parallel", False):
             pieces = [torch.empty_like(piece) for _ in range(tp.size())]
             dist.all_gather(pieces, piece, group=tp)
         if tp.rank() == 0:
-            full = unshard(pieces, parameter).cpu().contiguous()
-            state[canonical_name(name, model.layer_offset)] = full
+            state[name] = unshard(pieces, tensor).cpu().contiguous()
     if tp.rank() != 0:
         return None
     if pp.size() == 1:
@@ -81,25 +137,31 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
     """Load a folder's weights into a model, whatever its parallel layout and layer spec.
 
     Args:
-        cast: convert floating-point dtypes that differ, rather than refuse them.
+        folder: one of ours, or the Hugging Face folder that `model.config` was read from.
+        cast: round floating-point values to a dtype of less precision, rather than refuse them.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
-    path = Path(folder) / WEIGHTS_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a checkpoint holds its weights there.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            pieces = _take_pieces(model, shapes, file.get_tensor, str(path), cast)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). It is truncated or no safetensors file; "
-            "copy or save it again."
-        ) from error
-    _write_pieces(pieces)
+    values = _read_json(folder)
+    with TensorFiles.open(folder) as files:
+        given = {name: name for name in files.names()}
+        if _is_huggingface(values):
+            adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
+            shapes = {name: files.shape(name) for name in given}
+            maps = [
+                adapter.as_found(tensor_map, model.config, shapes)
+                for tensor_map in adapter.tensors(model.config)
+            ]
+            ignored = [re.compile(pattern) for pattern in adapter.ignored]
+            given = {n: n for n in given if not any(p.fullmatch(n) for p in ignored)}
+        else:
+            given = {canonical_name(name): name for name in given}
+            maps = _identity(_own_tensors(model))
+        source = _Source(str(folder), given, files.shape, files.dtype, files.read)
+        drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
+        with progress(f"loading {folder}", drawn) as advance:
+            _load(model, maps, source, cast, advance)
 
 
 def load_state(
@@ -111,21 +173,47 @@ def load_state(
         state: names of any layer spec and megatron-core release to tensors; extra states of
             Transformer Engine are passed over.
         source: what to call it in errors.
-        cast: convert floating-point dtypes that differ, rather than refuse them.
+        cast: round floating-point values to a dtype of less precision, rather than refuse them.
 
     Raises:
         CheckpointError: not a state of this model.
     """
-    shapes = {name: tuple(value.shape) for name, value in state.items() if is_parameter(name)}
-    _write_pieces(_take_pieces(model, shapes, state.__getitem__, source, cast))
+    state = stack_experts(state)
+    given = {canonical_name(name): name for name in state if is_parameter(name)}
+    tensors = _Source(
+        source,
+        given,
+        lambda name: tuple(state[name].shape),
+        lambda name: state[name].dtype,
+        state.__getitem__,
+    )
+    _load(model, _identity(_own_tensors(model)), tensors, cast, lambda num_bytes: None)
 
 
 def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
-    """The config of a checkpoint; `overrides` are fields of this run.
+    """The config of a checkpoint, ours or Hugging Face's; `overrides` are fields of this run.
 
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config.
     """
+    return config_of(_read_json(folder), str(Path(folder) / CONFIG_FILE), **overrides)
+
+
+def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
+    """The config that the content of a config.json describes.
+
+    Raises:
+        CheckpointError: it is no usable config, or of an unknown architecture.
+    """
+    if _is_huggingface(values):
+        return _huggingface_config(values, source, **overrides)
+    try:
+        return HybridConfig.from_dict(values, **overrides)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{source} is no usable config: {error}") from error
+
+
+def _read_json(folder: str | os.PathLike) -> dict[str, Any]:
     path = Path(folder) / CONFIG_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -135,68 +223,116 @@ def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values
+
+
+def _is_huggingface(values: Mapping[str, Any]) -> bool:
+    return "layer_pattern" not in values and ("model_type" in values or "architectures" in values)
+
+
+def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
+    model_type = hf.get("model_type")
+    if model_type not in adapters():
+        raise CheckpointError(
+            f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
+            f"{', '.join(sorted(adapters()))}. docs/adding_a_model.md says how to add one."
+        )
+    return adapters()[model_type]
+
+
+def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
     try:
-        return HybridConfig.from_dict(values, **overrides)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is no usable config: {error}") from error
+        fields = _adapter(hf, source).config(hf)
+        hf = fields.setdefault("huggingface_config", dict(hf))
+        dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+        return HybridConfig(**{**fields, **overrides})
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{source} is no usable config: {error}") from error
 
 
-def _take_pieces(
+def _own_tensors(model: HybridModel) -> dict[str, Tensor]:
+    """Every parameter and kept buffer by canonical name."""
+    tensors = model.state_dict(keep_vars=True)
+    own = own_spelling(tensors, model.layer_offset)
+    return {name: tensors[spelling] for name, spelling in own.items()}
+
+
+def _identity(names: Iterable[str]) -> list[TensorMap]:
+    return [TensorMap((name,), (name,)) for name in names]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Tensors to load from."""
+
+    name: str
+    given: dict[str, str]
+    """What the maps call a tensor -> what the source calls it."""
+    shape: Callable[[str], tuple[int, ...]]
+    dtype: Callable[[str], torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+def _load(
     model: HybridModel,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
-    source: str,
+    maps: list[TensorMap],
+    source: _Source,
     cast: bool,
-) -> list[tuple[Tensor, Tensor]]:
-    """This rank's (parameter, new value) pairs; names and shapes are checked before any is read."""
-    tp = model.pg_collection.tp
-    parameters = dict(model.named_parameters())
-    own = own_spelling(parameters, model.layer_offset)
-    given = {canonical_name(name): name for name in shapes if is_parameter(name)}
-    missing = sorted(set(own) - set(given))
-    if missing:
-        raise CheckpointError(_listing(missing, f"not in {source}, but the model has"))
+    advance: Callable[[int], None],
+) -> None:
+    """Copy this rank's pieces into the model; all is checked before the first one is."""
+    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    own = _own_tensors(model)
     # Other pipeline stages take the rest, so only the sole stage can tell what is too much.
-    extra = sorted(set(given) - set(own)) if model.pg_collection.pp.size() == 1 else []
+    extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
+    if pp.size() > 1:
+        maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
+    missing = sorted({name for m in maps for name in m.theirs} - source.given.keys())
+    if missing:
+        raise CheckpointError(_listing(missing, f"not in {source.name}, but the model has"))
     if extra:
-        raise CheckpointError(_listing(extra, f"in {source}, but the model does not have"))
-    for name, spelling in own.items():
-        expected = full_shape(parameters[spelling], tp.size())
-        if shapes[given[name]] != expected:
+        raise CheckpointError(
+            _listing(sorted(extra), f"in {source.name}, but the model does not have")
+        )
+    for tensor_map in maps:
+        _check_map(tensor_map, own, tp.size(), source, cast)
+    with torch.no_grad():
+        for tensor_map in maps:
+            theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
+            for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
+                if name in own:
+                    own[name].copy_(shard(value, own[name], tp.rank(), tp.size()))
+            advance(sum(tensor.nbytes for tensor in theirs))
+
+
+def _check_map(
+    tensor_map: TensorMap, own: Mapping[str, Tensor], tp_size: int, source: _Source, cast: bool
+) -> None:
+    """Shapes and dtypes, from headers alone."""
+    ours = [
+        torch.empty(full_shape(own[name], tp_size), dtype=own[name].dtype, device="meta")
+        for name in tensor_map.ours
+    ]
+    for name, expected in zip(tensor_map.theirs, tensor_map.layout.to_theirs(ours), strict=True):
+        given = source.given[name]
+        if source.shape(given) != tuple(expected.shape):
             raise CheckpointError(
-                f"{name} has shape {list(shapes[given[name]])} in {source}, but the model's config "
-                f"gives it {list(expected)}. Config and weights do not belong together."
+                f"{name} has shape {list(source.shape(given))} in {source.name}, but the model's "
+                f"config gives it {list(expected.shape)}. Config and weights do not belong "
+                "together."
             )
-    pairs = []
-    for name, spelling in own.items():
-        parameter, value = parameters[spelling], read(given[name])
-        if value.dtype != parameter.dtype and not (cast and value.is_floating_point()):
+        dtype = source.dtype(given)
+        exact = torch.promote_types(dtype, expected.dtype) == expected.dtype
+        if not (exact or cast) or dtype.is_floating_point != expected.dtype.is_floating_point:
             raise CheckpointError(
-                f"{name} is {value.dtype} in {source}, but {parameter.dtype} in the model. "
+                f"{name} is {dtype} in {source.name}, but {expected.dtype} in the model. "
                 "Set params_dtype alike, or load with cast=True."
             )
-        pairs.append((parameter, shard(value, parameter, tp.rank(), tp.size())))
-    return pairs
-
-
-def _write_pieces(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for parameter, value in pairs:
-            parameter.copy_(value)
 
 
 def _listing(names: list[str], relation: str) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{relation} {names[0]}{more}. The config does not describe these weights."
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # what the umask allows; safetensors writes 0600
-        write(temporary)
-        temporary.chmod(mode)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

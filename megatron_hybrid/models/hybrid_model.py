@@ -24,10 +24,21 @@ from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.collectives import gather_last_dim
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
-from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, UncachedContext
+from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
+from megatron_hybrid.models.mixers.base import (
+    LayerCache,
+    MixerContext,
+    StackInputs,
+    UncachedContext,
+)
 from megatron_hybrid.models.parallel_setup import process_groups
-from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, own_spelling
+from megatron_hybrid.models.parameter_names import (
+    canonical_name,
+    is_parameter,
+    own_spelling,
+    stack_experts,
+)
+from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
 from megatron_hybrid.models.sharded_state import sharded_state_dict
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -79,8 +90,17 @@ class HybridModel(LanguageModule):
             mark_tensor_parallel(
                 self.embedding.word_embeddings.weight, 0, unpadded_size=config.vocab_size
             )
+            self.per_layer_embedding = (
+                PerLayerEmbedding(config, get_norm(config))
+                if "P" in config.layer_pattern
+                else None
+            )
+        symbols = stages[stage]
+        configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]
+        self._shared_kv_layers = {own.kv_source_layer for own in configs} - {None}
+        specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
         self.decoder = HybridStack(
-            config, get_hybrid_layer_specs(config), stages[stage], pg_collection, post_process
+            config, configs, specs, get_norm(config), pg_collection, post_process
         )
         if post_process:
             self.output_layer = ColumnParallelLinear(
@@ -140,15 +160,25 @@ class HybridModel(LanguageModule):
         """
         b, s = input_ids.shape
         if inference_context is None:
-            context = UncachedContext(_layout(b, s, packed_seq_params), input_ids.device)
+            layout = _layout(b, s, packed_seq_params)
+            context = UncachedContext(layout, input_ids.device, self._shared_kv_layers)
         else:
             context = inference_context
         if self.pre_process:
             # One row of b * s tokens: core's [s, b, h] then lies in sequence order.
             hidden_Th = self.embedding(input_ids.reshape(1, b * s), None).squeeze(1)
+            if (factor := self.config.embedding_multiplier) != 1.0:
+                if self.config.round_embedding_multiplier:
+                    factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
+                hidden_Th = hidden_Th * factor
+            per_layer_TJp = None
+            if self.per_layer_embedding is not None:
+                per_layer_TJp = self.per_layer_embedding(input_ids.flatten(), hidden_Th)
+            inputs = StackInputs(hidden_Th, per_layer_TJp)
         else:
             hidden_Th = self.input_tensor.transpose(0, 1).reshape(b * s, -1)
-        hidden_Th = self.decoder(hidden_Th, context)
+            inputs = StackInputs(None)
+        hidden_Th = self.decoder(hidden_Th, context, inputs)
         if not self.post_process:
             return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
         if inference_context is not None:
@@ -181,6 +211,10 @@ class HybridModel(LanguageModule):
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         logits, _ = self.output_layer(hidden_nh, weight=weight)
+        if self.config.logits_multiplier != 1.0:
+            logits = logits * self.config.logits_multiplier
+        if (cap := self.config.final_logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         return logits
 
     def _loss(self, hidden_Th: Tensor, labels: Tensor) -> Tensor:
@@ -234,6 +268,9 @@ def build_hybrid_model(
 def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
     """Let `load_state_dict` take the names of either layer spec and any megatron-core release."""
     own = own_spelling(model.state_dict().keys())
+    stacked = stack_experts(state_dict)
+    state_dict.clear()
+    state_dict.update(stacked)
     for name in list(state_dict):
         if is_parameter(name):
             value = state_dict.pop(name)

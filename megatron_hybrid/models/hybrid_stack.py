@@ -1,10 +1,11 @@
-"""The residual stack: pre-norm layers of any kind, one mixer each."""
+"""The residual stack: layers of any kind, one mixer each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -12,22 +13,27 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext
+from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StackInputs
 
 
 @dataclass
 class HybridLayerSubmodules:
-    """The norm (an identity where the mixer's first projection normalises) and the mixer."""
+    """The norms before and behind the mixer, and the mixer.
+
+    A norm is an identity where `norm_placement` has none; the first one also where the mixer's
+    input projection normalises.
+    """
 
     norm: ModuleSpec | type
     mixer: ModuleSpec
+    post_norm: ModuleSpec | type
 
 
 class HybridLayer(MegatronModule):
-    """x + dropout(mixer(norm(x))).
+    """x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the layer scalar.
 
     Args:
-        config: configuration of the model.
+        config: configuration of the layer.
         submodules: what to build.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups.
@@ -47,11 +53,11 @@ class HybridLayer(MegatronModule):
         super().__init__(config)
         self.norm_name = norm_name
         self.mixer_name = mixer_name
-        norm = build_module(
-            submodules.norm,
-            config=config,
-            hidden_size=config.hidden_size,
-            eps=config.layernorm_epsilon,
+        norm, post_norm = (
+            build_module(
+                spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+            for spec in (submodules.norm, submodules.post_norm)
         )
         mixer = build_module(
             submodules.mixer,
@@ -61,20 +67,28 @@ class HybridLayer(MegatronModule):
         )
         self.add_module(norm_name, norm)
         self.add_module(mixer_name, mixer)
+        self.post_layernorm = post_norm
+        scalar = torch.ones(1, dtype=config.params_dtype) if config.layer_scalar else None
+        self.register_buffer("layer_scalar", scalar)
 
     def cache_requirements(self) -> LayerCache:
         """What the mixer needs kept between calls."""
         return getattr(self, self.mixer_name).cache_requirements()
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext) -> Tensor:
+    def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         norm, mixer = getattr(self, self.norm_name), getattr(self, self.mixer_name)
-        output, bias = mixer(norm(hidden_Th), context)
+        extra = (inputs,) if mixer.takes_stack_inputs else ()
+        output, bias = mixer(norm(hidden_Th), context, *extra)
         if bias is not None:
             output = output + bias
+        output = self.post_layernorm(output)
+        if self.config.residual_multiplier != 1.0:
+            output = output * self.config.residual_multiplier
         if self.training and self.config.hidden_dropout:
             output = F.dropout(output, self.config.hidden_dropout)
-        return hidden_Th + output
+        hidden_Th = hidden_Th + output
+        return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
 
 
 class HybridStack(MegatronModule):
@@ -82,8 +96,9 @@ class HybridStack(MegatronModule):
 
     Args:
         config: configuration of the model.
-        layer_specs: the layer of each symbol, and the final norm; see `get_hybrid_layer_specs`.
-        symbols: this stage's layers.
+        layer_configs: of each layer of this stage.
+        layer_specs: of the same layers; see `get_layer_spec`.
+        norm: class of the final norm.
         pg_collection: process groups.
         post_process: whether this stage is the last one.
     """
@@ -91,31 +106,25 @@ class HybridStack(MegatronModule):
     def __init__(
         self,
         config: HybridConfig,
-        layer_specs: Mapping[str, ModuleSpec],
-        symbols: Sequence[str],
+        layer_configs: Sequence[HybridConfig],
+        layer_specs: Sequence[ModuleSpec],
+        norm: type,
         pg_collection: ProcessGroupCollection,
         post_process: bool,
     ):
         super().__init__(config)
         self.layers = nn.ModuleList(
-            build_module(
-                layer_specs[symbol], config=config, layer_number=i + 1, pg_collection=pg_collection
-            )
-            for i, symbol in enumerate(symbols)
+            build_module(spec, config=own, layer_number=i, pg_collection=pg_collection)
+            for i, (own, spec) in enumerate(zip(layer_configs, layer_specs), start=1)
         )
         self.final_norm = (
-            build_module(
-                layer_specs["norm"],
-                config=config,
-                hidden_size=config.hidden_size,
-                eps=config.layernorm_epsilon,
-            )
+            norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
             if post_process
             else None
         )
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext) -> Tensor:
+    def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden], normed where this is the last stage."""
         for layer in self.layers:
-            hidden_Th = layer(hidden_Th, context)
+            hidden_Th = layer(hidden_Th, context, inputs)
         return hidden_Th if self.final_norm is None else self.final_norm(hidden_Th)

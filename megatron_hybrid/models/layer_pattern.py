@@ -1,21 +1,102 @@
 """The layer pattern language: one symbol per layer, `|` between pipeline stages.
 
-`M` Mamba-2, `G` Gated DeltaNet, `*` full attention, `W` sliding-window attention, `-` MLP.
-The symbols are megatron-core's where it has one; `W` is ours.
+The symbols are megatron-core's where it has one. A new layer kind is a mixer and one line here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 STAGE_BOUNDARY = "|"
 
-SYMBOLS: dict[str, str] = {
-    "M": "Mamba-2",
-    "G": "Gated DeltaNet",
-    "*": "full attention",
-    "W": "sliding-window attention",
-    "-": "MLP",
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a symbol stands for."""
+
+    meaning: str
+    mixer: str
+    """Module of `models/mixers` and class in it."""
+    norm_name: str
+    mixer_name: str
+    """What norm and mixer are called in a checkpoint: as in megatron-core where it has the kind."""
+    fields: tuple[str, ...] = ()
+    """The groups of config fields that it reads, each with a `HybridConfig._check_<group>`."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the mixer."""
+
+
+_ATTENTION = ("attention.AttentionMixer", "input_layernorm", "self_attention")
+
+KINDS: dict[str, LayerKind] = {
+    "M": LayerKind("Mamba-2", "mamba2.Mamba2Mixer", "norm", "mixer", ("mamba",)),
+    "S": LayerKind("Mamba-1", "mamba1.Mamba1Mixer", "norm", "mixer", ("mamba1",)),
+    "C": LayerKind(
+        "gated short convolution",
+        "gated_short_conv.GatedShortConvMixer",
+        "norm",
+        "mixer",
+        ("short_conv",),
+    ),
+    "G": LayerKind(
+        "Gated DeltaNet",
+        "gated_delta_net.GatedDeltaNetMixer",
+        "input_layernorm",
+        "self_attention",
+        ("linear", "gated_delta_net"),
+    ),
+    "K": LayerKind(
+        "Kimi Delta Attention",
+        "kimi_delta_attention.KimiDeltaAttentionMixer",
+        "input_layernorm",
+        "self_attention",
+        ("linear",),
+    ),
+    "*": LayerKind("full attention", *_ATTENTION, ("attention",)),
+    "W": LayerKind(
+        "sliding-window attention", *_ATTENTION, ("attention", "window"), {"locality": "window"}
+    ),
+    "L": LayerKind("chunked attention", *_ATTENTION, ("attention", "chunk"), {"locality": "chunk"}),
+    "+": LayerKind(
+        "multi-head latent attention",
+        "latent_attention.LatentAttentionMixer",
+        "input_layernorm",
+        "self_attention",
+        ("latent_attention",),
+    ),
+    "D": LayerKind(
+        "MLP and experts side by side",
+        "dense_and_experts.DenseAndExpertsMixer",
+        "pre_mlp_layernorm",
+        "mlp",
+        ("mlp", "moe"),
+    ),
+    "P": LayerKind(
+        "per-layer input",
+        "per_layer_input.PerLayerInputMixer",
+        "norm",
+        "mixer",
+        ("per_layer_input",),
+    ),
+    "-": LayerKind("MLP", "mlp.MLPMixer", "pre_mlp_layernorm", "mlp", ("mlp",)),
+    "H": LayerKind(
+        "parallel attention and Mamba-2",
+        "parallel_heads.ParallelHeadsMixer",
+        "input_layernorm",
+        "mixer",
+        ("attention", "mamba"),
+    ),
+    "Z": LayerKind(
+        "shared block and Mamba-2",
+        "shared_block.SharedBlockMixer",
+        "input_layernorm",
+        "mixer",
+        ("attention", "mlp", "mamba", "shared_block"),
+    ),
+    "E": LayerKind("mixture of experts", "moe.MoEMixer", "pre_mlp_layernorm", "mlp", ("moe",)),
 }
-"""Every layer symbol, and what it stands for."""
+"""Every layer symbol."""
 
 
 def parse(pattern: str) -> list[str]:
@@ -24,14 +105,14 @@ def parse(pattern: str) -> list[str]:
     Raises:
         ValueError: the pattern is empty, has an unknown symbol, or has a stage without a layer.
     """
-    known = ", ".join(f"'{symbol}' {meaning}" for symbol, meaning in SYMBOLS.items())
+    known = ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
             f"layer_pattern is {pattern!r}, but a model needs one layer or more. "
             f"Write one symbol per layer: {known}."
         )
     for place, symbol in enumerate(pattern):
-        if symbol not in SYMBOLS and symbol != STAGE_BOUNDARY:
+        if symbol not in KINDS and symbol != STAGE_BOUNDARY:
             raise ValueError(
                 f"layer_pattern {pattern!r} has the unknown symbol {symbol!r} at place "
                 f"{place + 1} of {len(pattern)}. "

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from torch import nn
 
 from megatron_hybrid import compat
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
-from megatron_hybrid.models.mixers.attention import AttentionMixer, AttentionSubmodules
-from megatron_hybrid.models.mixers.gated_delta_net import (
-    GatedDeltaNetMixer,
-    GatedDeltaNetSubmodules,
-)
-from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer, Mamba2Submodules
-from megatron_hybrid.models.mixers.mlp import MLPMixer
-
-
-class LocalNorm:
-    """megatron-core's torch norm, with its weights in `params_dtype` (core leaves them in fp32)."""
-
-    def __new__(cls, config: HybridConfig, hidden_size: int, eps: float) -> nn.Module:
-        norm = WrappedTorchNorm(config=config, hidden_size=hidden_size, eps=eps)
-        return norm.to(config.params_dtype)
+from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.mixers.base import MixerSubmodules
+from megatron_hybrid.models.norms import LocalNorm
 
 
 def resolve_layer_spec(config: HybridConfig) -> str:
@@ -41,82 +28,58 @@ def resolve_layer_spec(config: HybridConfig) -> str:
     return "transformer_engine" if on_cuda and compat.have_transformer_engine() else "local"
 
 
-def get_hybrid_layer_specs(config: HybridConfig) -> dict[str, ModuleSpec]:
-    """The layer of each pattern symbol, and under `norm` the class of the final norm.
+def get_norm(config: HybridConfig) -> type:
+    """The class of every norm of hidden states.
 
     Raises:
         ImportError: `transformer_engine` is asked for and not installed.
     """
     if resolve_layer_spec(config) == "transformer_engine":
+        return compat.transformer_engine_modules().TENorm
+    return LocalNorm
+
+
+def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
+    """The layer that a pattern symbol stands for.
+
+    Args:
+        config: that of the layer, `HybridConfig.for_layer`.
+        symbol: of the layer pattern.
+
+    Raises:
+        ImportError: `transformer_engine` is asked for and not installed.
+    """
+    kind = KINDS[symbol]
+    module, _, name = kind.mixer.rpartition(".")
+    mixer = getattr(import_module(f"megatron_hybrid.models.mixers.{module}"), name)
+    norm = get_norm(config)
+    pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
+    if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
-        # The projection normalises its own input, so the layer has no norm of its own.
-        return _specs(
-            config,
-            layer_norm=IdentityOp,
-            norm=te.TENorm,
-            column=te.TELayerNormColumnParallelLinear,
+        # Where one projection takes all of the layer's input, it normalises that itself.
+        fused = mixer.input_projection is not None and config.norm_placement != "post"
+        modules = MixerSubmodules(
+            input_projection=te.TELayerNormColumnParallelLinear
+            if fused
+            else te.TEColumnParallelLinear,
+            column=te.TEColumnParallelLinear,
             row=te.TERowParallelLinear,
+            norm=norm,
         )
-    return _specs(
-        config,
-        layer_norm=LocalNorm,
-        norm=LocalNorm,
-        column=ColumnParallelLinear,
-        row=RowParallelLinear,
+        pre_norm = IdentityOp if fused else pre_norm
+    else:
+        modules = MixerSubmodules(
+            input_projection=ColumnParallelLinear,
+            column=ColumnParallelLinear,
+            row=RowParallelLinear,
+            norm=norm,
+        )
+    return ModuleSpec(
+        module=HybridLayer,
+        params={"norm_name": kind.norm_name, "mixer_name": kind.mixer_name},
+        submodules=HybridLayerSubmodules(
+            norm=pre_norm,
+            mixer=ModuleSpec(module=mixer, params=kind.params, submodules=modules),
+            post_norm=IdentityOp if config.norm_placement == "pre" else norm,
+        ),
     )
-
-
-def _specs(
-    config: HybridConfig, layer_norm: type, norm: type, column: type, row: type
-) -> dict[str, ModuleSpec]:
-    head_norm = norm if config.qk_layernorm else None
-    attention_modules = AttentionSubmodules(
-        linear_qkv=column, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
-    )
-
-    def layer(norm_name: str, mixer_name: str, mixer: ModuleSpec) -> ModuleSpec:
-        # The names are those that the layer kinds have in megatron-core.
-        return ModuleSpec(
-            module=HybridLayer,
-            params={"norm_name": norm_name, "mixer_name": mixer_name},
-            submodules=HybridLayerSubmodules(norm=layer_norm, mixer=mixer),
-        )
-
-    def attention(windowed: bool) -> ModuleSpec:
-        return layer(
-            "input_layernorm",
-            "self_attention",
-            ModuleSpec(
-                module=AttentionMixer,
-                params={"windowed": windowed},
-                submodules=attention_modules,
-            ),
-        )
-
-    return {
-        "M": layer(
-            "norm",
-            "mixer",
-            ModuleSpec(
-                module=Mamba2Mixer, submodules=Mamba2Submodules(in_proj=column, out_proj=row)
-            ),
-        ),
-        "G": layer(
-            "input_layernorm",
-            "self_attention",
-            ModuleSpec(
-                module=GatedDeltaNetMixer,
-                submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
-            ),
-        ),
-        "*": attention(windowed=False),
-        "W": attention(windowed=True),
-        "-": layer(
-            "pre_mlp_layernorm",
-            "mlp",
-            ModuleSpec(
-                module=MLPMixer, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
-            ),
-        ),
-        "norm": ModuleSpec(module=norm),
-    }

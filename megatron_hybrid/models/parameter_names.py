@@ -6,7 +6,10 @@ The canonical spelling is that of the local spec in 0.16: norms apart from proje
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
 
 from megatron_hybrid import compat
 
@@ -18,6 +21,13 @@ _FUSED_NORMS = {
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+
+# How megatron-core spells the tensors of single experts: SequentialMLP, and TEGroupedMLP.
+_EXPERT = re.compile(
+    r"^(?P<experts>.*\.experts\.)(?:local_experts\.(?P<number>\d+)\.)?"
+    r"(?P<name>linear_fc[12]\.(?:weight|bias))(?P<last>\d*)$"
+)
+_EXPERT_EXTRA_STATE = re.compile(r"^.*\.experts\..*\._extra_state$")
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.(.*)$")
 
@@ -47,3 +57,19 @@ def is_parameter(name: str) -> bool:
 def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
     """Canonical spelling -> the spelling among `names`."""
     return {canonical_name(name, layer_offset): name for name in names if is_parameter(name)}
+
+
+def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose experts are stacked, as they are here, of one that may have them apart."""
+    result: dict[str, Any] = {}
+    apart: dict[str, dict[int, torch.Tensor]] = {}
+    for name, value in state.items():
+        match = _EXPERT.match(name)
+        number = (match["number"] or match["last"]) if match else ""
+        if number:
+            apart.setdefault(match["experts"] + match["name"], {})[int(number)] = value
+        elif not _EXPERT_EXTRA_STATE.match(name):
+            result[name] = value
+    for name, tensors in apart.items():
+        result[name] = torch.stack([tensors[number] for number in sorted(tensors)])
+    return result

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hybrid.models.checkpoint import CheckpointError, load_checkpoint, read_config
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-from megatron_hybrid.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -25,7 +25,8 @@ def load_pretrained(
     """A model in eval mode, and its tokenizer (None where the folder has none).
 
     Args:
-        folder: a checkpoint, or "demo" for the small model in the package.
+        folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
+            docs/models.md), or "demo" for the small model in the package.
         device: where to put it; None: torch's default device.
         dtype: what to run it in; None: what it was saved in.
         overrides: HybridConfig fields of this run, such as tensor_model_parallel_size.
@@ -50,7 +51,8 @@ def load_pretrained(
 
 
 def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    if not (path / TOKENIZER_FILE).exists():
+    file = find_tokenizer(path)
+    if file is None:
         return None
     try:
         tokenizer = Tokenizer.from_folder(path)
@@ -58,7 +60,7 @@ def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
         raise CheckpointError(str(error)) from error
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
-            f"{path / TOKENIZER_FILE} has {tokenizer.vocab_size} tokens, but the model's "
+            f"{file} has {tokenizer.vocab_size} tokens, but the model's "
             f"vocab_size is {vocab_size}. They do not belong together."
         )
     return tokenizer

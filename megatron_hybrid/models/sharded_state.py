@@ -45,7 +45,10 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
         owner, _, which = key.rpartition(".")
         if owner in fused_norms:
             key = f"{fused_norms[owner]}.layer_norm_{which}"
-        if is_parameter(name):
+        if key.partition(_EXPERTS)[1]:
+            key = prefix + key.replace(_EXPERTS, f"{_EXPERTS}experts.")
+            state[prefix + name] = _stacked_experts(key, value, groups, singletons)
+        elif is_parameter(name):
             state[prefix + name] = _sharded_tensor(prefix + key, value, groups, singletons)
         else:
             state[prefix + name] = make_sharded_object_for_checkpoint(
@@ -54,13 +57,17 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
     return state
 
 
+_EXPERTS = ".mlp.experts."
+
+
 def _fused_norms(model: Any) -> dict[str, str]:
     """Each layer's norm -> the projection behind it, both by whole canonical names."""
     modules = {}
     for i, layer in enumerate(model.decoder.layers, model.layer_offset):
         path = f"decoder.layers.{i}."
         mixer = getattr(layer, layer.mixer_name)
-        modules[path + layer.norm_name] = f"{path}{layer.mixer_name}.{mixer.input_projection}"
+        if mixer.input_projection is not None:
+            modules[path + layer.norm_name] = f"{path}{layer.mixer_name}.{mixer.input_projection}"
     return modules
 
 
@@ -106,3 +113,45 @@ def _split_sections(
         return torch.cat(blocks, dim)
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)
+
+
+def _stacked_experts(
+    key: str, parameter: Tensor, groups: dict[str, Any], singletons: bool
+) -> ShardedTensorFactory:
+    """One piece per expert and block of its rows, each cut over the ranks on its own: the places
+    that core's experts have, whichever of its forms they come in."""
+    group = groups["tp_group"]
+    cut = getattr(parameter, "tensor_model_parallel", False)
+    # The dimension within an expert's tensor, which has no leading one.
+    dim = parameter.partition_dim - 1 if cut else 0
+    num_blocks = len(getattr(parameter, "partition_sections", (0,)))
+    rank, size = (group.rank(), group.size()) if cut else (0, 1)
+    replica_id = (0, 0 if cut else group.rank(), groups["dp_cp_group"].rank())
+
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
+        pieces = []
+        for i, expert in enumerate(tensor.unbind(0)):
+            for j, block in enumerate(expert.chunk(num_blocks, dim)):
+                if singletons:
+                    name = key.replace(f"{_EXPERTS}experts.", f"{_EXPERTS}experts.{i}.")
+                    name += ("_w", "_v")[j] if num_blocks == 2 else ""
+                    places = [(dim, rank, size)]
+                else:
+                    name = key
+                    places = [(0, i, len(tensor)), (1 + dim, j * size + rank, num_blocks * size)]
+                pieces.append(
+                    ShardedTensor.from_rank_offsets(
+                        name,
+                        block,
+                        *places,
+                        replica_id=replica_id,
+                        prepend_axis_num=0 if singletons else 1,
+                    )
+                )
+        return pieces
+
+    def merge(pieces: list[Tensor]) -> Tensor:
+        starts = range(0, len(pieces), num_blocks)
+        return torch.stack([torch.cat(pieces[i : i + num_blocks], dim) for i in starts])
+
+    return ShardedTensorFactory(key, parameter, build, merge, replica_id)

@@ -5,23 +5,31 @@ Shape letters, used as suffixes of tensor names in this package:
     T  tokens of a ragged batch, padding rows included      R  sequences of the batch
     H  heads          G  groups of B and C                  n  captures
     P  value head dim N  state dim, key head dim            D  head dim of attention
-    C  conv channels  K  conv width, or key/value heads     k  K - 1, length of a conv tail
+    C  channels       K  conv width, or key/value heads     k  K - 1, length of a conv tail
     B  block size in tokens                                 M  blocks per row of a block table
+
+In attention, `b` counts sequences of one length, `s` query rows, `t` key rows, and `q` the query
+rows of all heads of a key/value head.
 
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """
 
-from megatron_hybrid.ops.attention import paged_attention, varlen_attention
+from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, varlen_attention
 from megatron_hybrid.ops.causal_conv1d import causal_conv1d
 from megatron_hybrid.ops.gated_delta_rule import gated_delta_rule
+from megatron_hybrid.ops.kimi_delta_attention import kimi_delta_attention
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.ssd import ssd_scan
 
 __all__ = [
+    "AttentionPattern",
     "RaggedLayout",
     "causal_conv1d",
     "gated_delta_rule",
+    "kimi_delta_attention",
     "paged_attention",
+    "selective_scan",
     "ssd_scan",
     "varlen_attention",
 ]

@@ -2,55 +2,116 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid.ops.checks import check_rows, check_shape, join, pad_rows, rows_between
+from megatron_hybrid.ops.checks import (
+    check_rows,
+    check_shape,
+    compute_dtype,
+    join,
+    pad_rows,
+    rows_between,
+    without_autocast,
+)
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 QUERY_TILE = 128
 """Queries that share one mask. Keys that no query of a tile sees are skipped, which is half of all
 in a causal square (torch's CPU kernel reads them even with is_causal), and masks stay small."""
 
+SCORE_TILE = 32
+"""The same where the scores are written out: all heads' scores of a tile lie in memory at once."""
+
 GATHER_BYTES = 8 << 20
 """Keys and values that one group of decodes gathers: many decodes over one long shared prefix
 must not copy it as many times as they are."""
 
 
+@dataclass(frozen=True)
+class AttentionPattern:
+    """What a token sees, and how a score is made of q . k.
+
+    Raises:
+        ValueError: a value is out of its range, or both window and chunk are given.
+    """
+
+    scale: float
+    """Factor of q . k."""
+    window: int | None = None
+    """The token at position t sees the positions (t - window, t]; None: not windowed."""
+    chunk: int | None = None
+    """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
+    None: not chunked."""
+    softcap: float | None = None
+    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: it stays as it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(
+                    f"{name} is {size}; a token sees at least itself, so it is at least 1"
+                )
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(
+                f"window is {self.window} and chunk is {self.chunk}; a layer has one of them, "
+                "leave the other None"
+            )
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap is {self.softcap}; it is above 0, or None for no cap")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether some tokens do not see all tokens before them."""
+        return self.window is not None or self.chunk is not None
+
+    def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
+        """The first position that the token at `position` sees, if tokens begin there already:
+        it is below 0 where a window reaches in front of the sequence."""
+        if self.window is not None:
+            return position - self.window + 1
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+
 def paged_attention(
     q_THD: torch.Tensor,
     k_pages_nBKD: torch.Tensor,
-    v_pages_nBKD: torch.Tensor,
+    v_pages_nBKP: torch.Tensor,
     block_table_RM: torch.Tensor,
     layout: RaggedLayout,
-    softmax_scale: float,
-    window: int | None = None,
+    pattern: AttentionPattern,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's new tokens over its pages, which hold them already.
 
-    The token at absolute position t sees the positions (t - window, t], or [0, t] without a
-    window. Blocks wholly before the first visible position are not read, so their entries in the
-    block table may be anything.
+    Blocks wholly before the first position that a new token sees are not read, so their entries in
+    the block table may be anything.
 
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
-        k_pages_nBKD, v_pages_nBKD: `[pages, B, K, D]`; may be views with any stride between pages,
-            and of another dtype than q: what is read is converted.
+        k_pages_nBKD, v_pages_nBKP: `[pages, B, K, D]` and `[pages, B, K, P]`; may be views with any
+            strides (values may be a part of the keys), and of another dtype than q: what is read is
+            converted.
         block_table_RM: int32 or int64 `[R, M]`: position p of sequence r lies in page
             `block_table[r, p // B]`, row `p % B`.
         layout: lengths and start positions; sequence r has start + length keys.
-        softmax_scale: factor of q . k.
-        window: positions that a token sees, itself included; None for all.
+        pattern: what a token sees, and how scores are made; positions are absolute.
+        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
+            floating dtype (attention sinks of GPT-OSS); None for none.
 
     Returns:
-        `[T, H, D]` in the dtype of q, zeros in padding rows. Differentiable, though a cache seldom
-        is.
+        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable, though a cache seldom
+        is. With a softcap or sinks the arithmetic is fp32, whatever the inputs are (float64 for
+        float64 inputs); else it is that of torch's scaled_dot_product_attention.
 
     Raises:
+        TypeError: q or the sinks are not floating-point.
         ValueError: shapes that do not fit, or a block table too short for a sequence.
     """
     check_rows("q", q_THD, layout)
-    _check_heads(q_THD, k_pages_nBKD, v_pages_nBKD, "[pages, B, K, D]", window)
+    _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
     B = k_pages_nBKD.shape[1]
     check_shape("block_table", block_table_RM, (layout.num_sequences, None), "[R, M]")
     kv_lengths = [
@@ -64,54 +125,58 @@ def paged_attention(
     outs = []
     if layout.num_steps:
         q_steps = rows_between(q_THD, 0, layout.num_steps)
-        pages = k_pages_nBKD, v_pages_nBKD
-        outs.append(_decode(q_steps, pages, block_table_RM, layout, softmax_scale, window))
+        pages = k_pages_nBKD, v_pages_nBKP
+        outs.append(_decode(q_steps, pages, block_table_RM, layout, pattern, sinks_H))
     for r in range(layout.num_steps, layout.num_sequences):
         start = layout.start_positions[r]
-        first = 0 if window is None else max(0, start - window + 1) // B
+        first = max(0, pattern.first_visible(start)) // B
         blocks = block_table_RM[r, first : -(-kv_lengths[r] // B)]
         k, v = (
             pages.index_select(0, blocks).flatten(0, 1)[None, : kv_lengths[r] - first * B]
-            for pages in (k_pages_nBKD, v_pages_nBKD)
+            for pages in (k_pages_nBKD, v_pages_nBKP)
         )
         k, v = k.to(q_THD.dtype), v.to(q_THD.dtype)
         q = q_THD[None, layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]]
-        outs.append(_attend(q, k, v, start - first * B, softmax_scale, window).squeeze(0))
+        outs.append(_attend(q, k, v, start, first * B, pattern, sinks_H).squeeze(0))
     return pad_rows(join(outs), layout)
 
 
 def varlen_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKP: torch.Tensor,
     layout: RaggedLayout,
-    softmax_scale: float,
-    window: int | None = None,
+    pattern: AttentionPattern,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence over itself: the forward of training and of uncached runs.
 
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
-        k_TKD, v_TKD: `[T, K, D]`.
+        k_TKD, v_TKP: `[T, K, D]` and `[T, K, P]`.
         layout: lengths of the sequences; each is taken as whole, start positions are ignored.
-        softmax_scale: factor of q . k.
-        window: positions that a token sees, itself included; None for all.
+        pattern: what a token sees, and how scores are made; positions count from each sequence's
+            first token.
+        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
+            floating dtype (attention sinks of GPT-OSS); None for none.
 
     Returns:
-        `[T, H, D]` in the dtype of q, zeros in padding rows. Differentiable.
+        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable. Arithmetic as in
+        `paged_attention`.
 
     Raises:
+        TypeError: q, k, v or the sinks are not floating-point.
         ValueError: shapes that do not fit.
     """
-    for name, tensor in (("q", q_THD), ("k", k_TKD), ("v", v_TKD)):
+    for name, tensor in (("q", q_THD), ("k", k_TKD), ("v", v_TKP)):
         check_rows(name, tensor, layout)
-    _check_heads(q_THD, k_TKD.unsqueeze(1), v_TKD.unsqueeze(1), "[T, 1, K, D]", window)
-    qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKD)]
+    _check_heads(q_THD, k_TKD.unsqueeze(1), v_TKP.unsqueeze(1), "[T, 1, K, {}]", sinks_H)
+    qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)
-        return pad_rows(_attend(q, k, v, 0, softmax_scale, window).flatten(0, 1), layout)
+        return pad_rows(_attend(q, k, v, 0, 0, pattern, sinks_H).flatten(0, 1), layout)
     outs = [
-        _attend(q[None], k[None], v[None], 0, softmax_scale, window).squeeze(0)
+        _attend(q[None], k[None], v[None], 0, 0, pattern, sinks_H).squeeze(0)
         for q, k, v in zip(*(t.split(layout.lengths) for t in qkv), strict=True)
     ]
     return pad_rows(join(outs), layout)
@@ -120,34 +185,93 @@ def varlen_attention(
 def _attend(
     q_bsHD: torch.Tensor,
     k_btKD: torch.Tensor,
-    v_btKD: torch.Tensor,
-    offset: int,
-    scale: float,
-    window: int | None,
+    v_btKP: torch.Tensor,
+    start: int,
+    first_key: int,
+    pattern: AttentionPattern,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Query row i sees the key rows (offset + i - window, offset + i]."""
-    q, k, v = (t.transpose(1, 2) for t in (q_bsHD, k_btKD, v_btKD))
-    size = q.shape[2]
+    """Query row i has position start + i, key row j has position first_key + j."""
+    q, k, v = (t.transpose(1, 2) for t in (q_bsHD, k_btKD, v_btKP))
+    size, P = q.shape[2], v.shape[3]
+    if is_fused := _is_fused(pattern, sinks_H):
+        # torch's fused kernels want values as wide as keys, and are worth the zeros.
+        v = F.pad(v, (0, q.shape[3] - P)) if q.shape[3] > P else v
+    else:
+        q, k, v = (t.to(compute_dtype(q)) for t in (q, k, v))
+        sinks_H = None if sinks_H is None else sinks_H.view(-1, 1, 1)
+    step = QUERY_TILE if is_fused else SCORE_TILE
     tiles = []
-    for i in range(0, size, QUERY_TILE):
-        end = min(i + QUERY_TILE, size)
-        low = 0 if window is None else max(0, offset + i - window + 1)
-        high = offset + end
-        rows = torch.arange(offset + i, high, device=q.device).unsqueeze(1)
+    for i in range(0, size, step):
+        end = min(i + step, size)
+        low = max(first_key, pattern.first_visible(start + i))
+        high = start + end
+        rows = torch.arange(start + i, high, device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
         visible = columns <= rows
-        if window is not None:
-            visible &= columns > rows - window
-        o = F.scaled_dot_product_attention(
-            q[:, :, i:end],
-            k[:, :, low:high],
-            v[:, :, low:high],
-            attn_mask=visible,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+        if pattern.is_local:
+            visible &= columns >= pattern.first_visible(rows)
+        keys = slice(low - first_key, high - first_key)
+        o = _softmax_average(
+            q[:, :, i:end], k[:, :, keys], v[:, :, keys], visible, pattern, sinks_H
         )
-        tiles.append(o.transpose(1, 2))
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+        tiles.append(o[..., :P].transpose(1, 2))
+    o = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+    return o.to(q_bsHD.dtype)
+
+
+def _is_fused(pattern: AttentionPattern, sinks: torch.Tensor | None) -> bool:
+    """Whether torch's scaled_dot_product_attention can do it."""
+    return pattern.softcap is None and sinks is None
+
+
+def _softmax_average(
+    q_bHsD: torch.Tensor,
+    k_bKtD: torch.Tensor,
+    v_bKtP: torch.Tensor,
+    visible_st: torch.Tensor,
+    pattern: AttentionPattern,
+    sinks_H11: torch.Tensor | None,
+) -> torch.Tensor:
+    """Values weighted by the softmax of the scores, `[b, H, s, P]`.
+
+    `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
+    """
+    if _is_fused(pattern, sinks_H11):
+        return F.scaled_dot_product_attention(
+            q_bHsD,
+            k_bKtD,
+            v_bKtP,
+            attn_mask=visible_st,
+            scale=pattern.scale,
+            enable_gqa=q_bHsD.shape[1] != k_bKtD.shape[1],
+        )
+    return _written_out(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
+
+
+@without_autocast
+def _written_out(
+    q_bHsD: torch.Tensor,
+    k_bKtD: torch.Tensor,
+    v_bKtP: torch.Tensor,
+    visible_st: torch.Tensor,
+    pattern: AttentionPattern,
+    sinks_H11: torch.Tensor | None,
+) -> torch.Tensor:
+    """`_softmax_average` with softcap and sinks."""
+    # The query heads of a key/value head side by side, so that keys are read once for all of them.
+    q_bKqD = (q_bHsD * pattern.scale).reshape(len(q_bHsD), k_bKtD.shape[1], -1, q_bHsD.shape[-1])
+    scores_bHst = (q_bKqD @ k_bKtD.mT).view(*q_bHsD.shape[:3], -1)
+    if pattern.softcap is not None:
+        scores_bHst = (scores_bHst / pattern.softcap).tanh() * pattern.softcap
+    scores_bHst = scores_bHst.masked_fill(~visible_st, -torch.inf)
+    weights_bKqt = scores_bHst.softmax(-1).view(*q_bKqD.shape[:3], -1)
+    o_bHsP = (weights_bKqt @ v_bKtP).view(*q_bHsD.shape[:3], -1)
+    if sinks_H11 is not None:
+        # What the softmax leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
+        lse_bHs1 = scores_bHst.logsumexp(-1, keepdim=True)
+        o_bHsP = o_bHsP * (lse_bHs1 - sinks_H11.to(lse_bHs1.dtype)).sigmoid()
+    return o_bHsP
 
 
 def _decode(
@@ -155,21 +279,25 @@ def _decode(
     pages: tuple[torch.Tensor, torch.Tensor],
     block_table_RM: torch.Tensor,
     layout: RaggedLayout,
-    scale: float,
-    window: int | None,
+    pattern: AttentionPattern,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query per sequence, a group of sequences at a time."""
-    _, B, K, D = pages[0].shape
-    max_blocks = max(1, GATHER_BYTES // (2 * B * K * D * pages[0].element_size()))
+    B, K = pages[0].shape[1:3]
+    block_bytes = sum(page[0].numel() * page.element_size() for page in pages)
+    max_blocks = max(1, GATHER_BYTES // block_bytes)
     groups, inverse = layout.cached(
-        ("decode groups", B, window, max_blocks, q_RHD.device),
-        lambda: _decode_groups(layout, B, window, max_blocks, q_RHD.device),
+        ("decode groups", B, pattern, max_blocks, q_RHD.device),
+        lambda: _decode_groups(layout, B, pattern, max_blocks, q_RHD.device),
     )
+    dtype = q_RHD.dtype if _is_fused(pattern, sinks_H) else compute_dtype(q_RHD)
+    sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
     for rows, columns, visible_rt, edges in groups:
         blocks = block_table_RM[rows.unsqueeze(1), columns].flatten()
         k, v = (
-            page.index_select(0, blocks).to(q_RHD.dtype).view(len(rows), -1, K, D) for page in pages
+            page.index_select(0, blocks).to(dtype).view(len(rows), -1, *page.shape[2:])
+            for page in pages
         )
         for edge in edges:
             # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.
@@ -177,19 +305,24 @@ def _decode(
             k[:, edge].masked_fill_(hidden, 0.0)
             v[:, edge].masked_fill_(hidden, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
-        o = F.scaled_dot_product_attention(
-            q_RHD[rows].unflatten(1, (K, -1)),
+        o = _softmax_average(
+            q_RHD[rows].to(dtype).unflatten(1, (K, -1)),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=visible_rt[:, None, None],
-            scale=scale,
+            visible_rt[:, None, None],
+            pattern,
+            sinks_KG1,
         )
         outs.append(o.flatten(1, 2))
-    return join(outs).index_select(0, inverse)
+    return join(outs).index_select(0, inverse).to(q_RHD.dtype)
 
 
 def _decode_groups(
-    layout: RaggedLayout, B: int, window: int | None, max_blocks: int, device: torch.device
+    layout: RaggedLayout,
+    B: int,
+    pattern: AttentionPattern,
+    max_blocks: int,
+    device: torch.device,
 ) -> tuple[list[tuple], torch.Tensor]:
     """Decodes of like length side by side: at most `max_blocks` in a group, at most half padding.
 
@@ -198,7 +331,8 @@ def _decode_groups(
     the place of each row behind all groups.
     """
     lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
-    firsts = [0 if window is None else max(0, n - window) // B for n in lengths]
+    lows = [max(0, pattern.first_visible(n - 1)) for n in lengths]
+    firsts = [low // B for low in lows]
     sizes = [-(-n // B) - first for n, first in zip(lengths, firsts, strict=True)]
     order = sorted(range(len(sizes)), key=lambda r: -sizes[r])
     members: list[list[int]] = []
@@ -210,9 +344,9 @@ def _decode_groups(
             members.append([r])
     groups = []
     for group in members:
-        first, length = (
+        first, low, length = (
             torch.tensor([numbers[r] for r in group], device=device).unsqueeze(1)
-            for numbers in (firsts, lengths)
+            for numbers in (firsts, lows, lengths)
         )
         size = sizes[group[0]]
         # Columns behind a sequence's end repeat its last block, and their keys are not visible.
@@ -220,8 +354,8 @@ def _decode_groups(
         positions = first * B + torch.arange(size * B, device=device)
         visible = positions < length
         edges = [slice(min(lengths[r] - firsts[r] * B for r in group), size * B)]
-        if window is not None:
-            visible &= positions >= length - window
+        if pattern.is_local:
+            visible &= positions >= low
             edges.append(slice(0, B))
         groups.append((torch.tensor(group, device=device), columns, visible, edges))
     inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -229,13 +363,15 @@ def _decode_groups(
 
 
 def _check_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meaning: str, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meaning: str, sinks: torch.Tensor | None
 ) -> None:
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}, expected [T, H, D]")
-    check_shape("k", k, (None, None, None, q.shape[2]), meaning)
-    check_shape("v", v, tuple(k.shape), meaning)
+    check_shape("k", k, (None, None, None, q.shape[2]), meaning.format("D"))
+    check_shape("v", v, (*k.shape[:3], None), meaning.format("P"))
     if q.shape[1] % k.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[2]} kv heads")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; a token sees at least itself, so it is at least 1")
+    if sinks is not None:
+        check_shape("sinks", sinks, (q.shape[1],), "[H]")
+        if not sinks.is_floating_point():
+            raise TypeError(f"sinks have dtype {sinks.dtype}; give a floating-point tensor")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_hybrid.ops.permutation import Permutation
+
 if TYPE_CHECKING:
     from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -42,8 +44,8 @@ class ChunkGrid:
             [firsts[r] + j for r in order if j < self.counts[r]] for j in range(max(self.counts))
         ]
         self.wave_sizes = [len(wave) for wave in waves]
-        self._sequence_order = _Permutation(order, device)
-        self._chunk_order = _Permutation([chunk for wave in waves for chunk in wave], device)
+        self._sequence_order = Permutation(order, device)
+        self._chunk_order = Permutation([chunk for wave in waves for chunk in wave], device)
 
         chunks, rows = [], []
         for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
@@ -110,45 +112,17 @@ class ChunkGrid:
     def capture_decays(
         self, cum_SHL: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decays up to each captured row: of the chunk's start state `[n, H, 1, 1]`, and of what
-        its rows added `[n, H, L]`, 0 for the rows behind the captured one.
+        """Decays up to each captured row: of the chunk's start state `[n, H, 1]`, and of what its
+        rows added `[n, H, L]`, 0 for the rows behind the captured one.
 
-        `cum_SHL` is the float64 running sum of log decays in each chunk.
+        `cum_SHL` is the float64 running sum of log decays in each chunk. Dimensions behind L are
+        carried along.
         """
         rows_n = self._capture_rows
         cum_nHL = cum_SHL[self.capture_chunks]
-        cum_nH1 = cum_nHL.gather(2, rows_n.view(-1, 1, 1).expand(-1, cum_nHL.shape[1], 1))
-        behind_n1L = torch.arange(self.chunk_size, device=rows_n.device) > rows_n.view(-1, 1, 1)
+        index = rows_n.view(-1, *[1] * (cum_SHL.dim() - 1))
+        cum_nH1 = cum_nHL.take_along_dim(index, dim=2)
+        row_L = torch.arange(self.chunk_size, device=rows_n.device)
+        behind_n1L = row_L.view(-1, *[1] * (cum_SHL.dim() - 3)) > index
         weight_nHL = (cum_nH1 - cum_nHL).masked_fill(behind_n1L, -torch.inf).exp()
-        return cum_nH1.exp().to(dtype).unsqueeze(-1), weight_nHL.to(dtype)
-
-
-class _Permutation:
-    """A fixed order of rows and its inverse; the identity costs nothing."""
-
-    def __init__(self, order: list[int], device: torch.device | str) -> None:
-        self.is_identity = order == list(range(len(order)))
-        if not self.is_identity:
-            inverse = sorted(range(len(order)), key=order.__getitem__)
-            self._order = torch.tensor(order, device=device)
-            self._inverse = torch.tensor(inverse, device=device)
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.is_identity else _Reorder.apply(x, self._order, self._inverse)
-
-    def invert(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.is_identity else _Reorder.apply(x, self._inverse, self._order)
-
-
-class _Reorder(torch.autograd.Function):
-    """`x[order]` for a permutation: its gradient is a gather too, not a sum into zeros."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.orders = order, inverse
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        order, inverse = ctx.orders
-        return _Reorder.apply(grad, inverse, order), None, None
+        return cum_nH1.exp().to(dtype), weight_nHL.to(dtype)

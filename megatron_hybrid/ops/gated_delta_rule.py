@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
-    compute_dtype,
-    pad_rows,
-    states_or_zeros,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import check_rows, check_shape, without_autocast
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
+from megatron_hybrid.ops.delta_rule import delta_rule, solve_and_recur
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
-
-L2NORM_EPS = 1e-6
-"""Added to the squared norm of q and k, as flash-linear-attention and transformers do."""
+from megatron_hybrid.ops.scan import decay_matrix
 
 
 @without_autocast
@@ -40,7 +31,7 @@ def gated_delta_rule(
             H / H_qk consecutive heads of v.
         v_THP: values `[T, H, P]`.
         g_TH: log decays `[T, H]`, at most 0.
-        beta_TH: writing strengths `[T, H]`.
+        beta_TH: writing strengths `[T, H]`, from 0 to 1, or to 2 for negative eigenvalues.
         initial_states_RHNP: fp32 or bf16 `[R, H, N, P]`, None for zeros. Never written.
         layout: lengths, positions and captures of the sequences.
         chunk_size: rows of a chunk; the result does not depend on it but for rounding.
@@ -57,101 +48,43 @@ def gated_delta_rule(
         ValueError: shapes that do not fit the layout or each other.
     """
     _check(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
-    N = k_THN.shape[-1]
-    shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
-    states_RHNP = states_or_zeros(
-        "gated_delta_rule", initial_states_RHNP, shape, "[R, H, N, P]", like=v_THP
+    return delta_rule(
+        "gated_delta_rule",
+        _chunked,
+        (q_THN, k_THN, v_THP, g_TH.unsqueeze(-1), beta_TH),
+        initial_states_RHNP,
+        layout,
+        chunk_size,
+        scale,
+        use_qk_l2norm,
     )
-    dtype = compute_dtype(v_THP)
-    q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
-    if use_qk_l2norm:
-        q_f, k_f = (t * (t.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for t in (q_f, k_f))
-    q_f = q_f * (N**-0.5 if scale is None else scale)
-    o_THP, final_RHNP, captured_nHNP = ragged_scan(
-        _step, _chunked, (q_f, k_f, v_f, g_f, beta_f), states_RHNP, layout, chunk_size
-    )
-    return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
-
-
-def _step(
-    q_RHN: torch.Tensor,
-    k_RHN: torch.Tensor,
-    v_RHP: torch.Tensor,
-    g_RH: torch.Tensor,
-    beta_RH: torch.Tensor,
-    S_RHNP: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the recurrence as it is written."""
-    repeats = v_RHP.shape[1] // k_RHN.shape[1]
-    q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
-    decay_RH11 = g_RH.exp()[..., None, None]
-    delta_RH1P = (v_RHP.unsqueeze(2) - (k_RH1N @ S_RHNP) * decay_RH11) * beta_RH[..., None, None]
-    S_RHNP = (S_RHNP * decay_RH11).addcmul_(k_RH1N.mT, delta_RH1P)
-    return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
 
 
 def _chunked(
     q_THN: torch.Tensor,
     k_THN: torch.Tensor,
     v_THP: torch.Tensor,
-    g_TH: torch.Tensor,
+    g_TH1: torch.Tensor,
     beta_TH: torch.Tensor,
     S_RHNP: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Solve each chunk for what its rows write, then carry the states through the chunks.
-
-    With c the running sum of g in a chunk and S0 the state it starts from, row i writes
-    w_i = beta_i (v_i - exp(c_i) k_i S0 - sum_{j < i} exp(c_i - c_j) (k_i . k_j) w_j) into the
-    state. That is a unit lower triangular system; its solution is affine in S0, w = U - W S0, so
-    U and W are solved for all chunks and heads at once and only S0 is sequential.
-    """
+    """One decay per row: products of queries and keys first, then times their decays."""
     q_SKLN, k_SKLN = (grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN))
-    v_SHLP = grid.pad(v_THP).transpose(1, 2)
-    g_SHL, beta_SHL1 = grid.pad(g_TH).transpose(1, 2), grid.pad(beta_TH).transpose(1, 2)[..., None]
-    P, dtype = v_SHLP.shape[-1], v_SHLP.dtype
-    repeats = v_SHLP.shape[1] // k_SKLN.shape[1]
-
-    cum_SHL = g_SHL.double().cumsum(-1)
-    decay_SHLL = decay_matrix(cum_SHL, dtype)
-    reach_SHL1 = cum_SHL.exp().to(dtype).unsqueeze(-1)
-    system_SHLL = _per_head(k_SKLN @ k_SKLN.mT, repeats) * decay_SHLL * beta_SHL1
-    k_SHLN = _per_head(k_SKLN, repeats)
-    sources_SHLX = torch.cat([v_SHLP * beta_SHL1, k_SHLN * (beta_SHL1 * reach_SHL1)], dim=-1)
-    # Only the part strictly below the diagonal is read. Solved as X A^T = B^T, which LAPACK's
-    # column-major order takes without a copy: half the time of A X = B.
-    U_W_SHLX = torch.linalg.solve_triangular(
-        system_SHLL.mT, sources_SHLX.mT, upper=True, left=False, unitriangular=True
-    ).mT
-    U_SHLP, W_SHLN = U_W_SHLX[..., :P], U_W_SHLX[..., P:]
-
-    to_end_SHL1 = (cum_SHL[..., -1:] - cum_SHL).exp().to(dtype).unsqueeze(-1)
-    decay_SH11 = cum_SHL[..., -1].exp().to(dtype)[..., None, None]
-    start_SHNP, written_SHLP, final_RHNP = grid.recur(
-        S_RHNP, (U_SHLP, W_SHLN, k_SHLN * to_end_SHL1, decay_SH11), _next_state
+    cum_SHL1 = grid.pad(g_TH1).transpose(1, 2).double().cumsum(2)
+    decay_SHLL = decay_matrix(cum_SHL1.squeeze(-1), v_THP.dtype)
+    repeats = v_THP.shape[1] // k_THN.shape[1]
+    return solve_and_recur(
+        _per_head(k_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
+        _per_head(q_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
+        _per_head(q_SKLN, repeats),
+        _per_head(k_SKLN, repeats),
+        grid.pad(v_THP).transpose(1, 2),
+        cum_SHL1,
+        grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1),
+        S_RHNP,
+        grid,
     )
-
-    scores_SHLL = _per_head(q_SKLN @ k_SKLN.mT, repeats) * decay_SHLL
-    o_SHLP = scores_SHLL @ written_SHLP + (_per_head(q_SKLN, repeats) * reach_SHL1) @ start_SHNP
-
-    captured_nHNP = S_RHNP[:0]
-    if len(chunks_n := grid.capture_chunks):
-        # A row writes the same whatever comes behind it, so a capture is a sum over fewer rows.
-        decay_nH11, weight_nHL = grid.capture_decays(cum_SHL, dtype)
-        added_nHNP = (k_SHLN[chunks_n] * weight_nHL.unsqueeze(-1)).mT @ written_SHLP[chunks_n]
-        captured_nHNP = torch.addcmul(added_nHNP, start_SHNP[chunks_n], decay_nH11)
-    return grid.unpad(o_SHLP.transpose(1, 2)), final_RHNP, captured_nHNP
-
-
-def _next_state(
-    state_RHNP: torch.Tensor,
-    U_RHLP: torch.Tensor,
-    W_RHLN: torch.Tensor,
-    k_to_end_RHLN: torch.Tensor,
-    decay_RH11: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    written_RHLP = U_RHLP - W_RHLN @ state_RHNP
-    return torch.addcmul(k_to_end_RHLN.mT @ written_RHLP, state_RHNP, decay_RH11), written_RHLP
 
 
 def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:

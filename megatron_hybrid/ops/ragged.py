@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron_hybrid.ops.chunk_grid import ChunkGrid
+    from megatron_hybrid.ops.time_order import TimeOrder
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,9 @@ class RaggedLayout:
             ("chunk_grid", chunk_size, torch.device(device)),
             lambda: ChunkGrid(self, chunk_size, device),
         )
+
+    def time_order(self, device: torch.device | str) -> TimeOrder:
+        """The tokens of the sequences behind the leading steps, row by row."""
+        from megatron_hybrid.ops.time_order import TimeOrder
+
+        return self.cached(("time_order", torch.device(device)), lambda: TimeOrder(self, device))

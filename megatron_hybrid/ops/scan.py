@@ -1,8 +1,9 @@
-"""What the scans of all recurrent mixers share: decays, and the split in steps and chunks."""
+"""What the scans of all recurrent mixers share: decays, and the split in steps and scans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,21 +13,21 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 def ragged_scan(
     step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    scan: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     inputs_T: tuple[torch.Tensor, ...],
     states_R: torch.Tensor,
     layout: RaggedLayout,
-    chunk_size: int,
+    plan: Callable[[], Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the leading single tokens by `step` and all other sequences by `chunked`.
+    """Run the leading single tokens by `step` and all other sequences by `scan`.
 
     Args:
         step: `(*inputs of the steps, states) -> (outputs, states after them)`.
-        chunked: `(*inputs of the rest, states, grid) -> (outputs, final, captured states)`.
+        scan: `(*inputs of the rest, states, plan()) -> (outputs, final, captured states)`.
         inputs_T: flat tensors; padding rows are not looked at.
         states_R: initial states, one per sequence.
         layout: lengths, positions and captures.
-        chunk_size: rows of a chunk.
+        plan: makes what `scan` needs to know of the layout; called only if there is a rest.
 
     Returns:
         Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`.
@@ -40,10 +41,8 @@ def ragged_scan(
         # A sequence of one token that is captured is captured at its end.
         captured += [final[count - 1 : count] for count in layout.captures if count <= num_steps]
     if num_steps < layout.num_sequences:
-        grid = layout.chunk_grid(chunk_size, states_R.device)
-        output, final, captured_scan = chunked(
-            *(rows_between(t, num_steps, num_tokens) for t in inputs_T), states_R[num_steps:], grid
-        )
+        rest = (rows_between(t, num_steps, num_tokens) for t in inputs_T)
+        output, final, captured_scan = scan(*rest, states_R[num_steps:], plan())
         outputs.append(output)
         finals.append(final)
         captured.append(captured_scan)

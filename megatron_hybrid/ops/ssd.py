@@ -61,7 +61,12 @@ def ssd_scan(
     # What remains is linear attention with a scalar decay: keys B, queries C, values dt x.
     inputs = (dt_f.unsqueeze(-1) * x_f, dt_f * A_H.to(dtype), B_f, C_f)
     y_THP, final_RHPN, captured_nHPN = ragged_scan(
-        _step, _chunked, inputs, states_RHPN, layout, chunk_size
+        _step,
+        _chunked,
+        inputs,
+        states_RHPN,
+        layout,
+        lambda: layout.chunk_grid(chunk_size, states_RHPN.device),
     )
     if D_H is not None:
         x_f = rows_between(x_f, 0, layout.num_tokens)
@@ -123,9 +128,9 @@ def _chunked(
 
     captured_nHPN = S_RHPN[:0]
     if len(chunks_n := grid.capture_chunks):
-        decay_nH11, weight_nHL = grid.capture_decays(cum_SHL, dtype)
+        decay_nH1, weight_nHL = grid.capture_decays(cum_SHL, dtype)
         added_nHPN = _outer(dtx_SLHP[chunks_n], weight_nHL, B_SGLN[chunks_n])
-        captured_nHPN, _ = _next_state(start_SHPN[chunks_n], added_nHPN, decay_nH11)
+        captured_nHPN, _ = _next_state(start_SHPN[chunks_n], added_nHPN, decay_nH1.unsqueeze(-1))
     return grid.unpad(y_SLHP), final_RHPN, captured_nHPN
 
 

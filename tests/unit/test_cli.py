@@ -1,5 +1,7 @@
 """The command line, run in this process on a tiny checkpoint."""
 
+import json
+
 import pytest
 import tokenizers
 from reference import tiny_model
@@ -87,3 +89,23 @@ def test_info_names_versions_and_optional_libraries(capsys):
     assert environment()["megatron_hybrid"] == __version__
     for name in ("torch", "megatron-core", "Transformer Engine", "apex"):
         assert name in out
+
+
+def test_plan(folder, capsys):
+    assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--context", "1k"]) == 0
+    table = capsys.readouterr().out
+    assert "KV per token" in table and "recommended: InferenceConfig(" in table
+    assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["context"] == 8000 and values["model"]["largest_batch"] > 0
+    assert cli.main(["plan", "--model", folder, "--memory", "0.0001"]) == 2
+    assert "no room for one request of 8000 tokens" in capsys.readouterr().err
+
+
+def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
+    assert cli.main(["convert", folder, str(tmp_path / "copy"), "--dtype", "bfloat16"]) == 0
+    assert cli.main(["convert", str(tmp_path / "copy"), str(tmp_path / "copy")]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert cli.main(["convert", folder, str(tmp_path / "hf"), "--to", "huggingface"]) == 2
+    assert "has no huggingface_config" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()

@@ -1,43 +1,43 @@
-"""Full and sliding-window attention, with the parameters of core's SelfAttention."""
+"""Full, sliding-window and chunked attention, with the parameters of core's SelfAttention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.mixers.base import KVShape, LayerCache, MixerContext, UncachedContext
+from megatron_hybrid.models.mixers.base import (
+    KVShape,
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    UncachedContext,
+)
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
-from megatron_hybrid.ops import paged_attention, varlen_attention
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
 
 
-@dataclass
-class AttentionSubmodules:
-    """The projections and the norms of queries and keys (None: not normed)."""
-
-    linear_qkv: ModuleSpec | type
-    linear_proj: ModuleSpec | type
-    q_layernorm: ModuleSpec | type | None
-    k_layernorm: ModuleSpec | type | None
-
-
-class AttentionMixer(MegatronModule):
+class AttentionMixer(Mixer):
     """Causal grouped-query attention.
 
     Args:
         config: sizes are the heads, `num_query_groups` and `kv_channels`.
-        submodules: the projections and norms to build.
+        submodules: classes of the projections and norms.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
-        windowed: whether a token sees only the last `config.sliding_window` positions.
+        locality: None for all positions; "window" for the last `config.sliding_window` of them;
+            "chunk" for those of the token's own chunk of `config.attention_chunk_size`.
+        input_size: width of what comes in; None: hidden_size.
     """
 
     input_projection = "linear_qkv"
@@ -45,37 +45,51 @@ class AttentionMixer(MegatronModule):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: AttentionSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
-        windowed: bool = False,
+        locality: Literal["window", "chunk"] | None = None,
+        input_size: int | None = None,
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        self.window = config.sliding_window if windowed else None
+        self.kv_layer = config.kv_source_layer or layer_number
+        """Number of the layer whose keys and values are read: this one, or one before it."""
         self.head_dim = config.kv_channels
-        self.softmax_scale = config.softmax_scale or self.head_dim**-0.5
+        self.pattern = AttentionPattern(
+            config.softmax_scale or self.head_dim**-0.5,
+            window=config.sliding_window if locality == "window" else None,
+            chunk=config.attention_chunk_size if locality == "chunk" else None,
+            softcap=config.attention_logit_softcap,
+        )
         tp_size = pg_collection.tp.size()
         self.num_groups = config.num_query_groups // tp_size
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.rotary = (
-            RotaryEmbedding(config.rotary_dim, config.rotary_base)
+            RotaryEmbedding(
+                config.rotary_dim,
+                config.rotary_base,
+                config.rotary_scaling,
+                config.rotary_interleaved,
+            )
             if config.position_embedding_type == "rope"
             else None
         )
         queries = config.num_attention_heads * self.head_dim
         gates = queries if config.attention_output_gate else 0
         # Rows go group by group: its queries (and gates), its key, its value; so a plain cut works.
+        keys_values = config.num_kv_projections * config.num_query_groups * self.head_dim
         self.linear_qkv = build_input_projection(
-            submodules.linear_qkv,
+            submodules.input_projection,
             config,
-            (queries + gates + 2 * config.num_query_groups * self.head_dim,),
+            (queries + gates + keys_values,),
             pg_collection,
             comm_buffer="qkv",
             bias=config.add_bias_linear or config.add_qkv_bias,
+            input_size=input_size,
         )
         self.linear_proj = build_output_projection(
-            submodules.linear_proj,
+            submodules.row,
             config,
             queries,
             pg_collection,
@@ -83,51 +97,112 @@ class AttentionMixer(MegatronModule):
             bias=config.add_bias_linear,
         )
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
-        self.q_layernorm = self._build_head_norm(submodules.q_layernorm)
-        self.k_layernorm = self._build_head_norm(submodules.k_layernorm)
+        self.q_layernorm = self._build_norm(submodules.norm, config.num_attention_heads)
+        self.k_layernorm = (
+            self._build_norm(submodules.norm, config.num_query_groups)
+            if self.kv_layer == layer_number
+            else None
+        )
+        if config.softmax_type == "learnable":
+            self.core_attention = nn.Module()  # where megatron-core keeps the parameter
+            sinks = torch.zeros(config.num_attention_heads // tp_size, dtype=config.params_dtype)
+            self.core_attention.softmax_offset = nn.Parameter(sinks)
+            mark_tensor_parallel(self.core_attention.softmax_offset, 0)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values."""
-        return LayerCache(kv=KVShape(self.num_groups, self.head_dim, self.window))
+        """Keys and values, unless they are another layer's."""
+        if self.kv_layer != self.layer_number:
+            return LayerCache()
+        pattern = self.pattern
+        return LayerCache(kv=KVShape(self.num_groups, self.head_dim, pattern.window, pattern.chunk))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
-        q, k, v, gate = self._project(hidden_Th)
+        mixed, _ = self.linear_qkv(hidden_Th)
+        return self.attend(mixed, context, self.layer_number)
+
+    def attend(
+        self, mixed: Tensor, context: MixerContext, layer_number: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` behind the input projection, as the layer `layer_number`."""
+        kv_layer = self.config.kv_source_layer or layer_number
+        q, kv, gate = self._heads(mixed)
         layout = context.ragged_layout()
+        qk = [q, *kv[:1]]
         if self.rotary is not None:
             end = max(map(sum, zip(layout.start_positions, layout.lengths)))
             cos_sin = self.rotary.cos_sin(context.token_positions(), end, q.dtype)
-            q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
+            qk = [self.rotary.rotate(x, cos_sin) for x in qk]
+        if self.config.qk_l2_norm:
+            qk = [self._l2_norm(x) for x in qk]
+        q, kv = qk[0], (*qk[1:], *kv[1:])
+        if self.config.attention_temperature_scale is not None:
+            q = q * self._temperature(context.token_positions()).to(q.dtype)
+        if kv:
+            context.append_key_value_cache(layer_number, *(x.unsqueeze(1) for x in kv))
         if isinstance(context, UncachedContext):
-            o = varlen_attention(q, k, v, layout, self.softmax_scale, self.window)
+            kv = kv or context.shared_keys_values(kv_layer)
+            o = varlen_attention(q, *kv, layout, self.pattern, self._sinks())
         else:
-            context.append_key_value_cache(self.layer_number, k.unsqueeze(1), v.unsqueeze(1))
-            pages = context.key_value_cache(self.layer_number)
-            o = paged_attention(q, *pages, layout, self.softmax_scale, self.window)
+            pages = context.key_value_cache(kv_layer)
+            o = paged_attention(q, *pages, layout, self.pattern, self._sinks())
         o = o.flatten(1)
         if gate is not None:
             o = (o * gate.float().sigmoid()).to(o.dtype)
         return self.linear_proj(o)
 
-    def _project(self, hidden_Th: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Normed queries [T, H, D] and keys [T, K, D], values [T, K, D], gates [T, H * D]."""
-        mixed, _ = self.linear_qkv(hidden_Th)
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Normed queries [T, H, D]; normed keys and values, each [T, K, D], or neither where they
+        are another layer's; gates [T, H * D]."""
+        config = self.config
         queries = self.heads_per_group * self.head_dim
-        gates = [queries] if self.config.attention_output_gate else []
-        q, *gate, k, v = mixed.unflatten(-1, (self.num_groups, -1)).split(
-            [queries, *gates, self.head_dim, self.head_dim], -1
+        gates = [queries] if config.attention_output_gate else []
+        q, *parts = mixed.unflatten(-1, (self.num_groups, -1)).split(
+            [queries, *gates, *[self.head_dim] * config.num_kv_projections], -1
         )
+        gate = parts.pop(0).flatten(1) if gates else None
         q = q.reshape(q.shape[0], -1, self.head_dim)
         if self.q_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q, k, v, gate[0].flatten(1) if gate else None
+            q = self._norm(self.q_layernorm, q)
+        if not parts:
+            return q, (), gate
+        k, v = parts[0], parts[-1]
+        if self.k_layernorm is not None:
+            k = self._norm(self.k_layernorm, k)
+        if config.value_l2_norm:
+            v = self._l2_norm(v)
+        return q, (k, v), gate
 
-    def _build_head_norm(self, spec: ModuleSpec | type | None):
-        if spec is None:
-            return None
-        return build_module(
-            spec,
-            config=self.config,
-            hidden_size=self.head_dim,
-            eps=self.config.layernorm_epsilon,
+    def _norm(self, norm: nn.Module, x_THD: Tensor) -> Tensor:
+        if self.config.qk_layernorm_scope == "head":
+            return norm(x_THD)
+        return norm(x_THD.flatten(1)).view_as(x_THD)
+
+    def _l2_norm(self, x_THD: Tensor) -> Tensor:
+        """Each head with a mean square of 1."""
+        return F.rms_norm(x_THD.float(), x_THD.shape[-1:], eps=self.config.layernorm_epsilon).to(
+            x_THD.dtype
         )
+
+    def _temperature(self, positions_T: Tensor) -> Tensor:
+        """Factor of the queries, [T, 1, 1] fp32: it rises with the position, so that the softmax
+        stays sharp over long contexts (Llama 4)."""
+        config = self.config
+        steps = ((positions_T + 1) // config.attention_temperature_floor).float()
+        return (1.0 + config.attention_temperature_scale * steps.log1p())[:, None, None]
+
+    def _sinks(self) -> Tensor | None:
+        """The logit of each head that carries no value, [H]."""
+        kind = self.config.softmax_type
+        if kind == "learnable":
+            return self.core_attention.softmax_offset
+        if kind == "off-by-one":
+            return self.linear_qkv.weight.new_zeros(self.num_groups * self.heads_per_group)
+        return None
+
+    def _build_norm(self, norm: type, num_heads: int) -> nn.Module | None:
+        config = self.config
+        if not config.qk_layernorm:
+            return None
+        heads = num_heads if config.qk_layernorm_scope == "all_heads" else 1
+        return norm(config=config, hidden_size=heads * self.head_dim, eps=config.layernorm_epsilon)

@@ -1,12 +1,14 @@
-"""What a mixer is: the cache it declares, and the context that it runs in."""
+"""What a mixer is: the cache it declares, what it is built of, and the context that it runs in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
 
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -25,13 +27,28 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys and values of an attention layer."""
+    """Keys and values of an attention layer. At most one of window and chunk is given."""
 
     num_heads: int
     """Key/value heads on this tensor-parallel rank."""
     head_dim: int
-    window: int | None
-    """Positions that a token sees, its own included; None: all."""
+    """Width of a key."""
+    window: int | None = None
+    """Positions that a token sees, its own included; None: not windowed."""
+    chunk: int | None = None
+    """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
+    value_dim: int | None = None
+    """Width of a value; None: that of a key, which then stands here. 0: no values are kept, the
+    layer takes them from its keys (the latent cache of MLA)."""
+
+    def __post_init__(self):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether some tokens do not see all tokens before them."""
+        return self.window is not None or self.chunk is not None
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,48 @@ class LayerCache:
 
     kv: KVShape | None = None
     states: tuple[StateTensor, ...] = ()
+
+
+@dataclass
+class MixerSubmodules:
+    """The classes that a mixer builds its parts of: plain torch, or Transformer Engine's."""
+
+    input_projection: type
+    """Column-parallel linear of the layer's input; may normalise it first."""
+    column: type
+    """Column-parallel linear of anything else."""
+    row: type
+    """Row-parallel linear."""
+    norm: type
+
+
+@dataclass(frozen=True)
+class StackInputs:
+    """What the first pipeline stage knows beside the hidden states, for the mixers that ask."""
+
+    embedding_Th: Tensor | None
+    """The word embedding that the stack starts from; None on later stages."""
+    per_layer_TJp: Tensor | None = None
+    """What each of the J layers of the symbol `P` is told about each token; None without any."""
+    shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
+    """The blocks that layers of the symbol `Z` share, each from its first layer on."""
+
+
+class Mixer(MegatronModule):
+    """Base of all mixers: `forward(hidden_Th, context) -> (output_Th, bias or None)`."""
+
+    input_projection: str | None = None
+    """Name of the one projection that takes all of the layer's input, where there is one."""
+
+    norms_input = False
+    """Whether it does itself what the norm in front of a mixer does."""
+
+    takes_stack_inputs = False
+    """Whether `forward` takes the `StackInputs` as a third argument."""
+
+    def cache_requirements(self) -> LayerCache:
+        """What is kept between the calls of a sequence."""
+        return LayerCache()
 
 
 class MixerContext(Protocol):
@@ -63,11 +122,13 @@ class MixerContext(Protocol):
     ) -> None:
         """States after this call, [R, *shape], and at the layout's captures, [n, *shape]."""
 
-    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Store this call's keys (after RoPE) and values, [T_padded, 1, K, D]."""
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor | None) -> None:
+        """Store this call's keys (after RoPE) and values, [T_padded, 1, K, D] and [T_padded, 1, K,
+        P]; None for values where `KVShape.value_dim` is 0."""
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Key pages and value pages [num_pages, B, K, D], block table [R, M] int."""
+        """Key pages [num_pages, B, K, D], value pages [num_pages, B, K, P] (P is 0 where the layer
+        keeps no values), block table [R, M] int. It may be asked for an earlier layer's."""
 
 
 class UncachedContext:
@@ -76,11 +137,16 @@ class UncachedContext:
     Args:
         layout: the sequences, from position 0.
         device: where `token_positions` lies.
+        shared_kv_layers: numbers of the layers whose keys and values other layers read too.
     """
 
-    def __init__(self, layout: RaggedLayout, device: torch.device):
+    def __init__(
+        self, layout: RaggedLayout, device: torch.device, shared_kv_layers: Collection[int] = ()
+    ):
         self._layout = layout
         self._device = device
+        self._shared_kv_layers = shared_kv_layers
+        self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def ragged_layout(self) -> RaggedLayout:
         """See `MixerContext`."""
@@ -98,3 +164,12 @@ class UncachedContext:
         self, layer_number: int, name: str, final: Tensor, captured: Tensor | None
     ) -> None:
         """See `MixerContext`: nothing is kept."""
+
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """See `MixerContext`: kept to the end of this forward, for the layers that share them."""
+        if layer_number in self._shared_kv_layers:
+            self._keys_values[layer_number] = key.squeeze(1), value.squeeze(1)
+
+    def shared_keys_values(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer before, [T, K, D] each."""
+        return self._keys_values[layer_number]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.collectives import sum_gradient_over_ranks
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
+from megatron_hybrid.models.mixers.base import (
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StateTensor,
+)
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -25,21 +29,12 @@ from megatron_hybrid.ops import gated_delta_rule
 _A_RANGE = (1.0, 16.0)
 
 
-@dataclass
-class GatedDeltaNetSubmodules:
-    """The projections and the output norm of a Gated DeltaNet mixer."""
-
-    in_proj: ModuleSpec | type
-    out_norm: ModuleSpec | type
-    out_proj: ModuleSpec | type
-
-
-class GatedDeltaNetMixer(MegatronModule):
+class GatedDeltaNetMixer(Mixer):
     """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
     Args:
         config: sizes are its `linear_*` fields.
-        submodules: the projections and the norm to build.
+        submodules: classes of the projections and of the output norm.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
     """
@@ -49,7 +44,7 @@ class GatedDeltaNetMixer(MegatronModule):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: GatedDeltaNetSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
@@ -62,9 +57,10 @@ class GatedDeltaNetMixer(MegatronModule):
         tp_size = pg_collection.tp.size()
         self.num_key_heads = key_heads // tp_size
         self.num_value_heads = value_heads // tp_size
+        self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
 
         self.in_proj = build_input_projection(
-            submodules.in_proj,
+            submodules.input_projection,
             config,
             (keys, keys, values, values, value_heads, value_heads),
             pg_collection,
@@ -90,16 +86,18 @@ class GatedDeltaNetMixer(MegatronModule):
         self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads, dtype=config.params_dtype))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
-        self.out_norm = build_module(
-            submodules.out_norm,
-            config=config,
+        norm_config = copy(config)
+        if config.linear_norm_zero_centered_gamma is not None:
+            norm_config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
+        self.out_norm = submodules.norm(
+            config=norm_config,
             hidden_size=self.value_dim,
-            eps=config.layernorm_epsilon,
+            eps=config.linear_norm_epsilon or config.layernorm_epsilon,
         )
         for parameter in self.out_norm.parameters():
             sum_gradient_over_ranks(parameter, pg_collection.tp)
         self.out_proj = build_output_projection(
-            submodules.out_proj, config, values, pg_collection, comm_buffer="fc2"
+            submodules.row, config, values, pg_collection, comm_buffer="fc2"
         )
 
     def cache_requirements(self) -> LayerCache:
@@ -126,7 +124,7 @@ class GatedDeltaNetMixer(MegatronModule):
             k.unflatten(-1, (self.num_key_heads, self.key_dim)),
             v.unflatten(-1, (self.num_value_heads, self.value_dim)),
             -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float()),
-            beta.float().sigmoid(),
+            beta.float().sigmoid() * self.max_beta,
             context.read_state(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,

@@ -10,7 +10,8 @@ from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 
 
 class GatedGroupNorm(nn.Module):
-    """RMSNorm(y * SiLU(z)) * weight, the mean square taken over each group of channels.
+    """RMSNorm(y * SiLU(z)) * weight, the mean square taken over each group of channels; or, with
+    the norm before the gate, RMSNorm(y) * weight * SiLU(z).
 
     Groups never straddle tensor-parallel ranks, so no rank needs another one's channels
     (Mamba-2, arXiv 2405.21060, section 8.2).
@@ -20,19 +21,32 @@ class GatedGroupNorm(nn.Module):
         group_size: channels per group.
         eps: added to the mean square.
         dtype: dtype of the weight.
+        norm_before_gate: which of the two forms.
     """
 
-    def __init__(self, channels: int, group_size: int, eps: float, dtype: torch.dtype):
+    def __init__(
+        self,
+        channels: int,
+        group_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        norm_before_gate: bool = False,
+    ):
         super().__init__()
         self.group_size = group_size
         self.eps = eps
+        self.norm_before_gate = norm_before_gate
         self.weight = nn.Parameter(torch.ones(channels, dtype=dtype))
         mark_tensor_parallel(self.weight, 0)
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Gate and normalise in fp32; returns [T, C] in the dtype of `y_TC`."""
-        gated = y_TC.float() * F.silu(z_TC.float())
-        groups = gated.unflatten(-1, (-1, self.group_size))
+        x, gate = y_TC.float(), F.silu(z_TC.float())
+        if not self.norm_before_gate:
+            x = x * gate
+        groups = x.unflatten(-1, (-1, self.group_size))
         scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         normed = (groups * scale).flatten(-2) * self.weight.float()
+        if self.norm_before_gate:
+            normed = normed * gate
         return normed.to(y_TC.dtype)

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StateTensor
+from megatron_hybrid.models.mixers.base import (
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StateTensor,
+)
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.time_step import initial_dt_bias
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import ssd_scan
 
-_NORM_EPS = 1e-5  # core's, whatever layernorm_epsilon says
 _A_RANGE = (1.0, 16.0)
-_DT_RANGE = (1e-3, 1e-1)
-_DT_FLOOR = 1e-4
 
 
-@dataclass
-class Mamba2Submodules:
-    """The projections of a Mamba-2 mixer."""
-
-    in_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
-
-
-class Mamba2Mixer(MegatronModule):
+class Mamba2Mixer(Mixer):
     """S_t = exp(dt A) S_{t-1} + dt x_t (x) B_t,  y_t = S_t C_t + D x_t, gated and normed.
 
     Args:
-        config: sizes are its `mamba_*` fields.
-        submodules: the projections to build.
+        config: sizes and options are its `mamba_*` fields.
+        submodules: classes of the projections.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
     """
@@ -52,7 +43,7 @@ class Mamba2Mixer(MegatronModule):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: Mamba2Submodules,
+        submodules: MixerSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
@@ -67,38 +58,57 @@ class Mamba2Mixer(MegatronModule):
         self.num_heads = heads // tp_size
         self.num_groups = groups // tp_size
 
+        sections = (inner, inner, group_states, group_states, heads)
         self.in_proj = build_input_projection(
-            submodules.in_proj,
+            submodules.input_projection,
             config,
-            (inner, inner, group_states, group_states, heads),
+            sections,
             pg_collection,
             comm_buffer="fc1",
             section_names=("z", "x", "B", "C", "dt"),
+            bias=config.mamba_proj_bias,
         )
         self.split_sizes = [
             inner // tp_size,
             (inner + 2 * group_states) // tp_size,
             self.num_heads,
         ]
+        multipliers = None
+        if config.mamba_section_multipliers is not None:
+            factors = torch.tensor(config.mamba_section_multipliers, dtype=config.params_dtype)
+            widths = torch.tensor([size // tp_size for size in sections])
+            multipliers = factors.repeat_interleave(widths)
+        self.register_buffer("multipliers", multipliers, persistent=False)
         self.conv1d = ShortConv(
             (inner, group_states, group_states),
             ("x", "B", "C"),
             config.mamba_conv_kernel,
-            bias=True,
+            bias=config.mamba_conv_bias,
             tp_size=tp_size,
             dtype=config.params_dtype,
         )
-        self.dt_bias = nn.Parameter(_initial_dt_bias(self.num_heads).to(config.params_dtype))
+        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads).to(config.params_dtype))
         # Decay and skip stay in fp32 in a bf16 model, as in core.
         self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
         self.D = nn.Parameter(torch.ones(self.num_heads))
         for parameter in (self.dt_bias, self.A_log, self.D):
             mark_tensor_parallel(parameter, 0)
-        self.norm = GatedGroupNorm(
-            inner // tp_size, inner // groups, eps=_NORM_EPS, dtype=config.params_dtype
-        )
+        self.norm = None
+        if config.mamba_gated_norm != "none":
+            self.norm = GatedGroupNorm(
+                inner // tp_size,
+                inner // groups,
+                eps=config.mamba_norm_epsilon,
+                dtype=config.params_dtype,
+                norm_before_gate=config.mamba_gated_norm == "norm_first",
+            )
         self.out_proj = build_output_projection(
-            submodules.out_proj, config, inner, pg_collection, comm_buffer="fc2"
+            submodules.row,
+            config,
+            inner,
+            pg_collection,
+            comm_buffer="fc2",
+            bias=config.mamba_proj_bias,
         )
 
     def cache_requirements(self) -> LayerCache:
@@ -110,6 +120,8 @@ class Mamba2Mixer(MegatronModule):
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
+        if self.multipliers is not None:
+            projected = projected * self.multipliers
         z, xBC, dt = projected.split(self.split_sizes, -1)
         xBC = self.conv1d(xBC, context, self.layer_number)
         x, B, C = xBC.split(
@@ -120,9 +132,10 @@ class Mamba2Mixer(MegatronModule):
             ],
             -1,
         )
+        dt = F.softplus(dt.float() + self.dt_bias.float())
         y_THP, final, captured = ssd_scan(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
-            F.softplus(dt.float() + self.dt_bias.float()),
+            dt.clamp(self.config.mamba_dt_min, self.config.mamba_dt_max),
             -self.A_log.float().exp(),
             B.unflatten(-1, (self.num_groups, self.state_dim)),
             C.unflatten(-1, (self.num_groups, self.state_dim)),
@@ -132,11 +145,9 @@ class Mamba2Mixer(MegatronModule):
             self.config.mamba_chunk_size,
         )
         context.write_state(self.layer_number, "ssm", final, captured)
-        return self.out_proj(self.norm(y_THP.flatten(1), z))
+        return self.out_proj(self._gate(y_THP.flatten(1), z))
 
-
-def _initial_dt_bias(num_heads: int) -> Tensor:
-    """dt_bias such that softplus(dt_bias) is log-uniform over the usual range of time steps."""
-    low, high = (math.log(limit) for limit in _DT_RANGE)
-    dt = torch.empty(num_heads).uniform_(low, high).exp().clamp(min=_DT_FLOOR)
-    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+    def _gate(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self.norm(y_TC, z_TC)
+        return (y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext
+from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 
 
-class MLPMixer(MLP):
+class MLPMixer(MLP, Mixer):
     """Two projections with an activation in between, gated or not.
 
     Args:
         config: sizes are `hidden_size` and `ffn_hidden_size`.
-        submodules: the projections to build.
+        submodules: classes of the projections.
         layer_number: unused; every mixer is built with it.
         pg_collection: process groups; `tp` is used.
     """
@@ -26,13 +28,17 @@ class MLPMixer(MLP):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: MLPSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
+        if config.mlp_gate_multiplier != 1.0:
+            config = copy(config)
+            activation, factor = config.activation_func, config.mlp_gate_multiplier
+            config.activation_func = lambda gate: activation(gate * factor)
         super().__init__(
             config,
-            submodules,
+            MLPSubmodules(linear_fc1=submodules.input_projection, linear_fc2=submodules.row),
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=pg_collection.tp,
         )
@@ -43,10 +49,10 @@ class MLPMixer(MLP):
             mark_tensor_parallel(self.linear_fc1.bias, 0, sections)
         mark_tensor_parallel(self.linear_fc2.weight, 1)
 
-    def cache_requirements(self) -> LayerCache:
-        """Nothing."""
-        return LayerCache()
-
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
-        return super().forward(hidden_Th)
+        output_Th, bias = super().forward(hidden_Th)
+        factor = self.config.mlp_output_multiplier
+        if factor != 1.0:
+            output_Th, bias = output_Th * factor, None if bias is None else bias * factor
+        return output_Th, bias

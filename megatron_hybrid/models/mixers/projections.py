@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from torch import nn
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 
 
 def build_input_projection(
-    spec: ModuleSpec | type,
+    spec: type,
     config: HybridConfig,
     sections: Sequence[int],
     pg_collection: ProcessGroupCollection,
@@ -21,23 +23,28 @@ def build_input_projection(
     comm_buffer: str,
     section_names: Sequence[str] | None = None,
     bias: bool = False,
+    skip_bias_add: bool = False,
+    input_size: int | None = None,
+    init_method: Callable | None = None,
 ) -> nn.Module:
-    """hidden_size -> sum(sections), split over the ranks by output row.
+    """hidden_size (or input_size) -> sum(sections), split over the ranks by output row.
 
     Args:
         sections: full sizes of the blocks that lie one after another, each cut on its own.
         comm_buffer: which of Transformer Engine's communication buffers it shares ("fc1", "qkv").
         section_names: what core's distributed checkpoints call the sections, where they do.
+        skip_bias_add: give the bias back beside the output.
+        init_method: of the weight; None: the config's.
     """
     projection = build_module(
         spec,
-        config.hidden_size,
+        input_size or config.hidden_size,
         sum(sections),
         config=config,
-        init_method=config.init_method,
+        init_method=init_method or config.init_method,
         gather_output=False,
         bias=bias,
-        skip_bias_add=False,
+        skip_bias_add=skip_bias_add,
         is_expert=False,
         tp_comm_buffer_name=comm_buffer,
         tp_group=pg_collection.tp,
@@ -45,26 +52,29 @@ def build_input_projection(
     marked_sections = sections if len(sections) > 1 else None
     mark_tensor_parallel(projection.weight, 0, marked_sections, section_names)
     if bias:
-        mark_tensor_parallel(projection.bias, 0, marked_sections)
+        mark_tensor_parallel(projection.bias, 0, marked_sections, section_names)
     return projection
 
 
 def build_output_projection(
-    spec: ModuleSpec | type,
+    spec: type,
     config: HybridConfig,
     width: int,
     pg_collection: ProcessGroupCollection,
     *,
     comm_buffer: str,
     bias: bool = False,
+    output_size: int | None = None,
+    init_method: Callable | None = None,
 ) -> nn.Module:
-    """width -> hidden_size, split over the ranks by input column and summed over them."""
+    """width -> hidden_size (or output_size), split over the ranks by input column and summed over
+    them; drawn by `init_method` or as the config draws what goes into the residual stream."""
     projection = build_module(
         spec,
         width,
-        config.hidden_size,
+        output_size or config.hidden_size,
         config=config,
-        init_method=config.output_layer_init_method,
+        init_method=init_method or config.output_layer_init_method,
         bias=bias,
         input_is_parallel=True,
         skip_bias_add=True,
@@ -74,3 +84,23 @@ def build_output_projection(
     )
     mark_tensor_parallel(projection.weight, 1)
     return projection
+
+
+def replicated_weight(config: HybridConfig, *shape: int) -> nn.Parameter:
+    """A weight that every rank holds whole, drawn as those of the projections are."""
+    weight = torch.empty(shape)
+    if config.perform_initialization:
+        config.init_method(weight)
+    return nn.Parameter(weight.to(config.params_dtype))
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection without bias that every rank holds whole."""
+
+    def __init__(self, config: HybridConfig, input_size: int, output_size: int):
+        super().__init__()
+        self.weight = replicated_weight(config, output_size, input_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_size] -> [..., output_size]."""
+        return F.linear(x, self.weight)

@@ -1,17 +1,103 @@
-"""Rotary position embedding: halves rotated against each other, tables in fp32.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), tables in fp32.
 
-RoFormer (arXiv 2104.09864) in the layout of GPT-NeoX, LLaMA and megatron-core's default: dimension
-i is paired with i + d/2, and the pair at position t turns by t * base^(-2i/d).
+The pair i of a head's d rotated dimensions turns by position * base^(-2i/d). Pairs are dimensions i
+and i + d/2, as in GPT-NeoX, LLaMA and megatron-core's default; interleaved, 2i and 2i + 1.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _SMALLEST_TABLE = 1024
+
+_SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
+}
+"""The kinds of `rotary_scaling`, and the numbers that each cannot do without."""
+
+
+def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raises ValueError where `frequencies` could not use a `rotary_scaling`."""
+    kind = scaling.get("rope_type")
+    if kind not in _SCALING_NUMBERS:
+        raise ValueError(
+            f"rotary_scaling has the rope_type {kind!r}; use one of {list(_SCALING_NUMBERS)}."
+        )
+    for name in _SCALING_NUMBERS[kind]:
+        value = scaling.get(name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ValueError(
+                f"rotary_scaling[{name!r}] is {value!r}; rope_type {kind!r} needs a number over 0."
+            )
+
+
+def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Radians per position of each pair, fp32 [dim / 2], and the factor of cos and sin.
+
+    `scaling` is `HybridConfig.rotary_scaling`, with the names and meanings of Hugging Face's
+    `rope_parameters`: "linear" (arXiv 2306.15595), "llama3" (Llama 3.1's wavelength bands), "yarn"
+    (arXiv 2309.00071, whose factor of cos and sin scales the attention scores) and "proportional"
+    (Gemma 4: of all pairs only the leading part `partial_rotary_factor` turns).
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = 1.0 / base**exponents
+    kind = scaling.get("rope_type", "default")
+    if kind == "default":
+        return plain, 1.0
+    if kind == "proportional":
+        plain[int(scaling["partial_rotary_factor"] * dim // 2) :] = 0.0
+        return plain / scaling.get("factor", 1.0), 1.0
+    factor = scaling["factor"]
+    if kind == "linear":
+        return plain / factor, 1.0
+    original = scaling["original_max_position_embeddings"]
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = original * plain / (2 * math.pi)  # in the context that the model was trained on
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return kept * plain + (1.0 - kept) * plain / factor, 1.0
+
+    def pair_of(turns: float) -> float:
+        """The (fractional) pair that makes so many turns in the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = pair_of(scaling.get("beta_fast") or 32.0)
+    last = pair_of(scaling.get("beta_slow") or 1.0)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # a ramp of no width divides by zero
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and all_dims:
+            amplitude = yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)
+        else:
+            amplitude = yarn_scale(factor, 1.0)
+    return stretched * plain / factor + (1.0 - stretched) * plain, float(amplitude)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """YaRN's temperature: the factor of cos and sin that makes up for longer contexts."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 class RotaryEmbedding:
@@ -20,11 +106,21 @@ class RotaryEmbedding:
     Args:
         dim: rotated dimensions, even.
         base: base of the frequencies.
+        scaling: see `frequencies`; None: as they are.
+        interleaved: pairs are neighbours.
     """
 
-    def __init__(self, dim: int, base: float):
+    def __init__(
+        self,
+        dim: int,
+        base: float,
+        scaling: Mapping[str, Any] | None = None,
+        interleaved: bool = False,
+    ):
         self.dim = dim
         self.base = base
+        self.interleaved = interleaved
+        self._scaling = json.dumps(scaling or {}, sort_keys=True)  # hashable: a key of the tables
 
     def cos_sin(
         self, positions_T: Tensor, num_positions: int, dtype: torch.dtype
@@ -37,29 +133,30 @@ class RotaryEmbedding:
         """
         # Tables grow in powers of two, so that a growing sequence makes few of them.
         size = max(_SMALLEST_TABLE, 1 << (num_positions - 1).bit_length())
-        cos, sin = _tables(self.dim, self.base, size, positions_T.device, dtype)
+        cos, sin = _tables(self.dim, self.base, self._scaling, size, positions_T.device, dtype)
         return cos[positions_T], sin[positions_T]
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """`x_THD` with its leading `dim` dimensions rotated; the rest passes through."""
         cos, sin = cos_sin
-        half = self.dim // 2
-        first, second = x_THD[..., :half], x_THD[..., half : self.dim]
-        rotated = [first * cos - second * sin, second * cos + first * sin]
-        if self.dim < x_THD.shape[-1]:
-            rotated.append(x_THD[..., self.dim :])
-        return torch.cat(rotated, -1)
+        rotated = x_THD[..., : self.dim]
+        if self.interleaved:
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+        else:
+            first, second = rotated.chunk(2, -1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        y = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat((y, x_THD[..., self.dim :]), -1) if self.dim < x_THD.shape[-1] else y
 
 
 @lru_cache(maxsize=16)
 def _tables(
-    dim: int, base: float, size: int, device: torch.device, dtype: torch.dtype
+    dim: int, base: float, scaling: str, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin at positions [0, size), each [size, 1, dim / 2]; shared by all layers."""
     # A table made in inference mode could not be used in a later training step.
-    with torch.inference_mode(False), torch.no_grad():
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-        frequencies = 1.0 / base**exponents
-        positions = torch.arange(size, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, frequencies).unsqueeze(1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        radians, amplitude = frequencies(dim, base, json.loads(scaling))
+        positions = torch.arange(size, dtype=torch.float32)
+        angles = torch.outer(positions, radians).unsqueeze(1).to(device)
+        return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)

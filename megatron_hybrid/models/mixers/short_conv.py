@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrent scan, sharded by channels."""
+"""The short causal convolution of the recurrent mixers, sharded by channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hybrid.ops import causal_conv1d
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution with SiLU; parameters as in a grouped `nn.Conv1d`.
+    """Depthwise causal convolution; parameters as in a grouped `nn.Conv1d`.
 
     Args:
         sections: full sizes of the blocks of channels, each cut over the tensor-parallel ranks.
@@ -23,6 +23,7 @@ class ShortConv(nn.Module):
         bias: whether it has one.
         tp_size: number of tensor-parallel ranks.
         dtype: dtype of the parameters, and of the inputs that are kept.
+        activation: "silu" or None.
     """
 
     state_name = "conv"
@@ -35,8 +36,10 @@ class ShortConv(nn.Module):
         bias: bool,
         tp_size: int,
         dtype: torch.dtype,
+        activation: str | None = "silu",
     ):
         super().__init__()
+        self.activation = activation
         channels = sum(sections) // tp_size
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
@@ -55,14 +58,14 @@ class ShortConv(nn.Module):
         return StateTensor(self.state_name, (channels, width - 1), self.weight.dtype)
 
     def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
-        """SiLU of the convolution of each sequence, [T, C]."""
+        """The activated convolution of each sequence, [T, C]."""
         y_TC, final, captured = causal_conv1d(
             x_TC,
             self.weight.squeeze(1),
             self.bias,
             context.read_state(layer_number, self.state_name),
             context.ragged_layout(),
-            activation="silu",
+            activation=self.activation,
         )
         context.write_state(layer_number, self.state_name, final, captured)
         return y_TC

@@ -25,7 +25,7 @@ from megatron_hybrid.models.tensor_sharding import unshard
 
 RANKS = 2
 CONFIG = HybridConfig(
-    layer_pattern="MG*|-W-",
+    layer_pattern="MG*SK|+C-W-E",
     hidden_size=48,
     num_attention_heads=4,
     num_query_groups=2,
@@ -33,7 +33,7 @@ CONFIG = HybridConfig(
     ffn_hidden_size=80,
     sliding_window=7,
     qk_layernorm=True,
-    add_bias_linear=True,
+    layer_overrides={symbol: {"add_bias_linear": True} for symbol in "MG*SK+C-W"},  # not experts
     mamba_head_dim=16,
     mamba_state_dim=12,
     mamba_num_groups=2,
@@ -43,6 +43,22 @@ CONFIG = HybridConfig(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_chunk_size=8,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=6,
+    v_head_dim=14,
+    mamba1_norm="weighted",
+    mamba1_proj_bias=True,
+    short_conv_bias=True,
+    num_moe_experts=5,
+    moe_router_topk=2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_ffn_hidden_size=20,
+    moe_latent_size=12,
+    moe_shared_expert_intermediate_size=28,
+    moe_shared_expert_gate=True,
     init_method_std=0.15,
 )
 
@@ -76,7 +92,8 @@ def logits_loss_gradients(model):
         pieces = [torch.empty_like(parameter) for _ in range(tp.size())]
         dist.all_gather(pieces, parameter.grad.contiguous(), group=tp)
         if "q_layernorm" in name or "k_layernorm" in name:  # what finalize_model_grads does
-            pieces = [sum(pieces)]
+            whole = getattr(parameter, "average_gradients_across_tp_domain", False)
+            pieces = [sum(pieces) / (tp.size() if whole else 1)]
         gradients[name] = unshard(pieces, parameter)
     return {"logits": logits, "packed": packed, "loss": loss.detach(), "gradients": gradients}
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_hybrid.cache.lease import Lease, PageCopy, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.spec import CacheSpec
 
 GARBAGE = -1
 """What free pages are filled with."""
@@ -54,6 +55,30 @@ class Running:
     @property
     def prompt_tokens(self) -> int:
         return self.lease.prompt_tokens
+
+
+@dataclass
+class Parked:
+    """A preempted request, with what it had computed."""
+
+    running: Running
+    done: int
+
+
+def seen_before(spec: CacheSpec, group: int, position: int) -> np.ndarray:
+    """The positions before `position` that the token there sees in a group, from the definition."""
+    window, chunk = spec.groups[group].window, spec.groups[group].chunk
+    seen = np.arange(position)
+    if window is not None:
+        seen = seen[seen > position - window]
+    if chunk is not None:
+        seen = seen[seen // chunk == position // chunk]
+    return seen
+
+
+def known_tokens(cache: PrefixCache, tokens, salt: str = "") -> int:
+    """How many leading tokens are in the tree."""
+    return cache._index.walk(salt, np.array(tokens, dtype=np.int32)).depth
 
 
 class Simulator:
@@ -119,8 +144,8 @@ class Simulator:
         self.compute(running, end)
         cache.commit(lease, np.array(running.tokens, dtype=np.int32), end)
         if cache.mode != "off" and (n > 1 or end % self.spec.block_size_tokens == 0):
-            visible = cache.match(np.array(running.tokens[:end], np.int32), running.salt)
-            assert visible.shared_tokens == end, "a chunk or a full block is not visible"
+            known = known_tokens(cache, running.tokens[:end], running.salt)
+            assert known == end, "a chunk or a full block is not visible"
         for reservation in filter(None, reservations):
             self.publish(running, reservation)
         return True
@@ -139,13 +164,51 @@ class Simulator:
             seen = np.arange(end)
             self._read(lease.block_table[seen // size, column], seen % size, expected[seen + 1])
         positions = np.arange(start, end)
-        for group, table in zip(spec.window_groups, lease.window_tables):
-            seen = np.arange(max(0, start - spec.groups[group].window + 1), end)
+        for group, table in zip(spec.local_groups, lease.local_tables):
+            seen = np.concatenate([seen_before(spec, group, start), positions])
             for column in range(spec.pages_per_block[group]):
                 pages = table[positions // size, column]
                 self._write(pages, positions % size, expected[positions + 1], visible)
                 self._read(table[seen // size, column], seen % size, expected[seen + 1])
         running.state = int(expected[end])
+
+    def preempt(self, running: Running) -> Parked:
+        """Keep what was computed elsewhere, and let the lease go."""
+        lease, size = running.lease, self.spec.block_size_tokens
+        expected = prefix_hashes(running.tokens, running.salt)
+        tables = [(np.arange(running.done), lease.block_table)]
+        for group, table in zip(self.spec.local_groups, lease.local_tables):
+            tables.append((seen_before(self.spec, group, running.done), table))
+        for rows, table in tables:
+            for column in range(table.shape[1]):
+                self._read(table[rows // size, column], rows % size, expected[rows + 1])
+        done = running.done
+        self.finish(running, save=False)
+        return Parked(running, done)
+
+    def resume(self, parked: Parked, *, chunk: int | None = None, room: int = 0) -> Running | None:
+        """Go on where `preempt` stopped. chunk, room: as for `start`."""
+        running, done, size = parked.running, parked.done, self.spec.block_size_tokens
+        lease = self.cache.resume(
+            np.array(running.tokens[:done], dtype=np.int32),
+            running.salt,
+            capacity_tokens=done + room,
+            chunk_tokens=chunk,
+        )
+        if lease is None:
+            return None
+        assert lease.done == done and not lease.copies and not lease.checkpoint_positions
+        lease.report = running.lease.report
+        expected, visible = prefix_hashes(running.tokens, running.salt), self.visible()
+        tables = [(np.arange(lease.writable_from, done), lease.block_table)]
+        for group, table in zip(self.spec.local_groups, lease.local_tables):
+            tables.append((seen_before(self.spec, group, done), table))
+        for rows, table in tables:
+            for column in range(table.shape[1]):
+                self._write(table[rows // size, column], rows % size, expected[rows + 1], visible)
+        running = Running(running.tokens, running.salt, lease, int(expected[done]), running.saved)
+        self.cache.commit(lease, np.array(running.tokens, dtype=np.int32), done, flush=True)
+        return running
 
     def publish(self, running: Running, reservation: Reservation) -> bool:
         """Copy the state at the reserved position out, then make it visible."""
@@ -222,11 +285,17 @@ class Simulator:
                 visible[pages, : edge.end - block * size] = True
             for checkpoint in edge.checkpoints.values():
                 visible[checkpoint.pages] = True
-                for group, rows in zip(self.spec.window_groups, checkpoint.window_pages):
-                    first = self.spec.first_window_block(group, checkpoint.position)
+                for group, rows in zip(self.spec.local_groups, checkpoint.local_pages):
+                    first = self.spec.first_local_block(group, checkpoint.position)
                     for block, pages in enumerate(rows, start=first):
                         visible[pages, : checkpoint.position - block * size] = True
         return visible
+
+    def held_pages(self, running: Running) -> int:
+        """Distinct pages that the lease holds."""
+        lease = running.lease
+        pages = [lease.block_table.ravel(), *(table.ravel() for table in lease.local_tables)]
+        return len(set(np.concatenate(pages).tolist()) - {0})
 
     def check(self) -> None:
         """Integrity, and every cached row and checkpoint is what its path says."""
@@ -242,10 +311,10 @@ class Simulator:
                     self._read(np.full(len(rows), page), rows % size, expected[rows + 1])
             for position, checkpoint in edge.checkpoints.items():
                 assert (self.memory[checkpoint.pages] == expected[position]).all()
-                for group, blocks in zip(self.spec.window_groups, checkpoint.window_pages):
-                    window = self.spec.groups[group].window
-                    rows = np.arange(max(0, position - window), position)
-                    first = self.spec.first_window_block(group, position)
+                for group, blocks in zip(self.spec.local_groups, checkpoint.local_pages):
+                    rows = seen_before(self.spec, group, position)
+                    first = self.spec.first_local_block(group, position)
+                    assert len(blocks) == len(set(rows // size)), "more than the tail is kept"
                     for column in range(blocks.shape[1]):
                         pages = blocks[rows // size - first, column]
                         self._read(pages, rows % size, expected[rows + 1])

@@ -328,9 +328,9 @@ def test_a_window_takes_room_for_the_window_and_one_chunk():
     running = sim.start(prompt, chunk=32)
     for _ in range(20):
         assert sim.forward(running, 32, save=False)
-        held = int((running.lease.window_tables[0] != 0).sum())
+        held = int((running.lease.local_tables[0] != 0).sum())
         assert held <= 2 + 2 + 1
-    assert len(running.lease.window_tables[0]) == 40
+    assert len(running.lease.local_tables[0]) == 40
     assert sim.cache.stats()["pages_in_use"] == 40 + 2
     sim.finish(running)
     sim.check()
@@ -345,7 +345,7 @@ def test_a_checkpoint_holds_the_window_before_it(position):
     running = sim.start(joined(prompt[:position], tokens(60, 1)))
     lease = running.lease
     assert lease.skipped_tokens == position
-    table = lease.window_tables[0][:, 0]
+    table = lease.local_tables[0][:, 0]
     first = (position - 32) // 16
     assert (table[:first] == 0).all()
     assert (table[first:] != 0).all()
@@ -358,7 +358,7 @@ def test_tables_are_replaced_never_changed():
     sim = simulator(WINDOW)
     running = sim.start(tokens(100), chunk=20)
     for _ in range(5):
-        tables = [running.lease.block_table, *running.lease.window_tables]
+        tables = [running.lease.block_table, *running.lease.local_tables]
         copies = [table.copy() for table in tables]
         sim.forward(running, 20)
         assert all(np.array_equal(a, b) for a, b in zip(tables, copies))

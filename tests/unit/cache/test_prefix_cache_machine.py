@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulator import Simulator, cached_paths
+from simulator import Simulator, cached_paths, known_tokens
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -22,14 +22,19 @@ from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
 FULL, WIDE = KVGroup(2, 64), KVGroup(3, 128)
 WINDOW, ODD_WINDOW = KVGroup(2, 64, window=16), KVGroup(1, 64, window=21)
+CHUNK, ODD_CHUNK, ONE = KVGroup(2, 64, chunk=32), KVGroup(1, 64, chunk=21), KVGroup(1, 64, window=1)
 SPECS = {
     "hybrid": CacheSpec(16, (FULL,), state_bytes=3000, hidden_bytes=64),
     "pure attention": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
     "two full groups": CacheSpec(16, (FULL, WIDE), state_bytes=3000, hidden_bytes=64),
     "hybrid with window": CacheSpec(16, (WINDOW, FULL), state_bytes=2000, hidden_bytes=64),
     "windows only": CacheSpec(16, (WINDOW, ODD_WINDOW), state_bytes=0, hidden_bytes=64),
+    "chunks only": CacheSpec(16, (CHUNK, ODD_CHUNK), state_bytes=0, hidden_bytes=64),
+    "chunks": CacheSpec(16, (ODD_CHUNK, FULL, CHUNK, ONE), state_bytes=0, hidden_bytes=64),
     "state only": CacheSpec(16, (), state_bytes=3000, hidden_bytes=64),
-    "all": CacheSpec(16, (FULL, ODD_WINDOW, WIDE, WINDOW), state_bytes=900, hidden_bytes=16),
+    "all": CacheSpec(
+        16, (FULL, ODD_WINDOW, WIDE, WINDOW, ODD_CHUNK), state_bytes=900, hidden_bytes=16
+    ),
 }
 MODES = ("restore", "restore", "restore", "memory_only", "off")
 fraction = st.floats(0, 1)
@@ -62,6 +67,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.spec, num_pages, mode)
         self.sim = Simulator(self.cache)
         self.running = []
+        self.parked = []
         self.prompts = [[]]
         self.committed: set[tuple] = set()
         self.saved: set[tuple] = set()
@@ -183,7 +189,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         running = self.running[who % len(self.running)]
         lease = running.lease
         position = min(
-            lease.done + ahead, lease.capacity_tokens, lease.window_end, len(running.tokens)
+            lease.done + ahead, lease.capacity_tokens, lease.local_end, len(running.tokens)
         )
         if position:
             self.cache.reserve_checkpoint(lease, position)
@@ -223,6 +229,27 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(who=which)
+    def preempt(self, who):
+        running = self.running.pop(who % len(self.running))
+        if running.done:
+            self.parked.append(self.sim.preempt(running))
+        else:
+            self.sim.cancel(running)
+
+    @precondition(lambda self: self.parked)
+    @rule(who=which, room=st.integers(0, 30), chunk=st.sampled_from([None, 1, 5, 40]))
+    def resume(self, who, room, chunk):
+        parked = self.parked.pop(who % len(self.parked))
+        before = self.snapshot()
+        running = self.sim.resume(parked, room=room, chunk=chunk)
+        if running is None:
+            assert self.snapshot() == before, "a refused resumption changed something"
+            assert self.running or not self.cache.fits(parked.done + room, chunk)
+            return
+        self.running.append(running)
+
+    @precondition(lambda self: self.running)
+    @rule(who=which)
     def cancel(self, who):
         self.sim.cancel(self.running.pop(who % len(self.running)))
 
@@ -255,13 +282,22 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for running in self.running:
             lease = running.lease
             np.add.at(refs, lease.block_table.ravel(), 1)
-            for table in lease.window_tables:
+            for table in lease.local_tables:
                 np.add.at(refs, table[table != 0], 1)
             for reservation in lease.reservations:
                 np.add.at(refs, reservation.pages, 1)
-                for pages in reservation.window_pages:
+                for pages in reservation.local_pages:
                     np.add.at(refs, pages.ravel(), 1)
         assert np.array_equal(refs, self.cache.allocator.ref_counts)
+
+    @invariant()
+    def local_pages_are_bounded(self):
+        """By the forward that there is room for, not by the length of the request."""
+        for running in self.running if hasattr(self, "sim") else ():
+            lease = running.lease
+            room = max(1, lease.local_end - lease.done)
+            for group, table in zip(self.spec.local_groups, lease.local_tables):
+                assert (table[:, 0] != 0).sum() <= self.spec.max_local_blocks(group, room)
 
     @invariant()
     def nothing_is_lost_without_need(self):
@@ -272,7 +308,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         for salt, *prompt in self.committed:
             match = self.cache.match(np.array(prompt, dtype=np.int32), salt)
-            assert match.shared_tokens == len(prompt)
+            assert known_tokens(self.cache, prompt, salt) == len(prompt)
             if self.cache.mode == "restore" and not self.cache.stats()["checkpoints_evicted"]:
                 saved = [p for p in range(len(prompt) + 1) if (salt, *prompt[:p]) in self.saved]
                 assert match.skipped_tokens >= max(saved, default=0)
@@ -286,9 +322,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 restorable |= {p for p in edge.checkpoints if path[:p] == tuple(prompt[:p])}
         if self.cache.mode == "off":
             return 0, 0
-        if self.cache.mode == "memory_only" or log_probs:
+        forced = self.cache.mode == "memory_only" or log_probs
+        p = 0 if forced else max(p for p in restorable if p <= q)
+        if not self.spec.kv_pages_per_block:
+            return p, p
+        if forced:
             return q, 0
-        p = max(p for p in restorable if p <= q)
         if not self.spec.needs_state and p < len(prompt):
             p = min(q, len(prompt) - 1)
         return q, p
@@ -343,6 +382,7 @@ def test_long_random_run(name, mode):
             random_step(machine, random)
             machine.memory_is_right()
             machine.holders_are_right()
+            machine.local_pages_are_bounded()
             machine.nothing_is_lost_without_need()
         machine.teardown()
 
@@ -361,7 +401,7 @@ def random_step(machine: PrefixCacheMachine, random: np.random.Generator) -> Non
         "pattern": draw(16),
         "chunk": 1 + draw(60),
     }
-    operation = draw(12)
+    operation = draw(14)
     if operation < 4:
         machine.serve(**start, answer=draw(30))
     elif operation < 6 and len(machine.running) < 5:
@@ -369,6 +409,8 @@ def random_step(machine: PrefixCacheMachine, random: np.random.Generator) -> Non
         machine.begin(**start, room=draw(30), declared=declared)
     elif operation == 6:
         machine.evict(draw(8))
+    elif operation == 12 and machine.parked:
+        machine.resume(draw(1000), draw(30), [None, 1, 5, 40][draw(4)])
     elif machine.running:
         who = draw(1000)
         if operation == 7:
@@ -381,6 +423,8 @@ def random_step(machine: PrefixCacheMachine, random: np.random.Generator) -> Non
             machine.settle(who, bool(draw(3)))
         elif operation == 10 and len(machine.running) < 5:
             machine.fork(who)
+        elif operation == 13:
+            machine.preempt(who)
         elif draw(2):
             machine.finish(who, bool(draw(2)))
         else:

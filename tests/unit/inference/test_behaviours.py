@@ -198,7 +198,7 @@ def test_behaviour_10_cancelling_leaves_reference_counts_as_before(steps):
         engine.step()
     engine.cancel(request)
     after = engine.cache.allocator.ref_counts
-    own = set(running.lease.block_table.ravel()) | set(running.lease.window_tables[0].ravel())
+    own = set(running.lease.block_table.ravel()) | set(running.lease.local_tables[0].ravel())
     assert set(after.nonzero()[0]) <= (held | own)
     assert (after[list(own - {0})] == 1).all()
     engine.check_integrity()

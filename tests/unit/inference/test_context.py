@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.ops import paged_attention
+from megatron_hybrid.ops import AttentionPattern, paged_attention
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 
@@ -128,12 +128,9 @@ def test_layout_of_a_mixed_step(pattern):
             keys, values, table = context.key_value_cache(layer_number)
             assert keys.shape == values.shape == (len(engine.memory.pool), 16, 2, 16)
             assert table.shape == (2, 3)
-            q = torch.randn(40, 4, 16)
-            assert (
-                paged_attention(q, keys, values, table, context.ragged_layout(), 0.25)
-                .isfinite()
-                .all()
-            )
+            layout, q = context.ragged_layout(), torch.randn(40, 4, 16)
+            o = paged_attention(q, keys, values, table, layout, AttentionPattern(0.25))
+            assert o.isfinite().all()
 
 
 def test_padding_rows_make_every_batch_a_multiple_of_eight():

@@ -4,10 +4,6 @@ Their bookkeeping side, page by page and without a model, is tests/unit/cache/te
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,8 +38,8 @@ def run_family(engine, prompts=FAMILY, after_step=lambda: None):
 # 1. Output ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-@pytest.mark.parametrize("max_tokens", [5, 33, 512])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("max_tokens", [9, 33, 512])
 def test_invariant_1_outputs_equal_a_run_without_cache(max_tokens, order):
     """In every mode, cut and order; layer kinds one by one and mixed: test_differential.py."""
     for mode in MODES:
@@ -118,9 +114,9 @@ def visible_bytes(engine) -> dict[tuple, bytes]:
             for position, checkpoint in edge.checkpoints.items():
                 key = "state", tuple(checkpoint.pages.tolist()), tuple(tokens[:position])
                 seen[key] = memory.pool[checkpoint.pages].numpy().tobytes()
-                for group, pages in zip(engine.cache.spec.window_groups, checkpoint.window_pages):
+                for group, pages in zip(engine.cache.spec.local_groups, checkpoint.local_pages):
                     window = engine.cache.spec.groups[group].window
-                    first = engine.cache.spec.first_window_block(group, position)
+                    first = engine.cache.spec.first_local_block(group, position)
                     layers = [number for number, is_windowed in windowed.items() if is_windowed]
                     rows(tokens, first, pages, max(0, position - window), position, layers)
         for child in edge.children.values():
@@ -233,26 +229,10 @@ def decisions(seed: int = 0) -> list[int]:
 
 
 def test_invariant_7_decisions_follow_from_the_requests_alone():
+    """Other processes, other ranks: tests/functional/inference."""
     expected = decisions()
     assert decisions() == expected
     assert len(set(expected)) > 10
-    script = "import test_invariants as t; print(hash('salt'), *t.decisions())"
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1]), str(here.parents[2])])
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    outputs = [run.communicate()[0].split() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert outputs[0][0] != outputs[1][0]  # strings do hash differently there
-    for output in outputs:
-        assert [int(digest) for digest in output[1:]] == expected
 
 
 # 8. Optional work --------------------------------------------------------------------------------

@@ -9,10 +9,15 @@ from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 
 HIDDEN = 24
-FULL = KVShape(num_heads=2, head_dim=8, window=None)
-WIDE = KVShape(num_heads=4, head_dim=8, window=None)
+FULL = KVShape(num_heads=2, head_dim=8)
+WIDE = KVShape(num_heads=4, head_dim=8)
 WINDOW = KVShape(num_heads=2, head_dim=8, window=20)
 ODD_WINDOW = KVShape(num_heads=3, head_dim=4, window=9)
+CHUNK = KVShape(num_heads=2, head_dim=8, chunk=32)
+LATENT = KVShape(num_heads=1, head_dim=18, value_dim=0)  # its values are a part of its keys
+NARROW_VALUES = KVShape(num_heads=2, head_dim=12, value_dim=5)
+GLOBAL = KVShape(num_heads=1, head_dim=32)  # half the bytes of a local layer, as in Gemma 4
+LOCAL = KVShape(num_heads=4, head_dim=16, window=40)
 STATES = (
     StateTensor("conv", (5, 3), torch.bfloat16),  # 30 bytes: the next one needs alignment
     StateTensor("ssm", (2, 4, 3), torch.float32),
@@ -26,12 +31,16 @@ MODELS = {
     "four groups": [
         LayerCache(kv=shape, states=STATES[:1]) for shape in (FULL, WINDOW, WIDE, ODD_WINDOW, WIDE)
     ],
+    "chunks": [LayerCache(kv=CHUNK), LayerCache(kv=FULL), LayerCache(kv=CHUNK)],
+    "latents": [LayerCache(kv=LATENT), LayerCache(states=STATES), LayerCache(kv=LATENT)],
+    "other values": [LayerCache(kv=shape) for shape in (NARROW_VALUES, LATENT, WINDOW, FULL)],
+    "alternating": [LayerCache(kv=shape) for shape in (*[LOCAL] * 5, GLOBAL) * 2],
     "nothing": [LayerCache()],
 }
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def memory_of(layers, dtype=torch.float32, num_pages=9, num_slots=3, block=16) -> CacheMemory:
+def memory_of(layers, dtype=torch.float32, num_pages=14, num_slots=3, block=16) -> CacheMemory:
     spec = cache_spec_of(layers, HIDDEN, dtype, block)
     return CacheMemory(spec, layers, HIDDEN, dtype, num_pages, num_slots, torch.device("cpu"))
 
@@ -57,15 +66,16 @@ def test_shapes_and_dtypes(layers, dtype):
     memory = memory_of(layers, dtype)
     for number, layer in enumerate(layers, start=1):
         if layer.kv is not None:
-            for view in memory.kv_pages(number):
-                assert view.shape == (9, 16, layer.kv.num_heads, layer.kv.head_dim)
+            widths = layer.kv.head_dim, layer.kv.value_dim
+            for width, view in zip(widths, memory.kv_pages(number)):
+                assert view.shape == (14, 16, layer.kv.num_heads, width)
                 assert view.dtype == dtype and view.stride(-1) == 1
         assert memory.state_names(number) == [state.name for state in layer.states]
         for state in layer.states:
             view = memory.state(number, state.name)
             assert (view.shape, view.dtype) == ((3, *state.shape), state.dtype)
     assert (memory.hidden().shape, memory.hidden().dtype) == ((3, HIDDEN), dtype)
-    assert memory.pool.shape == (9, memory.spec.page_bytes)
+    assert memory.pool.shape == (14, memory.spec.page_bytes)
     assert memory.slots.shape == (3, memory.spec.checkpoint_pages * memory.spec.page_bytes)
     assert not memory.pool.any() and not memory.slots.any()
 
@@ -78,13 +88,13 @@ def test_no_two_views_share_a_byte(layers, dtype):
     memory = memory_of(layers, dtype)
     spec = memory.spec
     kv, states = parts(memory, layers)
-    columns = spec.kv_pages_per_block + sum(spec.pages_per_block[g] for g in spec.window_groups)
-    assert columns < 9
+    columns = spec.kv_pages_per_block + sum(spec.pages_per_block[g] for g in spec.local_groups)
+    assert columns < 14
     written = {}
     for number, views in kv:
         window, column = memory.table_of_layer[number]
         first = 0 if window is None else spec.kv_pages_per_block
-        first += sum(spec.pages_per_block[g] for g in spec.window_groups[: window or 0])
+        first += sum(spec.pages_per_block[g] for g in spec.local_groups[: window or 0])
         for name, view in zip("kv", views):
             page = 1 + first + column  # as if one block's table were 1, 2, 3, ...
             view[page] = torch.randn(view.shape[1:]).to(dtype)
@@ -141,24 +151,25 @@ def test_pages_are_copied_whole():
     assert torch.equal(memory.pool[kept], before[kept])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 48])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 40, 48])
 @pytest.mark.parametrize("shared_blocks", [0, 1])
-def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks):
-    """Blocks go to other pages, those that are shared again are left alone, and so are window
-    blocks that have rolled away."""
-    memory = memory_of(MODELS["window"], num_pages=40)
+@pytest.mark.parametrize("model", ["window", "chunks"])
+def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks, model):
+    """Blocks go to other pages, those that are shared again are left alone, and so are local
+    blocks that no later token sees."""
+    memory = memory_of(MODELS[model], num_pages=40)
     memory.pool.random_()
     memory.slots.random_()
     columns = memory.spec.kv_pages_per_block
-    (group,) = memory.spec.window_groups
+    (group,) = memory.spec.local_groups
     blocks = -(-num_tokens // 16)
     table = np.arange(1, 1 + 3 * columns, dtype=np.int32).reshape(3, columns)
-    rolled = memory.spec.first_window_block(group, num_tokens)
-    window = np.arange(20, 23, dtype=np.int32)[:, None]
-    window[:rolled] = 0
-    expected = memory.pool[torch.from_numpy(table)], memory.pool[torch.from_numpy(window)]
+    rolled = memory.spec.first_local_block(group, num_tokens)
+    local = np.arange(20, 23, dtype=np.int32)[:, None]
+    local[:rolled] = 0
+    expected = memory.pool[torch.from_numpy(table)], memory.pool[torch.from_numpy(local)]
     slot = memory.slots[0].clone()
-    parked = memory.park(table, [window], num_tokens, slot=0)
+    parked = memory.park(table, [local], num_tokens, slot=0)
     assert parked.num_tokens == num_tokens
     assert parked.num_bytes == slot.numel() + memory.spec.page_bytes * (
         blocks * columns + blocks - rolled
@@ -167,20 +178,55 @@ def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks):
     memory.pool.zero_()  # so that what comes back came from the parked bytes
     memory.slots.zero_()
     new_table = table + 10
-    new_window = window + 10
-    new_window[:rolled] = 0
+    new_local = local + 10
+    new_local[:rolled] = 0
     first = min(shared_blocks, blocks)
-    memory.unpark(
-        parked, new_table, [new_window], first_block=first, first_window_block=first, slot=2
-    )
+    memory.unpark(parked, new_table, [new_local], first_block=first, slot=2)
     assert torch.equal(memory.slots[2], slot)
-    back = memory.pool[torch.from_numpy(new_table)], memory.pool[torch.from_numpy(new_window)]
+    back = memory.pool[torch.from_numpy(new_table)], memory.pool[torch.from_numpy(new_local)]
     assert torch.equal(back[0][first:blocks], expected[0][first:blocks])
     assert not back[0][:first].any() and not back[0][blocks:].any()
-    start = max(first, rolled)
-    assert torch.equal(back[1][start:blocks], expected[1][start:blocks])
-    assert not back[1][:start].any() and not back[1][blocks:].any()
+    assert torch.equal(back[1][rolled:blocks], expected[1][rolled:blocks])
+    assert not back[1][:rolled].any() and not back[1][blocks:].any()
     assert not memory.pool[0].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "bytes_per_token"),
+    [
+        (KVShape(4, 8), 4 * (8 + 8) * 2),
+        (KVShape(4, 8, value_dim=8), 4 * (8 + 8) * 2),
+        (KVShape(4, 8, value_dim=3), 4 * (8 + 3) * 2),
+        (KVShape(1, 576, value_dim=0), 576 * 2),
+    ],
+)
+def test_bytes_per_token_count_keys_and_values(shape, bytes_per_token):
+    spec = cache_spec_of([LayerCache(kv=shape)] * 2, HIDDEN, torch.bfloat16, 16)
+    assert [group.bytes_per_token for group in spec.groups] == [bytes_per_token]
+    assert spec.page_bytes == 2 * 16 * bytes_per_token
+
+
+def test_a_value_width_that_is_spelt_out_makes_no_group_of_its_own():
+    assert KVShape(4, 8) == KVShape(4, 8, value_dim=8)
+
+
+def test_groups_of_layers_with_different_shapes():
+    """Each layer finds the pages of its own group, whatever lies between."""
+    layers = MODELS["alternating"]
+    memory = memory_of(layers)
+    spec = memory.spec
+    assert [(g.num_layers, g.bytes_per_token, g.window) for g in spec.groups] == [
+        (2, 2 * 32 * 4, None),
+        (10, 2 * 64 * 4, 40),
+    ]
+    # A page is one pair of a local layer, or two of a global one: nothing is left over.
+    assert spec.pages_per_block == (1, 10)
+    assert spec.page_bytes == 16 * 2 * 64 * 4
+    assert memory.table_of_layer == {
+        **{number: (0, number - 1 - number // 6) for number in range(1, 13)},
+        6: (None, 0),
+        12: (None, 0),
+    }
 
 
 def test_spec_of_a_model():

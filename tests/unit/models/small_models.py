@@ -28,6 +28,11 @@ def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_chunk_size": 8,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 28,
+            "qk_head_dim": 10,
+            "qk_pos_emb_head_dim": 6,
+            "v_head_dim": 14,
             "init_method_std": 0.15,
             **fields,
         }

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -23,7 +24,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
@@ -141,6 +144,7 @@ def on_cpu(monkeypatch):
             mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan, raising=False
         )
         patch.setattr(stack_module, "TENorm", WrappedTorchNorm)
+        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr(gdn_module, "HAVE_FLA", True)
         patch.setattr(gdn_module, "l2norm", l2norm, raising=False)
         yield
@@ -244,6 +248,19 @@ def mamba_model(config, max_sequence_length=512):
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **{pattern: config.layer_pattern},
     )
+
+
+def moe_layer(config) -> MoELayer:
+    """core's MoE layer with local experts; use in `on_cpu`."""
+    spec = get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+    )
+    arguments = {
+        "config": config,
+        "layer_number": 1,
+        "pg_collection": moe_utils.get_default_pg_collection(),
+    }
+    return build_module(spec, **arguments) if IS_0_16 else spec(**arguments)
 
 
 GDN_SUBMODULES = GatedDeltaNetSubmodules(

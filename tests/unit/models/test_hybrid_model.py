@@ -18,7 +18,7 @@ def test_the_short_configuration_is_complete():
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("pattern", [*"MG*W-", ALL_MIXERS, "M|G*|W-"])
+@pytest.mark.parametrize("pattern", [*"MGSC*W-", ALL_MIXERS, "M|G*|W-"])
 def test_every_parameter_gets_a_gradient(pattern):
     model = small_model(pattern, qk_layernorm=True, attention_output_gate=True).train()
     tokens = random_tokens(2, 20)
@@ -53,7 +53,7 @@ def test_it_learns_a_short_text():
     assert losses[-1] < 0.5
 
 
-@pytest.mark.parametrize("pattern", [*"MG*W", ALL_MIXERS])
+@pytest.mark.parametrize("pattern", [*"MGSC*W", ALL_MIXERS])
 def test_no_token_sees_a_later_one(pattern):
     model = small_model(pattern)
     tokens = random_tokens(1, 24)

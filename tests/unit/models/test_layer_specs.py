@@ -16,7 +16,8 @@ from megatron_hybrid.models.checkpoint import (
     save_checkpoint,
 )
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.layer_specs import get_hybrid_layer_specs, resolve_layer_spec
+from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_specs import get_layer_spec, resolve_layer_spec
 
 
 def torch_norm(config):
@@ -65,6 +66,7 @@ class FakeFusedLinear(ColumnParallelLinear):
 def transformer_engine(monkeypatch):
     """A stand-in for Transformer Engine, with its parameter names."""
     fake = SimpleNamespace(
+        TEColumnParallelLinear=ColumnParallelLinear,
         TELayerNormColumnParallelLinear=FakeFusedLinear,
         TERowParallelLinear=RowParallelLinear,
         TENorm=FakeNorm,
@@ -155,5 +157,28 @@ def test_local_norms_have_the_dtype_of_the_parameters():
     assert model.decoder.layers[0].norm.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("placement", "norms"),
+    [
+        ("pre", {"linear_qkv.layer_norm_weight"}),
+        ("post", {"post_layernorm.weight"}),
+        ("sandwich", {"linear_qkv.layer_norm_weight", "post_layernorm.weight"}),
+    ],
+)
+def test_norm_placement(transformer_engine, placement, norms):
+    fused = small_model("*", layer_spec="transformer_engine", norm_placement=placement)
+    names = {name for name, _ in fused.named_parameters() if "norm" in name}
+    assert names == {"decoder.final_norm.weight"} | {
+        f"decoder.layers.0.{'self_attention.' if 'linear' in name else ''}{name}" for name in norms
+    }
+    local = small_model("*", layer_spec="local", norm_placement=placement)
+    load_state(local, full_state_dict(fused))
+    tokens = random_tokens(2, 20)
+    torch.testing.assert_close(local(tokens), fused(tokens))
+
+
 def test_every_symbol_has_a_layer():
-    assert set(get_hybrid_layer_specs(small_config(layer_spec="local"))) == {*"MG*W-", "norm"}
+    config = small_config(layer_spec="local")
+    for symbol, kind in KINDS.items():
+        spec = get_layer_spec(config, symbol)
+        assert spec.params == {"norm_name": kind.norm_name, "mixer_name": kind.mixer_name}

@@ -110,8 +110,8 @@ def rename(state, old, new):
             "decoder.layers.0.mixer.D has shape [9] in {source}, but the model's config gives it",
         ),
         (
-            lambda state: state.update({"decoder.layers.0.mixer.D": torch.ones(6).half()}),
-            "decoder.layers.0.mixer.D is torch.float16 in {source}, but torch.float32 in the model",
+            lambda state: state.update({"decoder.layers.0.mixer.D": torch.ones(6).double()}),
+            "decoder.layers.0.mixer.D is torch.float64 in {source}, but torch.float32 in the model",
         ),
         (
             lambda state: rename(state, "output_layer.weight", "lm_head.weight"),
@@ -128,8 +128,9 @@ def test_mismatches_name_the_tensor_and_load_nothing(tmp_path, change, message, 
     before = snapshot(model)
     with pytest.raises(CheckpointError) as error:
         if way == "file":
-            source = str(tmp_path / "model.safetensors")
-            save_file(state, source)
+            source = str(tmp_path)
+            save_checkpoint(model, tmp_path)
+            save_file(state, tmp_path / "model.safetensors")
             load_checkpoint(model, tmp_path)
         else:
             source = "the state"
@@ -139,13 +140,20 @@ def test_mismatches_name_the_tensor_and_load_nothing(tmp_path, change, message, 
     assert same(model, before)
 
 
-def test_cast_converts_rather_than_refuses():
+def test_a_dtype_of_more_precision_takes_all_values():
     state = full_state_dict(small_model(params_dtype=torch.bfloat16))
     model = small_model()
-    load_state(model, state, cast=True)
+    load_state(model, state)
     assert torch.equal(model.output_layer.weight, state["output_layer.weight"].float())
+
+
+def test_cast_rounds_rather_than_refuses():
+    state = full_state_dict(small_model())
+    model = small_model(params_dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="load with cast=True"):
         load_state(model, state)
+    load_state(model, state, cast=True)
+    assert torch.equal(model.output_layer.weight, state["output_layer.weight"].bfloat16())
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.999])
@@ -171,8 +179,11 @@ def test_weights_that_are_something_else(tmp_path):
 def test_missing_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         read_config(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist"):
-        load_checkpoint(small_model("-"), tmp_path)
+    model = small_model("-")
+    save_checkpoint(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_checkpoint(model, tmp_path)
 
 
 @pytest.mark.parametrize(

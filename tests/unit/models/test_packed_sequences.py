@@ -25,7 +25,7 @@ def boundaries(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).tolist()
 
 
-@pytest.mark.parametrize("pattern", [*"MG*W-", ALL_MIXERS])
+@pytest.mark.parametrize("pattern", [*"MGSC*W-", ALL_MIXERS])
 def test_packed_equals_separate(pattern):
     model = small_model(pattern)
     tokens = random_tokens(1, sum(LENGTHS))
@@ -34,7 +34,7 @@ def test_packed_equals_separate(pattern):
     torch.testing.assert_close(packed, torch.cat(separate, 1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pattern", [*"MG*W-", ALL_MIXERS])
+@pytest.mark.parametrize("pattern", [*"MGSC*W-", ALL_MIXERS])
 def test_packed_gradients_equal_separate_ones(pattern):
     model = small_model(pattern).train()
     tokens = random_tokens(1, sum(LENGTHS) + 1)

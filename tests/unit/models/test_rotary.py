@@ -1,14 +1,21 @@
-"""RoPE equals megatron-core's, for any positions, and its tables outlive inference mode."""
+"""RoPE equals megatron-core's for any positions, its frequencies are transformers' for each kind of
+scaling, and its tables outlive inference mode."""
 
 import pytest
 import stock_megatron
 import torch
+import transformers
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as Stock
 from megatron.core.process_groups_config import ProcessGroupCollection
 from small_models import small_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
+from megatron_hybrid.models.mixers.rotary import (
+    RotaryEmbedding,
+    check_rotary_scaling,
+    frequencies,
+)
 
 
 @pytest.mark.parametrize(("head_dim", "percent"), [(16, 1.0), (16, 0.5), (20, 0.3)])
@@ -47,3 +54,104 @@ def test_what_is_not_rotated_passes_through():
     assert torch.equal(rotated[..., 8:], x[..., 8:])
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
     torch.testing.assert_close(rotated[0], x[0])
+
+
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn of GPT-OSS": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn of DeepSeek": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn with a factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.3,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn of no ramp": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+    },
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3},
+    "stretched proportional": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 1.0,
+        "factor": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("base", [10000.0, 150000.0])
+def test_frequencies_are_those_of_transformers(name, base):
+    scaling = SCALINGS[name]
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": base, **scaling},
+    )
+    expected, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    radians, own_amplitude = frequencies(64, base, scaling)
+    torch.testing.assert_close(radians, expected, atol=0, rtol=2e-6)
+    assert own_amplitude == pytest.approx(amplitude)
+    assert not torch.allclose(radians, frequencies(64, base, {})[0], atol=0, rtol=1e-3)
+
+
+def test_interleaved_pairs_are_neighbours():
+    """As complex numbers, of which each turns by its angle (Llama 4)."""
+    x = torch.randn(40, 3, 16)
+    positions = torch.randperm(40)
+    rotary = RotaryEmbedding(12, 100.0, interleaved=True)
+    rotated = rotary.rotate(x, rotary.cos_sin(positions, 40, x.dtype))
+    angles = torch.outer(positions.float(), frequencies(12, 100.0, {})[0])
+    pairs = torch.view_as_complex(x[..., :12].unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    torch.testing.assert_close(rotated[..., :12], torch.view_as_real(turned).flatten(-2))
+    assert torch.equal(rotated[..., 12:], x[..., 12:])
+
+
+def test_the_amplitude_scales_cos_and_sin():
+    x = torch.randn(5, 2, 8)
+    rotary = RotaryEmbedding(8, 100.0, SCALINGS["yarn with a factor"])
+    rotated = rotary.rotate(x, rotary.cos_sin(torch.arange(5), 5, x.dtype))
+    torch.testing.assert_close(rotated.norm(dim=-1), 1.3 * x.norm(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'; use one of"),
+        ({"factor": 2.0}, "rope_type None"),
+        ({"rope_type": "linear"}, r"\['factor'\] is None"),
+        ({"rope_type": "yarn", "factor": -1, "original_max_position_embeddings": 8}, "is -1"),
+        ({"rope_type": "proportional", "partial_rotary_factor": "0.5"}, "is '0.5'"),
+    ],
+)
+def test_unusable_scalings_are_refused(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        check_rotary_scaling(scaling)

@@ -144,8 +144,54 @@ def test_distributed_gated_delta_net_is_the_stock_one(monkeypatch):
         assert torch.equal(ours[piece[0]][-1], piece[-1])
 
 
+MOE = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_shared_expert_intermediate_size": 28, "moe_shared_expert_gate": True},
+        {"moe_router_pre_softmax": True, "gated_linear_unit": False},
+        {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
+        | {"moe_apply_probs_on_input": True, "moe_shared_expert_intermediate_size": 28},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        | {"moe_router_num_groups": 3, "moe_router_group_topk": 2}
+        | {"moe_router_topk_scaling_factor": 2.5},
+        {"add_bias_linear": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.6},
+    ],
+)
+def test_mixture_of_experts_is_the_stock_one(monkeypatch, fields):
+    """Its output, its state dict and its distributed checkpoint."""
+    model = build_hybrid_model(config("E", **{**MOE, **fields}))
+    path = "decoder.layers.0.mlp."
+    hidden = torch.randn(33, 2, model.config.hidden_size)
+    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+        stock = stock_megatron.moe_layer(model.config).eval()
+        scramble(stock)
+        if stock.router.expert_bias is not None:
+            stock.router.expert_bias.normal_(std=0.2)
+        state = model.state_dict() | {path + k: v for k, v in stock.state_dict().items()}
+        for name in [n for n in state if n.startswith(f"{path}experts.linear")]:
+            del state[name]
+        model.load_state_dict(state, strict=True)
+        expected, bias = stock(hidden)
+        assert bias is None
+        context = UncachedContext(RaggedLayout.uniform(1, 66), hidden.device)
+        output, _ = model.decoder.layers[0].mlp(hidden.flatten(0, 1), context)
+        stock_pieces = pieces(stock.sharded_state_dict(path))
+    torch.testing.assert_close(output.view_as(expected), expected, atol=5e-6, rtol=1e-5)
+    assert expected.abs().max() > 0.1
+    ours = [piece for piece in pieces(model.sharded_state_dict()) if piece[0].startswith(path)]
+    for piece, stock_piece in zip(ours, stock_pieces, strict=True):
+        assert piece[:-1] == stock_piece[:-1]
+        assert torch.equal(piece[-1], stock_piece[-1]), piece[0]
+    again = build_hybrid_model(model.config)
+    load_state(again, state)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
+
+
 def test_pieces_merge_back():
-    model = build_hybrid_model(config("MG*-"))
+    model = build_hybrid_model(config("MG*-E", **MOE))
     for value in model.sharded_state_dict().values():
         if isinstance(value, ShardedTensorFactory):
             blocks = [piece.data for piece in value.build()]

@@ -1,6 +1,6 @@
 """The recurrences as they are written, token by token in float64, and batches to try ops on.
 
-Each `RecurrentOp` gives the tests one face for the three ops that carry a state.
+Each `RecurrentOp` gives the tests one face for the ops that carry a state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from megatron_hybrid.ops import RaggedLayout, causal_conv1d, gated_delta_rule, ssd_scan
+from megatron_hybrid.ops import (
+    RaggedLayout,
+    causal_conv1d,
+    gated_delta_rule,
+    kimi_delta_attention,
+    selective_scan,
+    ssd_scan,
+)
 
 H, H_QK, P, G, N = 4, 2, 6, 2, 5
 CHANNELS, WIDTH = 7, 4
@@ -32,6 +39,8 @@ class RecurrentOp:
     """(inputs, parameters, states, layout, chunk_size) -> (y, final, captured)."""
     naive: Callable
     """(inputs of one sequence, parameters, state) -> (y of each token, state after each)."""
+    log_decay: int | None = None
+    """Which input is the log decay, or the step size that makes it."""
 
     def states(self, num_sequences: int, generator: torch.Generator) -> torch.Tensor:
         return randn(generator, num_sequences, *self.state_shape)
@@ -58,14 +67,25 @@ def naive_ssd(inputs, parameters, state):
     return torch.stack(ys), torch.stack(states)
 
 
-def naive_gated_delta_rule(inputs, parameters, state):
+def naive_selective_scan(inputs, parameters, state):
+    (x, dt, B, C), (A, D) = inputs, parameters
+    ys, states = [], []
+    for t in range(len(x)):
+        state = (dt[t][:, None] * A).exp() * state + torch.outer(dt[t] * x[t], B[t])
+        ys.append(state @ C[t] + D * x[t])
+        states.append(state)
+    return torch.stack(ys), torch.stack(states)
+
+
+def naive_delta_rule(inputs, parameters, state):
+    """The decays g are `[T, H]`, or `[T, H, N]` for Kimi Delta Attention."""
     q, k, v, g, beta = inputs
     repeats = v.shape[1] // k.shape[1]
     q, k = (m / (m.square().sum(-1, keepdim=True) + 1e-6).sqrt() for m in (q, k))
     q, k = (m.repeat_interleave(repeats, 1) for m in (q, k))
     os, states = [], []
     for t in range(len(v)):
-        state = g[t].exp()[:, None, None] * state
+        state = g[t].exp().view(len(g[t]), -1, 1) * state
         delta = beta[t][:, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
         state = state + torch.einsum("hn,hp->hnp", k[t], delta)
         os.append(torch.einsum("hn,hnp->hp", q[t], state) * q.shape[-1] ** -0.5)
@@ -73,12 +93,12 @@ def naive_gated_delta_rule(inputs, parameters, state):
     return torch.stack(os), torch.stack(states)
 
 
-def naive_conv(inputs, parameters, state):
+def naive_conv(inputs, parameters, state, activation=F.silu):
     (x,), (weight, bias) = inputs, parameters
     ys, states = [], []
     for x_t in x:
         row = torch.cat([state, x_t[:, None]], dim=1)
-        ys.append(F.silu((row * weight).sum(1) + bias))
+        ys.append(activation((row * weight).sum(1) + bias))
         state = row[:, 1:]
         states.append(state)
     return torch.stack(ys), torch.stack(states)
@@ -93,6 +113,21 @@ SSD = RecurrentOp(
         i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
     ),
     naive_ssd,
+    log_decay=1,
+)
+SELECTIVE_SCAN = RecurrentOp(
+    "selective_scan",
+    (CHANNELS, N),
+    lambda T, g: (
+        *(randn(g, T, CHANNELS), rand(g, T, CHANNELS)),
+        *(randn(g, T, N), randn(g, T, N)),
+    ),
+    lambda g: (-4 * rand(g, CHANNELS, N), randn(g, CHANNELS)),
+    lambda i, p, states, layout, chunk: selective_scan(
+        i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
+    ),
+    naive_selective_scan,
+    log_decay=1,
 )
 GATED_DELTA_RULE = RecurrentOp(
     "gated_delta_rule",
@@ -103,7 +138,20 @@ GATED_DELTA_RULE = RecurrentOp(
     ),
     lambda g: (),
     lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
-    naive_gated_delta_rule,
+    naive_delta_rule,
+    log_decay=3,
+)
+KIMI_DELTA_ATTENTION = RecurrentOp(
+    "kimi_delta_attention",
+    (H, N, P),
+    lambda T, g: (
+        *(randn(g, T, H, N), randn(g, T, H, N), randn(g, T, H, P)),
+        *(-3 * rand(g, T, H, N), rand(g, T, H)),
+    ),
+    lambda g: (),
+    lambda i, p, states, layout, chunk: kimi_delta_attention(*i, states, layout, chunk),
+    naive_delta_rule,
+    log_decay=3,
 )
 CONV = RecurrentOp(
     "causal_conv1d",
@@ -113,7 +161,19 @@ CONV = RecurrentOp(
     lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout),
     naive_conv,
 )
-OPS = (SSD, GATED_DELTA_RULE, CONV)
+LINEAR_CONV = RecurrentOp(
+    "causal_conv1d",
+    CONV.state_shape,
+    CONV.inputs,
+    CONV.parameters,
+    lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout, None),
+    lambda i, p, state: naive_conv(i, p, state, activation=lambda x: x),
+)
+SSMS = (SSD, SELECTIVE_SCAN)
+DELTA_RULES = (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)
+SCANS = (*SSMS, *DELTA_RULES)
+CONVS = (CONV, LINEAR_CONV)
+OPS = (*SCANS, *CONVS)
 
 
 def seeded(seed: int) -> torch.Generator:

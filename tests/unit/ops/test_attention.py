@@ -6,40 +6,95 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import assert_near, layouts, randn, seeded
 
-from megatron_hybrid.ops import RaggedLayout, attention, paged_attention, varlen_attention
+from megatron_hybrid.ops import (
+    AttentionPattern,
+    RaggedLayout,
+    attention,
+    paged_attention,
+    varlen_attention,
+)
 
 D, K_HEADS = 8, 2
 SCALE = 0.3
+PLAIN = AttentionPattern(SCALE)
 quick = settings(max_examples=60, deadline=None)
-windows = st.one_of(st.none(), st.integers(1, 260))
+sizes = st.integers(1, 260)
+localities = st.one_of(
+    st.just({}),
+    st.builds(lambda n: {"window": n}, sizes),
+    st.builds(lambda n: {"chunk": n}, sizes),
+)
+softcaps = st.sampled_from((None, None, 0.5, 3.0))
+patterns = st.builds(
+    lambda locality, softcap: AttentionPattern(SCALE, softcap=softcap, **locality),
+    localities,
+    softcaps,
+)
 group_sizes = st.sampled_from((1, 2, 4))
+value_dims = st.sampled_from((D, D, 5, 11))
+some = {
+    "all": PLAIN,
+    "window": AttentionPattern(SCALE, window=40),
+    "chunk": AttentionPattern(SCALE, chunk=48),
+    "softcap": AttentionPattern(SCALE, window=40, softcap=0.7),
+}
+each_pattern = pytest.mark.parametrize("pattern", some.values(), ids=some.keys())
+with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
 
 
-def brute_force(q, k, v, visible, scale=SCALE):
-    """q [T, H, D], k and v [S, K, D], visible [T, S] -> [T, H, D]."""
+def brute_force(q, k, v, visible, pattern, sinks=None):
+    """q [T, H, D], k [S, K, D], v [S, K, P], visible [T, S], sinks [H] -> [T, H, P]."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights, v)
+    scores = torch.einsum("thd,shd->hts", q, k) * pattern.scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * (scores / pattern.softcap).tanh()
+    weights = scores.masked_fill(~visible, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks[:, None, None].exp()
+    return torch.einsum("hts,shp->thp", weights / total, v)
 
 
-def visibility(query_positions, key_positions, window):
-    distance = query_positions[:, None] - key_positions[None]
-    return (distance >= 0) & (distance < (window or 10**9))
+def visibility(query_positions, key_positions, pattern):
+    rows, columns = query_positions[:, None], key_positions[None]
+    visible = columns <= rows
+    if pattern.window is not None:
+        visible &= rows - columns < pattern.window
+    if pattern.chunk is not None:
+        visible &= rows // pattern.chunk == columns // pattern.chunk
+    return visible
+
+
+def random_sinks(generator, heads, wanted=True):
+    return 2 * randn(generator, heads) if wanted else None
+
+
+def as_float(sinks):
+    return None if sinks is None else sinks.float()
 
 
 class Pool:
-    """Pages as the engine lays them: K and V of all layers in a page, garbage where unwritten."""
+    """Pages as the engine lays them, K and V apart or row by row; garbage where unwritten.
 
-    def __init__(self, keys, values, block_size, generator, dtype=torch.float32, columns=0):
+    Values of None are the first numbers of the keys, as with a cache of latents.
+    """
+
+    def __init__(
+        self, keys, values, block_size, generator, dtype=torch.float32, columns=0, by_row=False
+    ):
         blocks = [-(-len(k) // block_size) for k in keys]
         width = max(blocks) + columns
         order = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
-        shape = (block_size, K_HEADS, D)
-        numbers = block_size * K_HEADS * D
-        self.memory = torch.full((len(order), 3 * numbers + 16), torch.nan, dtype=dtype)
-        self.k_pages = self.memory[:, numbers : 2 * numbers].unflatten(1, shape)
-        self.v_pages = self.memory[:, 2 * numbers : 3 * numbers].unflatten(1, shape)
+        shape, P = (len(order), block_size, K_HEADS), values[0].shape[-1]
+        if by_row:
+            memory = torch.full((*shape, D + P + 3), torch.nan, dtype=dtype)
+            self.k_pages, self.v_pages = memory[..., :D], memory[..., D : D + P]
+        else:
+            numbers = block_size * K_HEADS
+            memory = torch.full((len(order), numbers * (D + P) + 16), torch.nan, dtype=dtype)
+            k_memory, v_memory, _ = memory.split([numbers * D, numbers * P, 16], dim=1)
+            self.k_pages = k_memory.unflatten(1, (*shape[1:], D))
+            self.v_pages = v_memory.unflatten(1, (*shape[1:], P))
         self.block_table = torch.full((len(keys), width), -1, dtype=torch.int32)
         for r, (k, v) in enumerate(zip(keys, values)):
             for block in range(blocks[r]):
@@ -49,80 +104,92 @@ class Pool:
                 self.k_pages[page, : len(k[rows])] = k[rows].to(dtype)
                 self.v_pages[page, : len(v[rows])] = v[rows].to(dtype)
 
+    def __iter__(self):
+        return iter((self.k_pages, self.v_pages, self.block_table))
 
-def paged_case(layout, group, generator):
+
+def paged_case(layout, group, generator, P=D):
     lengths = [s + n for s, n in zip(layout.start_positions, layout.lengths)]
-    keys, values = ([randn(generator, n, K_HEADS, D) for n in lengths] for _ in range(2))
+    keys, values = ([randn(generator, n, K_HEADS, size) for n in lengths] for size in (D, P))
     return randn(generator, layout.num_rows, K_HEADS * group, D), keys, values
 
 
-def paged_expectation(layout, q, keys, values, window):
+def paged_expectation(layout, q, keys, values, pattern, sinks=None):
     outs = []
     for r, (first, end) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])):
         key_positions = torch.arange(len(keys[r]))
-        visible = visibility(key_positions[layout.start_positions[r] :], key_positions, window)
-        outs.append(brute_force(q[first:end], keys[r], values[r], visible))
+        visible = visibility(key_positions[layout.start_positions[r] :], key_positions, pattern)
+        outs.append(brute_force(q[first:end], keys[r], values[r], visible, pattern, sinks))
     return torch.cat(outs)
 
 
 @quick
 @given(
     layout=layouts(max_length=300),
-    window=windows,
+    pattern=patterns,
+    with_sinks=st.booleans(),
     block_size=st.sampled_from((16, 32, 64)),
     group=group_sizes,
+    P=value_dims,
+    by_row=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_paged_attention_equals_brute_force(layout, window, block_size, group, seed):
+def test_paged_attention_equals_brute_force(
+    layout, pattern, with_sinks, block_size, group, P, by_row, seed
+):
     generator = seeded(seed)
-    q, keys, values = paged_case(layout, group, generator)
-    pool = Pool(keys, values, block_size, generator, columns=2)
-    o = paged_attention(
-        q.float(), pool.k_pages, pool.v_pages, pool.block_table, layout, SCALE, window
-    )
-    assert_near(o[: layout.num_tokens], paged_expectation(layout, q, keys, values, window))
+    q, keys, values = paged_case(layout, group, generator, P)
+    sinks = random_sinks(generator, K_HEADS * group, with_sinks)
+    pool = Pool(keys, values, block_size, generator, columns=2, by_row=by_row)
+    o = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
+    expected = paged_expectation(layout, q, keys, values, pattern, sinks)
+    assert_near(o[: layout.num_tokens], expected)
     assert not o[layout.num_tokens :].any()
 
 
 @quick
 @given(
     layout=layouts(max_length=300),
-    window=windows,
+    pattern=patterns,
+    with_sinks=st.booleans(),
     group=group_sizes,
+    P=value_dims,
     seed=st.integers(0, 2**31),
 )
-def test_varlen_attention_equals_brute_force(layout, window, group, seed):
+def test_varlen_attention_equals_brute_force(layout, pattern, with_sinks, group, P, seed):
     generator, T = seeded(seed), layout.num_rows
     q = randn(generator, T, K_HEADS * group, D)
-    k, v = (randn(generator, T, K_HEADS, D) for _ in range(2))
-    o = varlen_attention(q.float(), k.float(), v.float(), layout, SCALE, window)
-    owners, rows = layout.sequence_ids("cpu"), torch.arange(layout.num_tokens)
-    visible = visibility(rows, rows, window) & (owners[:, None] == owners[None])
-    q, k, v = (t[: layout.num_tokens] for t in (q, k, v))
-    assert_near(o[: layout.num_tokens], brute_force(q, k, v, visible))
+    k, v = randn(generator, T, K_HEADS, D), randn(generator, T, K_HEADS, P)
+    sinks = random_sinks(generator, K_HEADS * group, with_sinks)
+    o = varlen_attention(q.float(), k.float(), v.float(), layout, pattern, as_float(sinks))
+    for first, end in zip(layout.cu_seqlens, layout.cu_seqlens[1:]):
+        positions, rows = torch.arange(end - first), slice(first, end)
+        visible = visibility(positions, positions, pattern)
+        assert_near(o[rows], brute_force(q[rows], k[rows], v[rows], visible, pattern, sinks))
     assert not o[layout.num_tokens :].any()
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_any_cut_of_a_prefill_gives_the_same(window):
+@each_pattern
+@with_or_without_sinks
+def test_any_cut_of_a_prefill_gives_the_same(pattern, with_sinks):
     generator = seeded(0)
-    length, whole = 333, RaggedLayout((333,), (0,))
+    length, whole = 200, RaggedLayout((200,), (0,))
     q, keys, values = paged_case(whole, 2, generator)
     pool = Pool(keys, values, 16, generator)
-    pages = (pool.k_pages, pool.v_pages, pool.block_table)
+    sinks = as_float(random_sinks(generator, 2 * K_HEADS, with_sinks))
     q = q.float()
-    expected = paged_attention(q, *pages, whole, SCALE, window)
-    for budget in (1, 7, 64, 128, 200):
+    expected = paged_attention(q, *pool, whole, pattern, sinks)
+    for budget in (1, 7, 64, 130):
         for first in range(0, length, budget):
             end = min(first + budget, length)
             piece = RaggedLayout((end - first,), (first,))
-            o = paged_attention(q[first:end], *pages, piece, SCALE, window)
+            o = paged_attention(q[first:end], *pool, piece, pattern, sinks)
             assert_near(o, expected[first:end], 2e-6)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, window):
-    generator = seeded(1)
+@pytest.mark.parametrize("local", [{}, {"window": 100}, {"chunk": 100}], ids=str)
+def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, local):
+    generator, pattern = seeded(1), AttentionPattern(SCALE, **local)
     shared, count = 256, 24
     layout = RaggedLayout((1,) * count, tuple(shared + 3 * r for r in range(count)))
     q, keys, values = paged_case(layout, 2, generator)
@@ -130,7 +197,6 @@ def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, wi
     pool.block_table[:, : shared // 16] = pool.block_table[0, : shared // 16]
     for r in range(count):
         keys[r][:shared], values[r][:shared] = keys[0][:shared], values[0][:shared]
-    pages = (pool.k_pages, pool.v_pages, pool.block_table)
     gathered = []
     attend = attention.F.scaled_dot_product_attention
 
@@ -140,26 +206,44 @@ def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, wi
 
     monkeypatch.setattr(attention, "GATHER_BYTES", 5 * 2 * (shared + 80) * K_HEADS * D * 4)
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
-    o = paged_attention(q.float(), *pages, layout, SCALE, window)
-    assert_near(o, paged_expectation(layout, q, keys, values, window))
+    o = paged_attention(q.float(), *pool, layout, pattern)
+    assert_near(o, paged_expectation(layout, q, keys, values, pattern))
     assert max(size for size, _ in gathered) <= attention.GATHER_BYTES
     assert max(rows for _, rows in gathered) > 1
 
 
-def test_a_window_uses_no_memory_before_it():
-    generator = seeded(2)
+@pytest.mark.parametrize(
+    ("local", "first_seen"), [({"window": 32}, (169, 139)), ({"chunk": 60}, (180, 120))], ids=str
+)
+@with_or_without_sinks
+def test_nothing_is_read_before_the_first_visible_position(local, first_seen, with_sinks):
+    generator, pattern = seeded(2), AttentionPattern(SCALE, **local)
     layout = RaggedLayout((1, 50), (200, 170))
     q, keys, values = paged_case(layout, 1, generator)
+    sinks = random_sinks(generator, K_HEADS, with_sinks)
     pool = Pool(keys, values, 16, generator)
-    for r, start in enumerate(layout.start_positions):
-        block, row = divmod(start - 31, 16)
+    for r, position in enumerate(first_seen):
+        block, row = divmod(position, 16)
         for pages in (pool.k_pages, pool.v_pages):
             pages[pool.block_table[r, block], :row] = torch.nan
         pool.block_table[r, :block] = 10**9  # no such page: reading it would raise
-    o = paged_attention(
-        q.float(), pool.k_pages, pool.v_pages, pool.block_table, layout, SCALE, window=32
-    )
-    assert_near(o, paged_expectation(layout, q, keys, values, 32))
+    o = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
+    assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
+
+
+@each_pattern
+@with_or_without_sinks
+def test_values_may_be_a_part_of_the_keys(pattern, with_sinks):
+    """Latents of multi-head latent attention: one row of a page is key and value at once."""
+    generator, P = seeded(8), 5
+    layout = RaggedLayout((1, 1, 90), (100, 7, 30))
+    q, keys, _ = paged_case(layout, 4, generator)
+    values = [k[..., :P] for k in keys]
+    sinks = random_sinks(generator, 4 * K_HEADS, with_sinks)
+    pool = Pool(keys, keys, 16, generator)
+    pages = pool.k_pages, pool.k_pages[..., :P]
+    o = paged_attention(q.float(), *pages, pool.block_table, layout, pattern, as_float(sinks))
+    assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
 
 
 def test_a_step_does_not_depend_on_the_other_sequences():
@@ -168,12 +252,23 @@ def test_a_step_does_not_depend_on_the_other_sequences():
     q, keys, values = paged_case(layout, 2, generator)
     pool = Pool(keys, values, 16, generator)
     q = q.float()
-    together = paged_attention(q, pool.k_pages, pool.v_pages, pool.block_table, layout, SCALE)
+    together = paged_attention(q, *pool, layout, PLAIN)
     for r in range(3):
         alone = RaggedLayout((1,), layout.start_positions[r : r + 1])
         table = pool.block_table[r : r + 1]
-        o = paged_attention(q[r : r + 1], pool.k_pages, pool.v_pages, table, alone, SCALE)
+        o = paged_attention(q[r : r + 1], pool.k_pages, pool.v_pages, table, alone, PLAIN)
         assert_near(o, together[r : r + 1], 1e-6)
+
+
+@with_or_without_sinks
+def test_one_layout_serves_layers_of_all_patterns(with_sinks):
+    generator, layout = seeded(7), RaggedLayout((1, 1), (100, 130))
+    q, keys, values = paged_case(layout, 2, generator)
+    sinks = random_sinks(generator, 2 * K_HEADS, with_sinks)
+    pool = Pool(keys, values, 16, generator)
+    for pattern in some.values():
+        o = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
+        assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
 
 
 def test_bfloat16_pages():
@@ -181,23 +276,54 @@ def test_bfloat16_pages():
     layout = RaggedLayout((1, 30), (60, 5))
     q, keys, values = paged_case(layout, 2, generator)
     pool = Pool(keys, values, 16, generator, torch.bfloat16)
-    o = paged_attention(q.bfloat16(), pool.k_pages, pool.v_pages, pool.block_table, layout, SCALE)
+    o = paged_attention(q.bfloat16(), *pool, layout, PLAIN)
     assert o.dtype == torch.bfloat16
-    assert_near(o, paged_expectation(layout, q, keys, values, None), 4e-2)
+    assert_near(o, paged_expectation(layout, q, keys, values, PLAIN), 4e-2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_softcap_and_sinks_are_float32_for_bfloat16_inputs(autocast):
+    generator, pattern = seeded(6), AttentionPattern(SCALE, softcap=2.0)
+    layout = RaggedLayout((1, 30), (60, 5))
+    q, keys, values = paged_case(layout, 2, generator)
+    q, *numbers = (t.bfloat16().double() for t in (q, *keys, *values))
+    keys, values = numbers[:2], numbers[2:]
+    sinks = random_sinks(generator, 2 * K_HEADS)
+    pool = Pool(keys, values, 16, generator, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        o = paged_attention(q.bfloat16(), *pool, layout, pattern, sinks.float())
+        exact_o = paged_attention(q.float(), *pool, layout, pattern, sinks.float())
+    expected = paged_expectation(layout, q, keys, values, pattern, sinks)
+    assert_near(exact_o, expected)
+    assert torch.equal(o, exact_o.bfloat16())
+
+
+def test_strong_sinks_and_scores_stay_finite():
+    layout = RaggedLayout((3,), (0,))
+    q = torch.full((3, 2, 4), 100.0)
+    v = torch.ones(3, 2, 4)
+    sinks = torch.tensor([-1e4, 5e4])
+    o = varlen_attention(q, q, v, layout, AttentionPattern(1.0), sinks)
+    assert_near(o[:, 0], torch.ones(3, 4))
+    assert_near(o[:, 1], torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (1, 12, 140)], ids=str)
-@pytest.mark.parametrize("window", [None, 5])
-def test_gradients_of_varlen_attention(lengths, window):
+@each_pattern
+@with_or_without_sinks
+def test_gradients_of_varlen_attention(lengths, pattern, with_sinks):
     generator = seeded(5)
     layout = RaggedLayout(lengths, (0,) * len(lengths), num_padding=1)
-    q = randn(generator, layout.num_rows, 4, 4).requires_grad_()
-    k, v = (randn(generator, layout.num_rows, 2, 4).requires_grad_() for _ in range(2))
+    leaves = [randn(generator, layout.num_rows, *shape) for shape in ((4, 4), (2, 4), (2, 3))]
+    if with_sinks:
+        leaves.append(random_sinks(generator, 4))
+    for leaf in leaves:
+        leaf.requires_grad_()
 
-    def call(q, k, v):
-        return varlen_attention(q, k, v, layout, SCALE, window)
+    def call(q, k, v, sinks=None):
+        return varlen_attention(q, k, v, layout, pattern, sinks)
 
-    assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
 def test_bad_arguments_are_named():
@@ -205,16 +331,35 @@ def test_bad_arguments_are_named():
     q, pages = torch.zeros(21, 4, 8), torch.zeros(5, 16, 2, 8)
     table = torch.zeros(2, 2, dtype=torch.long)
     with pytest.raises(ValueError, match="has 21 keys, but the block table has 1 columns of 16"):
-        paged_attention(q, pages, pages, table[:, :1], layout, 1.0)
+        paged_attention(q, pages, pages, table[:, :1], layout, PLAIN)
     with pytest.raises(ValueError, match=r"block_table has shape \[1, 2\]"):
-        paged_attention(q, pages, pages, table[:1], layout, 1.0)
+        paged_attention(q, pages, pages, table[:1], layout, PLAIN)
     with pytest.raises(ValueError, match="4 query heads are not a multiple of 3 kv heads"):
-        paged_attention(
-            q, pages.new_zeros(5, 16, 3, 8), pages.new_zeros(5, 16, 3, 8), table, layout, 1.0
-        )
+        odd = pages.new_zeros(5, 16, 3, 8)
+        paged_attention(q, odd, odd, table, layout, PLAIN)
     with pytest.raises(ValueError, match=r"k has shape \[5, 16, 2, 4\]"):
-        paged_attention(q, pages[..., :4], pages[..., :4], table, layout, 1.0)
-    with pytest.raises(ValueError, match="window is 0"):
-        paged_attention(q, pages, pages, table, layout, 1.0, window=0)
+        paged_attention(q, pages[..., :4], pages[..., :4], table, layout, PLAIN)
+    with pytest.raises(
+        ValueError, match=r"v has shape \[5, 8, 2, 8\], expected \[pages, B, K, P\]"
+    ):
+        paged_attention(q, pages, pages[:, :8], table, layout, PLAIN)
+    with pytest.raises(ValueError, match=r"sinks has shape \[2\], expected \[H\] = \[4\]"):
+        paged_attention(q, pages, pages, table, layout, PLAIN, torch.zeros(2))
+    with pytest.raises(TypeError, match=r"sinks have dtype torch\.int64"):
+        paged_attention(q, pages, pages, table, layout, PLAIN, torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"its first dimension must be the layout's 21 rows"):
-        varlen_attention(q[:20], q[:20], q[:20], layout, 1.0)
+        varlen_attention(q[:20], q[:20], q[:20], layout, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 0}, "window is 0; a token sees at least itself"),
+        ({"chunk": -1}, "chunk is -1; a token sees at least itself"),
+        ({"window": 4, "chunk": 8}, "window is 4 and chunk is 8; a layer has one of them"),
+        ({"softcap": 0.0}, "softcap is 0.0; it is above 0, or None"),
+    ],
+)
+def test_bad_patterns_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionPattern(1.0, **values)

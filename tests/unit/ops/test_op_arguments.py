@@ -1,11 +1,16 @@
 """Options of the recurrent ops, and the arguments that they refuse by name."""
 
+import importlib
+
 import pytest
 import torch
 from recurrences import (
     CHANNELS,
     CONV,
+    DELTA_RULES,
     GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    SELECTIVE_SCAN,
     SSD,
     WIDTH,
     G,
@@ -18,7 +23,14 @@ from recurrences import (
     to,
 )
 
-from megatron_hybrid.ops import RaggedLayout, causal_conv1d, gated_delta_rule, ssd_scan
+from megatron_hybrid.ops import (
+    RaggedLayout,
+    causal_conv1d,
+    gated_delta_rule,
+    kimi_delta_attention,
+    selective_scan,
+    ssd_scan,
+)
 
 LAYOUT = RaggedLayout((1, 20), (3, 7))
 T = LAYOUT.num_rows
@@ -56,14 +68,68 @@ def test_ssd_scan_needs_groups_that_divide_the_heads():
         ssd_scan(*arguments.values(), None, LAYOUT)
 
 
-def test_ssd_scan_without_skip_connection():
-    arguments = ssd_arguments()
-    y, *states = ssd_scan(*arguments.values(), None, LAYOUT)
-    skip = arguments["D"].unsqueeze(-1) * arguments["x"]
+def selective_scan_arguments():
+    generator = seeded(0)
+    x, dt, B, C = to(torch.float32, SELECTIVE_SCAN.inputs(T, generator))
+    A, D = to(torch.float32, SELECTIVE_SCAN.parameters(generator))
+    return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("x", (T, CHANNELS, 1), r"x has shape \[21, 7, 1\], expected \[T, C\] = \[21, any\]"),
+        ("dt", (T, 1), r"dt has shape \[21, 1\], expected \[T, C\] = \[21, 7\]"),
+        ("A", (CHANNELS,), r"A has shape \[7\], expected \[C, N\] = \[7, any\]"),
+        ("B", (T, N + 1), r"B has shape \[21, 6\], expected \[T, N\] = \[21, 5\]"),
+        ("C", (T, 1, N), r"C has shape \[21, 1, 5\], expected \[T, N\] = \[21, 5\]"),
+        ("D", (1,), r"D has shape \[1\], expected \[C\] = \[7\]"),
+    ],
+)
+def test_selective_scan_names_a_wrong_shape(name, shape, message):
+    arguments = selective_scan_arguments()
+    arguments[name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        selective_scan(*arguments.values(), None, LAYOUT)
+
+
+def test_scans_need_a_chunk_size_of_at_least_one():
+    with pytest.raises(ValueError, match="chunk_size is 0; it must be at least 1"):
+        selective_scan(*selective_scan_arguments().values(), None, LAYOUT, chunk_size=0)
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [(ssd_scan, ssd_arguments), (selective_scan, selective_scan_arguments)],
+    ids=["ssd_scan", "selective_scan"],
+)
+def test_scans_without_skip_connection(op, make):
+    arguments = make()
+    y, *states = op(*arguments.values(), None, LAYOUT)
+    D = arguments["D"]
+    skip = (D.unsqueeze(-1) if op is ssd_scan else D) * arguments["x"]
     arguments["D"] = None
-    without, *same = ssd_scan(*arguments.values(), None, LAYOUT)
+    without, *same = op(*arguments.values(), None, LAYOUT)
     assert_near(without + skip, y)
     assert all(torch.equal(a, b) for a, b in zip(states, same))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_the_selective_scan_has_no_grid(chunk_size, monkeypatch):
+    """Its recurrence is taken token by token: neither chunks nor blocks round differently."""
+    layout = RaggedLayout((1, 50, 33, 50), (3, 7, 0, 9), (1, 20, 60))
+    generator = seeded(1)
+    x, dt, B, C = to(torch.float32, SELECTIVE_SCAN.inputs(layout.num_rows, generator))
+    A, D = to(torch.float32, SELECTIVE_SCAN.parameters(generator))
+    states = SELECTIVE_SCAN.states(layout.num_sequences, generator).float()
+    expected = selective_scan(x, dt, A, B, C, D, states, layout)
+    module = importlib.import_module("megatron_hybrid.ops.selective_scan")
+    for bytes_at_once in (1, 5 * states[0].nbytes):
+        monkeypatch.setattr(module, "BLOCK_BYTES", bytes_at_once)
+        actual = selective_scan(x, dt, A, B, C, D, states, layout, chunk_size)
+        assert_near(actual[0], expected[0], 1e-6)
+        for left, right in zip(actual[1:], expected[1:]):
+            assert torch.equal(left, right)
 
 
 def gated_delta_rule_arguments():
@@ -88,6 +154,37 @@ def test_gated_delta_rule_names_a_wrong_shape(name, shape, message):
         gated_delta_rule(*arguments.values(), None, LAYOUT)
 
 
+def kimi_delta_attention_arguments():
+    names = ("q", "k", "v", "g", "beta")
+    return dict(zip(names, to(torch.float32, KIMI_DELTA_ATTENTION.inputs(T, seeded(0)))))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("k", (T, H * N), r"k has shape \[21, 20\], expected \[T, H, N\]"),
+        ("q", (T, H, N + 1), r"q has shape \[21, 4, 6\], expected \[T, H, N\] = \[21, 4, 5\]"),
+        ("v", (T, 2, P), r"v has shape \[21, 2, 6\], expected \[T, H, P\] = \[21, 4, any\]"),
+        ("g", (T, H, 1), r"g has shape \[21, 4, 1\], expected \[T, H, N\] = \[21, 4, 5\]"),
+        ("beta", (T, 1), r"beta has shape \[21, 1\], expected \[T, H\] = \[21, 4\]"),
+    ],
+)
+def test_kimi_delta_attention_names_a_wrong_shape(name, shape, message):
+    arguments = kimi_delta_attention_arguments()
+    arguments[name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        kimi_delta_attention(*arguments.values(), None, LAYOUT)
+
+
+def test_a_decay_shared_by_all_channels_is_the_gated_delta_rule():
+    arguments = kimi_delta_attention_arguments()
+    arguments["g"] = arguments["g"][..., :1].expand(-1, -1, N)
+    results = kimi_delta_attention(*arguments.values(), None, LAYOUT)
+    arguments["g"] = arguments["g"][..., 0]
+    for left, right in zip(results, gated_delta_rule(*arguments.values(), None, LAYOUT)):
+        assert_near(left, right)
+
+
 def test_gated_delta_rule_needs_key_heads_that_divide_the_heads():
     arguments = gated_delta_rule_arguments()
     arguments["q"] = arguments["k"] = torch.zeros(T, 3, N)
@@ -97,26 +194,35 @@ def test_gated_delta_rule_needs_key_heads_that_divide_the_heads():
         gated_delta_rule(*arguments.values(), None, LAYOUT)
 
 
-def test_scale_and_l2norm_of_the_gated_delta_rule():
-    arguments = gated_delta_rule_arguments()
-    o, final, _ = gated_delta_rule(*arguments.values(), None, LAYOUT)
-    scaled, _, _ = gated_delta_rule(*arguments.values(), None, LAYOUT, scale=0.25)
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        (gated_delta_rule, gated_delta_rule_arguments),
+        (kimi_delta_attention, kimi_delta_attention_arguments),
+    ],
+    ids=["gated_delta_rule", "kimi_delta_attention"],
+)
+def test_scale_and_l2norm_of_the_delta_rules(op, make):
+    arguments = make()
+    o, final, _ = op(*arguments.values(), None, LAYOUT)
+    scaled, _, _ = op(*arguments.values(), None, LAYOUT, scale=0.25)
     assert_near(scaled / 0.25, o / N**-0.5)
     for name in ("q", "k"):
         arguments[name] = torch.nn.functional.normalize(arguments[name], dim=-1)
-    plain, plain_final, _ = gated_delta_rule(*arguments.values(), None, LAYOUT, use_qk_l2norm=False)
+    plain, plain_final, _ = op(*arguments.values(), None, LAYOUT, use_qk_l2norm=False)
     assert_near(plain, o)
     assert_near(plain_final, final)
 
 
-def test_equal_keys_stay_stable():
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_equal_keys_stay_stable(op):
     """The system of a chunk is at its worst when every key is the same and is written in full."""
     layout, generator = RaggedLayout((256,), (0,)), seeded(1)
-    q, k, v, g, beta = GATED_DELTA_RULE.inputs(256, generator)
+    q, k, v, g, beta = op.inputs(256, generator)
     k[:], g[:], beta[:] = k[0].clone(), 0.0, 1.0
-    inputs = (q, k, v, g, beta)
-    o, final, _ = gated_delta_rule(*to(torch.float32, inputs), None, layout, 64)
-    expected_o, states = GATED_DELTA_RULE.naive(inputs, (), torch.zeros(H, N, P).double())
+    inputs, states = (q, k, v, g, beta), torch.zeros(1, H, N, P)
+    o, final, _ = op.call(to(torch.float32, inputs), (), states, layout, 64)
+    expected_o, states = op.naive(inputs, (), states[0].double())
     assert_near(o, expected_o)
     assert_near(final[0], states[-1])
 

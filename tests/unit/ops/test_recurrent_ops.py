@@ -1,17 +1,37 @@
-"""What the SSD scan, the gated delta rule and the causal convolution hold alike."""
+"""What the scans, the delta rules and the causal convolution hold alike."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrences import CONV, OPS, SSD, assert_near, chunk_sizes, layouts, seeded, to
+from recurrences import (
+    CONVS,
+    DELTA_RULES,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_CONV,
+    OPS,
+    SCANS,
+    SELECTIVE_SCAN,
+    SSMS,
+    assert_near,
+    chunk_sizes,
+    layouts,
+    randn,
+    seeded,
+    to,
+)
 
 from megatron_hybrid.ops import RaggedLayout
 
-each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-each_scan = pytest.mark.parametrize("op", OPS[:2], ids=lambda op: op.name)
+
+def each(ops):
+    name = lambda op: "without activation" if op is LINEAR_CONV else op.name  # noqa: E731
+    return pytest.mark.parametrize("op", ops, ids=name)
+
+
+each_op, each_scan, each_delta_rule = each(OPS), each(SCANS), each(DELTA_RULES)
 seeds = st.integers(0, 2**31)
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 def run(op, inputs, parameters, states, layout, chunk_size=16, dtype=torch.float32):
@@ -90,6 +110,15 @@ def test_captures_change_no_bit_of_the_outputs(op, layout, seed, chunk_size):
 
 
 @each_op
+def test_captures_come_in_flat_order(op):
+    """Not in the order of time, which here is the last, the first, the middle one."""
+    layout = RaggedLayout((9, 40, 25), (0, 0, 0), (9, 30, 53))
+    inputs, parameters, states = case(op, layout, 0)
+    _, _, captured = run(op, inputs, parameters, states, layout)
+    assert_near(captured, naive(op, inputs, parameters, states, layout)[2])
+
+
+@each_op
 def test_a_capture_is_the_final_state_of_the_run_cut_there(op):
     for seed in range(20):
         generator = seeded(seed)
@@ -158,21 +187,23 @@ def test_gradients_in_float64(op, lengths):
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True, nondet_tol=0.0)
 
 
-@each_op
-def test_gradients_in_float32_equal_those_of_the_recurrence(op):
-    layout = RaggedLayout((64, 64, 17), (0, 0, 0))
-    inputs, parameters, states = case(op, layout, 2)
-
+def assert_gradients_equal_those_of_the_recurrence(op, layout, inputs, parameters, states):
     def gradients(dtype, call):
         leaves = [t.detach().to(dtype).requires_grad_() for t in (*inputs, *parameters, states)]
         count = len(inputs)
         y, final, _ = call(op, leaves[:count], leaves[count:-1], leaves[-1], layout)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)
+        weights = randn(seeded(3), *y.shape).float().to(dtype)
         return torch.autograd.grad((y * weights).sum() + final.square().sum(), leaves)
 
     expected = gradients(torch.float64, naive)
     for actual, wanted in zip(gradients(torch.float32, run), expected):
         assert_near(actual / wanted.norm(), wanted / wanted.norm(), 2e-6)
+
+
+@each_op
+def test_gradients_in_float32_equal_those_of_the_recurrence(op):
+    layout = RaggedLayout((64, 64, 17), (0, 0, 0))
+    assert_gradients_equal_those_of_the_recurrence(op, layout, *case(op, layout, 2))
 
 
 @each_op
@@ -193,17 +224,65 @@ def test_strong_decays_do_not_blur_those_behind_them(op, strength):
     """fp32 sums of log decays alone lose the small ones behind a large one in the chunk."""
     layout = RaggedLayout((128,), (0,))
     inputs, parameters, states = case(op, layout, 3)
-    if op is SSD:
+    log_decay, sign = inputs[op.log_decay], -1.0
+    if op in SSMS:
+        sign = 1.0
         parameters[0].fill_(-1.0)
-    log_decay, sign = (inputs[1], 1.0) if op is SSD else (inputs[3], -1.0)
+        inputs[0][::16] /= strength
     log_decay.mul_(0.03)
     log_decay[::16] = sign * strength
-    if op is SSD:
-        inputs[0][::16] /= strength
     y, final, _ = run(op, inputs, parameters, states, layout, 64)
     expected_y, expected_final, _ = naive(op, inputs, parameters, states, layout)
     assert_near(y, expected_y, 3e-6)
     assert_near(final, expected_final, 3e-6)
+
+
+def case_of_strong_decays(op, layout, weakest):
+    """Each token decays by exp(-weakest) to exp(-20)."""
+    inputs, parameters, states = case(op, layout, 7)
+    inputs[op.log_decay].uniform_(weakest, 20.0, generator=seeded(8))
+    if op in SSMS:
+        parameters[0].fill_(-1.0)
+    else:
+        inputs[op.log_decay].neg_()
+    return inputs, parameters, states
+
+
+@each_scan
+@pytest.mark.parametrize("weakest", [0.0, 5.0, 19.0])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_decays_of_up_to_20_in_every_token(op, weakest, chunk_size):
+    """A chunk of 64 such tokens decays by exp(-1280); that of fp32 numbers ends at exp(-103)."""
+    layout = RaggedLayout((130, 70), (0, 37))
+    arguments = case_of_strong_decays(op, layout, weakest)
+    y, final, _ = run(op, *arguments, layout, chunk_size)
+    expected_y, expected_final, _ = naive(op, *arguments, layout)
+    assert_near(y, expected_y)
+    assert_near(final, expected_final)
+
+
+@each((SELECTIVE_SCAN, KIMI_DELTA_ATTENTION))
+@pytest.mark.parametrize("weakest", [0.0, 5.0])
+def test_gradients_of_strong_decays_per_channel(op, weakest):
+    """Relative to their own size, which for the decays themselves is next to nothing."""
+    layout = RaggedLayout((130, 70), (0, 37))
+    arguments = case_of_strong_decays(op, layout, weakest)
+    assert_gradients_equal_those_of_the_recurrence(op, layout, *arguments)
+
+
+@each_delta_rule
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("decaying", [False, True])
+def test_negative_eigenvalues(op, chunk_size, decaying):
+    """beta up to 2 turns a key's direction round; with no decay nothing ever forgets."""
+    layout = RaggedLayout((1, 300, 40), (9, 0, 50), (1, 100, 320))
+    inputs, parameters, states = case(op, layout, 9)
+    beta, log_decay = inputs[4].mul_(2.0), inputs[op.log_decay]
+    beta[::7] = 2.0
+    log_decay.mul_(0.01 if decaying else 0.0)
+    results = run(op, inputs, parameters, states, layout, chunk_size)
+    for actual, expected in zip(results, naive(op, inputs, parameters, states, layout)):
+        assert_near(actual, expected)
 
 
 @each_scan
@@ -235,7 +314,7 @@ def test_autocast_does_not_lower_the_precision(op):
 def test_float16_states_are_refused_with_the_reason(op):
     layout = RaggedLayout((4,), (0,))
     inputs, parameters, states = case(op, layout, 5)
-    reason = "accumulates over the whole sequence" if op is not CONV else "rounds and overflows"
+    reason = "accumulates over the whole sequence" if op not in CONVS else "rounds and overflows"
     with pytest.raises(TypeError, match=f"{op.name} are float16.*{reason}"):
         op.call(to(torch.float32, inputs), to(torch.float32, parameters), states.half(), layout, 16)
 

@@ -1,0 +1,92 @@
+"""DeepSeek-V3: multi-head latent attention, and experts behind the first few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.adapters.base import Adapter, TensorMap
+from megatron_hybrid.models.adapters.fields import (
+    activation,
+    grouped_expert_fields,
+    latent_attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.models.adapters.tensors import (
+    latent_attention_tensors,
+    mlp_tensors,
+    model_tensors,
+    moe_tensors,
+    same,
+)
+from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.mixers.rotary import yarn_scale
+
+
+class DeepseekV3(Adapter):
+    """`DeepseekV3ForCausalLM`."""
+
+    model_types = ("deepseek_v3",)
+    ignored = (r"model\.layers\.61\..*",)  # of the released model: it predicts a second token
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        hf = {"q_lora_rank": 1536, **hf}
+        only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
+        only(hf, moe_layer_freq=1, ep_size=1)
+        num_layers = required(hf, "num_hidden_layers")
+        dense = min(hf.get("first_k_dense_replace", 3), num_layers)
+        fields = {
+            **model_fields(hf),
+            **latent_attention_fields(hf),
+            **rotary_fields(hf),
+            "rotary_interleaved": hf.get("rope_interleave", True),
+            "layer_pattern": "+-" * dense + "+E" * (num_layers - dense),
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": activation(hf),
+        }
+        if (scale := _softmax_scale(fields)) is not None:
+            fields["softmax_scale"] = scale
+        if dense < num_layers:
+            fields |= grouped_expert_fields(
+                num_experts=hf.get("n_routed_experts", 256),
+                topk=hf.get("num_experts_per_tok", 8),
+                width=hf.get("moe_intermediate_size", 2048),
+                num_shared=hf.get("n_shared_experts", 1),
+                groups=hf.get("n_group", 8),
+                chosen_groups=hf.get("topk_group", 4),
+                scaling_factor=hf.get("routed_scaling_factor", 2.5),
+            )
+        return fields
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        mlps = {"-": mlp_tensors, "E": moe_tensors}
+        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+            theirs = f"model.layers.{i}"
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from latent_attention_tensors(
+                config, f"{mixer}.self_attention", f"{theirs}.self_attn"
+            )
+            yield same(
+                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
+            )
+            yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+
+def _softmax_scale(fields: Mapping[str, Any]) -> float | None:
+    """The factor of q . k where YaRN has one for all dimensions (arXiv 2309.00071, section 3.4)."""
+    scaling = fields.get("rotary_scaling", {})
+    if not scaling.get("mscale_all_dim"):
+        return None
+    temperature = yarn_scale(scaling["factor"], scaling["mscale_all_dim"])
+    return temperature**2 * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) ** -0.5
+
+
+ADAPTER = DeepseekV3()

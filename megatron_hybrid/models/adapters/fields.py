@@ -1,0 +1,228 @@
+"""What the config.json files of many architectures have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_hybrid.config import ACTIVATIONS
+
+_ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+
+
+def required(hf: Mapping[str, Any], key: str) -> Any:
+    """hf[key]; ValueError where it is missing."""
+    if hf.get(key) is None:
+        raise ValueError(f"config.json lacks {key!r}")
+    return hf[key]
+
+
+def only(hf: Mapping[str, Any], **accepted: Any) -> None:
+    """Refuse values that would silently be another model here.
+
+    Args:
+        accepted: key = the one value that is right, also where the key is missing; or a tuple of
+            several.
+    """
+    for key, values in accepted.items():
+        values = values if isinstance(values, tuple) else (values,)
+        if key in hf and hf[key] not in values:
+            known = " or ".join(map(repr, values))
+            raise ValueError(f"config.json has {key}={hf[key]!r}; only {known} is supported")
+
+
+def activation(hf: Mapping[str, Any], key: str = "hidden_act", default: str = "silu") -> Any:
+    """The activation function that a config names."""
+    name = hf.get(key, default)
+    if name not in _ACTIVATION_NAMES:
+        raise ValueError(
+            f"config.json has {key}={name!r}; supported are {', '.join(_ACTIVATION_NAMES)}"
+        )
+    return ACTIVATIONS[_ACTIVATION_NAMES[name]]
+
+
+def model_fields(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any]:
+    """Sizes of the whole model; ValueError where its weights are not floating-point numbers."""
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"config.json has a quantization_config of quant_method={method!r}; only unquantized "
+            "weights can be read: load them in transformers, dequantize, and save them again"
+        )
+    return {
+        "vocab_size": required(hf, "vocab_size"),
+        "hidden_size": required(hf, "hidden_size"),
+        "layernorm_epsilon": hf.get(eps_key, 1e-6),
+        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of grouped-query attention."""
+    heads = required(hf, "num_attention_heads")
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or required(hf, "hidden_size") // heads,
+    }
+
+
+def rotary_fields(
+    hf: Mapping[str, Any], default_base: float = 10000.0, layer_type: str | None = None
+) -> dict[str, Any]:
+    """RoPE, as transformers 5 writes it (`rope_parameters`, for some models one per layer type) or
+    as earlier files do (`rope_theta`, `rope_scaling`, `partial_rotary_factor`)."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if layer_type is not None and layer_type in rope:
+        rope = rope[layer_type] or {}
+    rope = dict(rope)
+    if "type" in rope:  # the oldest spelling
+        rope.setdefault("rope_type", rope.pop("type"))
+    base = rope.pop("rope_theta", None) or hf.get("rope_theta") or default_base
+    percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    if rope.get("rope_type") == "proportional":  # it goes by all dimensions of the head
+        rope["partial_rotary_factor"], percent = percent, 1.0
+    fields = {"rotary_base": float(base), "rotary_percent": float(percent)}
+    if rope.get("rope_type", "default") != "default":
+        if rope["rope_type"] == "yarn":
+            rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
+        fields["rotary_scaling"] = rope
+    return fields
+
+
+def dt_rank(hf: Mapping[str, Any], key: str) -> int:
+    """The rank of a Mamba-1 layer's time steps: a number or "auto"."""
+    rank = hf.get(key, "auto")
+    return math.ceil(required(hf, "hidden_size") / 16) if rank == "auto" else rank
+
+
+def mamba2_fields(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
+    """Mamba-2 layers, as Bamba and its kin write them (`mamba_n_heads`, `mamba_d_state`, ...).
+
+    Args:
+        eps: epsilon of the norm in the mixer.
+    """
+    heads = required(hf, "mamba_n_heads")
+    width = hf.get("mamba_d_ssm") or hf.get("mamba_expand", 2) * required(hf, "hidden_size")
+    head_dim = hf.get("mamba_d_head", "auto")
+    head_dim = width // heads if head_dim == "auto" else head_dim
+    if heads * head_dim != width:
+        raise ValueError(
+            f"config.json has {heads} heads (mamba_n_heads) of {head_dim} (mamba_d_head), which "
+            f"do not make up the inner width {width}"
+        )
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "mamba_num_groups": hf.get("mamba_n_groups", 1),
+        "mamba_state_dim": hf.get("mamba_d_state", 256),
+        "mamba_conv_kernel": hf.get("mamba_d_conv", 4),
+        "mamba_chunk_size": hf.get("mamba_chunk_size", 256),
+        "mamba_conv_bias": hf.get("mamba_conv_bias", True),
+        "mamba_proj_bias": hf.get("mamba_proj_bias", False),
+        "mamba_norm_epsilon": eps,
+        **time_step_fields(hf),
+    }
+
+
+def time_step_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`time_step_limit`, whose infinity is no limit; JSON has no infinity, so transformers writes
+    {"__float__": "Infinity"}."""
+    low, high = hf.get("time_step_limit") or (0.0, math.inf)
+    unlimited = isinstance(high, dict) or high == math.inf
+    return {"mamba_dt_min": low, "mamba_dt_max": None if unlimited else high}
+
+
+_LAYER_SYMBOLS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+
+
+def mamba2_symbols(layer_types: Sequence[str]) -> list[str]:
+    """Layer symbols of a Mamba-2 hybrid, from transformers' layer types or their older names."""
+    return symbols_of(layer_types, _LAYER_SYMBOLS)
+
+
+WINDOW_SYMBOLS = {"sliding_attention": "W", "full_attention": "*"}
+"""The layer types of a model whose layers all attend, some of them within a window."""
+
+
+def symbols_of(layer_types: Sequence[str], symbols: Mapping[str, str]) -> list[str]:
+    """Layer symbols of transformers' layer types; ValueError for one that is not in the table."""
+    unknown = sorted(set(layer_types) - symbols.keys())
+    if unknown:
+        raise ValueError(
+            f"config.json has the layer type {unknown[0]!r}; supported are {', '.join(symbols)}"
+        )
+    return [symbols[kind] for kind in layer_types]
+
+
+def latent_attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads and ranks of multi-head latent attention, as DeepSeek-V3 writes them; ValueError for
+    key/value heads apart from the query heads, which it does not have."""
+    only(hf, attention_bias=False)
+    heads = required(hf, "num_attention_heads")
+    only(hf, num_key_value_heads=(heads, None))
+    return {
+        "num_attention_heads": heads,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": hf.get("kv_lora_rank", 512),
+        "qk_head_dim": hf.get("qk_nope_head_dim", 128),
+        "qk_pos_emb_head_dim": hf.get("qk_rope_head_dim", 64),
+        "v_head_dim": hf.get("v_head_dim", 128),
+        "latent_norm_epsilon": 1e-6,  # in the code of these models, not in their config
+    }
+
+
+def grouped_expert_fields(
+    *,
+    num_experts: int,
+    topk: int,
+    width: int,
+    num_shared: int,
+    groups: int,
+    chosen_groups: int,
+    scaling_factor: float,
+) -> dict[str, Any]:
+    """Experts as in DeepSeek-V3: sigmoid scores, a bias that selects, the best groups first, a
+    shared expert of `num_shared` times the width.
+
+    Raises:
+        ValueError: groups that would be ranked otherwise here than by their two best experts.
+    """
+    if topk == 1:
+        raise ValueError(
+            "config.json has one expert per token, whose normalized score is always 1; "
+            "only 2 or more are supported"
+        )
+    fields = {
+        "num_moe_experts": num_experts,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": num_shared * width or None,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": scaling_factor,
+    }
+    if chosen_groups < groups:
+        if topk != 2 * chosen_groups:
+            raise ValueError(
+                f"config.json has {topk} experts per token in {chosen_groups} groups; where groups "
+                "are chosen, only 2 experts per chosen group are supported"
+            )
+        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen_groups}
+    return fields

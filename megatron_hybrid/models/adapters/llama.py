@@ -1,0 +1,58 @@
+"""Llama 2 and 3: full attention and a gated MLP, the pure-attention control."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.adapters.base import Adapter, TensorMap
+from megatron_hybrid.models.adapters.fields import (
+    activation,
+    attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.models.adapters.tensors import (
+    attention_tensors,
+    mlp_tensors,
+    model_tensors,
+    same,
+)
+
+
+class Llama(Adapter):
+    """`LlamaForCausalLM`."""
+
+    model_types = ("llama",)
+    ignored = (r".*\.rotary_emb\.inv_freq",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(hf, attention_bias=False, mlp_bias=False)
+        return {
+            **model_fields(hf),
+            **attention_fields(hf),
+            **rotary_fields(hf),
+            "layer_pattern": "*-" * required(hf, "num_hidden_layers"),
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": activation(hf),
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        for i in range(config.huggingface_config["num_hidden_layers"]):
+            theirs = f"model.layers.{i}"
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
+            yield same(
+                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
+            )
+            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+
+ADAPTER = Llama()

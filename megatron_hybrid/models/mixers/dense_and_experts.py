@@ -1,0 +1,71 @@
+"""An MLP and a mixture of experts side by side, each between norms of its own (Gemma 4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.experts import Experts
+from megatron_hybrid.models.mixers.mlp import MLPMixer
+from megatron_hybrid.models.mixers.router import Router
+
+
+class DenseAndExpertsMixer(Mixer):
+    """norm(MLP(norm(x))) + norm(experts(norm(x))), where the router sees x under a norm too.
+
+    Args:
+        config: the fields of the symbols `-` and `E` are used.
+        submodules: classes of the MLP's projections and of the norms.
+        layer_number: unused; every mixer is built with it.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        for name in ("dense", "experts"):
+            for place in ("pre", "post"):
+                norm = submodules.norm(
+                    config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+                )
+                self.add_module(f"{place}_{name}_layernorm", norm)
+        submodules = replace(submodules, input_projection=submodules.column)
+        self.dense = MLPMixer(config, submodules, layer_number, pg_collection)
+        self.router = Router(config)
+        self.router_scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.expert_scale = nn.Parameter(
+            torch.ones(config.num_moe_experts, dtype=config.params_dtype)
+        )
+        self.experts = Experts(config, pg_collection)
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
+        """[T, hidden] -> (output [T, hidden], None); padding rows get the MLP alone."""
+        dense_Th, bias = self.dense(self.pre_dense_layernorm(hidden_Th), context)
+        if bias is not None:
+            dense_Th = dense_Th + bias
+        layout = context.ragged_layout()
+        weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), layout.num_tokens)
+        y_Th = self.experts(
+            self.pre_experts_layernorm(hidden_Th)[: layout.num_tokens],
+            weights_nE * self.expert_scale.float(),
+            chosen_nE,
+        )
+        y_Th = self.post_experts_layernorm(F.pad(y_Th, (0, 0, 0, layout.num_padding)))
+        return self.post_dense_layernorm(dense_Th) + y_Th, None
+
+    def _router_input(self, hidden_Th: Tensor) -> Tensor:
+        """Rows with a mean square of 1, scaled."""
+        size = hidden_Th.shape[-1]
+        normed_Th = F.rms_norm(hidden_Th.float(), (size,), eps=self.config.layernorm_epsilon)
+        return normed_Th.to(hidden_Th.dtype) * self.router_scale * size**-0.5

@@ -1,0 +1,145 @@
+"""Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): the delta rule with a decay per channel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.collectives import sum_gradient_over_ranks
+from megatron_hybrid.models.mixers.base import (
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StateTensor,
+)
+from megatron_hybrid.models.mixers.projections import (
+    ReplicatedLinear,
+    build_input_projection,
+    build_output_projection,
+)
+from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops import kimi_delta_attention
+
+_A_RANGE = (1.0, 16.0)
+_DT_RANGE = (1e-3, 1e-1)
+
+
+class KimiDeltaAttentionMixer(Mixer):
+    """With P = Diag(exp(g)) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
+
+    g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys. f and the output
+    gate are projections of low rank, that of a value head.
+
+    Args:
+        config: sizes are its `linear_*` fields; there are `linear_num_key_heads` heads.
+        submodules: classes of the projections and of the output norm.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        heads = config.linear_num_key_heads
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        tp_size = pg_collection.tp.size()
+        self.num_heads = heads // tp_size
+        self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
+
+        # Heads are split over the ranks; what the low-rank gates pass through is whole on each.
+        self.in_proj = build_input_projection(
+            submodules.column,
+            config,
+            (keys, keys, values, heads),
+            pg_collection,
+            comm_buffer="fc1",
+            section_names=("query", "key", "value", "beta"),
+        )
+        self.conv1d = ShortConv(
+            (keys, keys, values),
+            ("query", "key", "value"),
+            config.linear_conv_kernel_dim,
+            bias=False,
+            tp_size=tp_size,
+            dtype=config.params_dtype,
+        )
+        self.f_a_proj, self.g_a_proj = (
+            ReplicatedLinear(config, config.hidden_size, self.value_dim) for _ in range(2)
+        )
+        self.f_b_proj, self.g_b_proj = (
+            build_input_projection(
+                submodules.column,
+                config,
+                (width,),
+                pg_collection,
+                comm_buffer="fc1",
+                input_size=self.value_dim,
+            )
+            for width in (keys, values)
+        )
+        decay = torch.empty(self.num_heads).uniform_(*_A_RANGE).log()
+        self.A_log = nn.Parameter(decay.to(config.params_dtype))
+        low, high = torch.tensor(_DT_RANGE).log()
+        dt = (torch.rand(self.num_heads * self.key_dim) * (high - low) + low).exp()
+        self.dt_bias = nn.Parameter((dt + (-torch.expm1(-dt)).log()).to(config.params_dtype))
+        for parameter in (self.A_log, self.dt_bias):
+            mark_tensor_parallel(parameter, 0)
+        self.out_norm = submodules.norm(
+            config=config,
+            hidden_size=self.value_dim,
+            eps=config.linear_norm_epsilon or config.layernorm_epsilon,
+        )
+        for parameter in self.out_norm.parameters():
+            sum_gradient_over_ranks(parameter, pg_collection.tp)
+        self.out_proj = build_output_projection(
+            submodules.row, config, values, pg_collection, comm_buffer="fc2"
+        )
+
+    def cache_requirements(self) -> LayerCache:
+        """A convolution tail and the state, [H, N, P]."""
+        shape = (self.num_heads, self.key_dim, self.value_dim)
+        state = StateTensor("delta", shape, self.config.recurrent_state_dtype)
+        return LayerCache(states=(self.conv1d.state(), state))
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        projected, _ = self.in_proj(hidden_Th)
+        qkv, beta_TH = projected.split([projected.shape[-1] - self.num_heads, self.num_heads], -1)
+        qkv = self.conv1d(qkv, context, self.layer_number)
+        q_THN, k_THN, v_THP = (
+            x.unflatten(-1, (self.num_heads, -1))
+            for x in qkv.split(
+                [self.num_heads * dim for dim in (self.key_dim, self.key_dim, self.value_dim)], -1
+            )
+        )
+        decay, _ = self.f_b_proj(self.f_a_proj(hidden_Th))
+        dt_THN = F.softplus(decay.float() + self.dt_bias.float()).unflatten(
+            -1, (self.num_heads, self.key_dim)
+        )
+        o_THP, final, captured = kimi_delta_attention(
+            q_THN,
+            k_THN,
+            v_THP,
+            -self.A_log.float().exp()[:, None] * dt_THN,
+            beta_TH.float().sigmoid() * self.max_beta,
+            context.read_state(self.layer_number, "delta"),
+            context.ragged_layout(),
+            self.config.linear_chunk_size,
+        )
+        context.write_state(self.layer_number, "delta", final, captured)
+        gate, _ = self.g_b_proj(self.g_a_proj(hidden_Th))
+        gated = self.out_norm(o_THP) * gate.float().sigmoid().view_as(o_THP)
+        return self.out_proj(gated.to(o_THP.dtype).flatten(1))

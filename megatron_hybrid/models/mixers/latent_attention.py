@@ -1,0 +1,179 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the parameters of
+core's MLASelfAttention."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import (
+    KVShape,
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    UncachedContext,
+)
+from megatron_hybrid.models.mixers.projections import (
+    ReplicatedLinear,
+    build_input_projection,
+    build_output_projection,
+)
+from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
+from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
+
+
+class LatentAttentionMixer(Mixer):
+    """Causal attention whose keys and values are made of one short latent vector per token.
+
+    With a latent c_t (`kv_lora_rank` wide), a head's key is [W_uk c_t, r_t] and its value W_uv c_t;
+    r_t, which RoPE rotates, is the same for all heads. What is cached is [c_t, r_t] alone: a head's
+    q . (W_uk c) is (q W_uk) . c, so cached attention runs on the latents themselves, with one
+    key/value head, and W_uv comes behind it (the "absorbed" form of the same function).
+
+    Args:
+        config: sizes are the heads, `kv_lora_rank`, `q_lora_rank`, `qk_head_dim`,
+            `qk_pos_emb_head_dim` and `v_head_dim`.
+        submodules: classes of the projections and norms.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; `tp` is used. Heads are split over its ranks, the latent is
+            whole on each of them.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.num_heads = config.num_attention_heads // self.tp_group.size()
+        self.rank = config.kv_lora_rank
+        self.head_dims = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        self.value_dim = config.v_head_dim
+        self.pattern = AttentionPattern(
+            config.softmax_scale or sum(self.head_dims) ** -0.5,
+            softcap=config.attention_logit_softcap,
+        )
+        self.rotary = (
+            RotaryEmbedding(
+                config.qk_pos_emb_head_dim,
+                config.rotary_base,
+                config.rotary_scaling,
+                config.rotary_interleaved,
+            )
+            if config.position_embedding_type == "rope"
+            else None
+        )
+
+        def up_projection(input_size: int, width: int, name: str):
+            return build_input_projection(
+                submodules.column,
+                config,
+                (config.num_attention_heads * width,),
+                pg_collection,
+                comm_buffer=name,
+                input_size=input_size,
+            )
+
+        def norm(width: int):
+            eps = config.latent_norm_epsilon or config.layernorm_epsilon
+            return submodules.norm(config=config, hidden_size=width, eps=eps)
+
+        if config.q_lora_rank is None:
+            self.linear_q_proj = up_projection(config.hidden_size, sum(self.head_dims), "q_proj")
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(
+                config, config.hidden_size, config.q_lora_rank
+            )
+            self.q_layernorm = norm(config.q_lora_rank)
+            for parameter in self.q_layernorm.parameters():
+                # Its gradient is whole on each rank. core's finalize_model_grads would sum those of
+                # all ranks, as a norm of each rank's own heads in `*` layers has this name too.
+                parameter.average_gradients_across_tp_domain = True
+            self.linear_q_up_proj = up_projection(
+                config.q_lora_rank, sum(self.head_dims), "q_up_proj"
+            )
+        self.linear_kv_down_proj = ReplicatedLinear(
+            config, config.hidden_size, self.rank + config.qk_pos_emb_head_dim
+        )
+        self.kv_layernorm = norm(self.rank)
+        self.linear_kv_up_proj = up_projection(
+            self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
+        )
+        self.linear_proj = build_output_projection(
+            submodules.row,
+            config,
+            config.num_attention_heads * self.value_dim,
+            pg_collection,
+            comm_buffer="proj",
+            bias=config.add_bias_linear,
+        )
+
+    def cache_requirements(self) -> LayerCache:
+        """The latents, as keys of one head; values are a part of them."""
+        return LayerCache(kv=KVShape(1, self.rank + self.head_dims[1], value_dim=0))
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        q_nope, q_rope = self._queries(hidden_Th).split(self.head_dims, -1)
+        latent, k_rope = self.linear_kv_down_proj(hidden_Th).split(
+            [self.rank, self.head_dims[1]], -1
+        )
+        latent, k_rope = self.kv_layernorm(latent), k_rope.unsqueeze(1)
+        if self.rotary is not None:
+            layout = context.ragged_layout()
+            end = max(map(sum, zip(layout.start_positions, layout.lengths)))
+            cos_sin = self.rotary.cos_sin(context.token_positions(), end, q_rope.dtype)
+            q_rope = self.rotary.rotate(q_rope, cos_sin)
+            k_rope = self.rotary.rotate(k_rope, cos_sin)
+        attend = self._expanded if isinstance(context, UncachedContext) else self._absorbed
+        o_THP = attend(q_nope, q_rope, latent, k_rope, context)
+        return self.linear_proj(o_THP.flatten(1))
+
+    def _queries(self, hidden_Th: Tensor) -> Tensor:
+        """[T, H, D], D being what a head matches by content and by position."""
+        if self.config.q_lora_rank is None:
+            q, _ = self.linear_q_proj(hidden_Th)
+        else:
+            q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_Th)))
+        return q.unflatten(-1, (self.num_heads, -1))
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: MixerContext
+    ) -> Tensor:
+        """Each head with keys and values of its own, [T, H, P]."""
+        kv, _ = self.linear_kv_up_proj(latent)
+        kv = kv.unflatten(-1, (self.num_heads, -1))
+        k_nope, v_THP = kv.split([self.head_dims[0], self.value_dim], -1)
+        # Each rank's heads give k_rope a part of its gradient, as the projection gives the latent.
+        k_rope = copy_to_tensor_model_parallel_region(k_rope, group=self.tp_group)
+        k_THD = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1)), -1)
+        q_THD = torch.cat((q_nope, q_rope), -1)
+        return varlen_attention(q_THD, k_THD, v_THP, context.ragged_layout(), self.pattern)
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: MixerContext
+    ) -> Tensor:
+        """All heads over the latents, [T, H, P]."""
+        key = torch.cat((latent.unsqueeze(1), k_rope), -1)
+        context.append_key_value_cache(self.layer_number, key.unsqueeze(1), None)
+        pages, _, block_table = context.key_value_cache(self.layer_number)
+        weight = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        keys, values = weight.split([self.head_dims[0], self.value_dim], 1)
+        q_THD = torch.cat((torch.einsum("thn,hnr->thr", q_nope, keys), q_rope), -1)
+        o_THr = paged_attention(
+            q_THD,
+            pages,
+            pages[..., : self.rank],
+            block_table,
+            context.ragged_layout(),
+            self.pattern,
+        )
+        return torch.einsum("thr,hpr->thp", o_THr, values)

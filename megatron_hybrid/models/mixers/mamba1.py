@@ -1,0 +1,159 @@
+"""Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import (
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StateTensor,
+)
+from megatron_hybrid.models.mixers.projections import (
+    build_input_projection,
+    build_output_projection,
+)
+from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.time_step import initial_dt_bias
+from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.ops import selective_scan
+
+
+class Mamba1Mixer(Mixer):
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t, gated.
+
+    Each rank has its own channels. dt, B and C come of the channels of all ranks: a sum.
+
+    Args:
+        config: sizes are its `mamba1_*` fields.
+        submodules: classes of the projections.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    input_projection = "in_proj"
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        tp_size = pg_collection.tp.size()
+        inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
+        self.state_dim = config.mamba1_state_dim
+        self.num_channels = inner // tp_size
+        self.split_sizes = [rank, self.state_dim, self.state_dim]
+
+        self.in_proj = build_input_projection(
+            submodules.input_projection,
+            config,
+            (inner, inner),
+            pg_collection,
+            comm_buffer="fc1",
+            section_names=("x", "z"),
+            bias=config.mamba1_proj_bias,
+        )
+        self.conv1d = ShortConv(
+            (inner,),
+            ("x",),
+            config.mamba1_conv_kernel,
+            bias=config.mamba1_conv_bias,
+            tp_size=tp_size,
+            dtype=config.params_dtype,
+        )
+        self.x_proj = build_output_projection(
+            submodules.row,
+            config,
+            inner,
+            pg_collection,
+            comm_buffer="fc2",
+            output_size=sum(self.split_sizes),
+            init_method=config.init_method,
+        )
+        self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
+            self._build_norm(size) for size in self.split_sizes
+        )
+        self.dt_proj = build_input_projection(
+            submodules.column,
+            config,
+            (inner,),
+            pg_collection,
+            comm_buffer="fc1",
+            bias=True,
+            skip_bias_add=True,
+            input_size=rank,
+            init_method=lambda weight: nn.init.uniform_(weight, -(rank**-0.5), rank**-0.5),
+        )
+        with torch.no_grad():
+            self.dt_proj.bias.copy_(initial_dt_bias(self.num_channels))
+        # Decay and skip stay in fp32 in a bf16 model, as in Mamba-2.
+        decay = torch.arange(1.0, self.state_dim + 1.0).log()
+        self.A_log = nn.Parameter(decay.repeat(self.num_channels, 1))
+        self.D = nn.Parameter(torch.ones(self.num_channels))
+        for parameter in (self.A_log, self.D):
+            mark_tensor_parallel(parameter, 0)
+        self.out_proj = build_output_projection(
+            submodules.row,
+            config,
+            inner,
+            pg_collection,
+            comm_buffer="fc2",
+            bias=config.mamba1_proj_bias,
+        )
+
+    def cache_requirements(self) -> LayerCache:
+        """A convolution tail and the state, [C, N]."""
+        shape = (self.num_channels, self.state_dim)
+        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype)
+        return LayerCache(states=(self.conv1d.state(), state))
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        projected, _ = self.in_proj(hidden_Th)
+        x_TC, z_TC = projected.chunk(2, -1)
+        x_TC = self.conv1d(x_TC, context, self.layer_number)
+        parts, _ = self.x_proj(x_TC)
+        dt, B_TN, C_TN = parts.split(self.split_sizes, -1)
+        dt_TC, dt_bias_C = self.dt_proj(self.dt_layernorm(dt))
+        # Every rank uses all of B and C for its own channels: their gradients add up over ranks.
+        B_TN, C_TN = (
+            copy_to_tensor_model_parallel_region(norm(part), self.tp_group)
+            for norm, part in ((self.b_layernorm, B_TN), (self.c_layernorm, C_TN))
+        )
+        y_TC, final, captured = selective_scan(
+            x_TC,
+            F.softplus(dt_TC.float() + dt_bias_C.float()),
+            -self.A_log.float().exp(),
+            B_TN,
+            C_TN,
+            self.D.float(),
+            context.read_state(self.layer_number, "ssm"),
+            context.ragged_layout(),
+            self.config.mamba1_chunk_size,
+        )
+        context.write_state(self.layer_number, "ssm", final, captured)
+        return self.out_proj((y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype))
+
+    def _build_norm(self, size: int) -> nn.Module:
+        """The norm of dt, B or C: an RMS norm whatever `normalization` says, or nothing."""
+        config = self.config
+        if config.mamba1_norm == "none":
+            return nn.Identity()
+        return nn.RMSNorm(
+            size,
+            config.mamba1_norm_epsilon,
+            elementwise_affine=config.mamba1_norm == "weighted",
+            dtype=config.params_dtype,
+        )

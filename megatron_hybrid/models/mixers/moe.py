@@ -1,0 +1,99 @@
+"""Mixture of experts: a router, routed experts, and an expert that every token shares."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.experts import Experts
+from megatron_hybrid.models.mixers.mlp import MLPMixer
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
+from megatron_hybrid.models.mixers.router import Router
+
+
+class MoEMixer(Mixer):
+    """sum_e weight_e(x) MLP_e(x) over the chosen experts e, plus the shared expert's MLP(x).
+
+    Parameters are called as in megatron-core, which keeps the experts apart in part of its forms
+    (`experts.local_experts.0.linear_fc1.weight`); here they are stacked
+    (`experts.linear_fc1.weight`, [E, out, in]).
+
+    Args:
+        config: `num_moe_experts` and the `moe_*` fields are used.
+        submodules: classes of the shared expert's projections.
+        layer_number: unused; every mixer is built with it.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.router = Router(config)
+        self.experts = Experts(config, pg_collection)
+        if (latent := config.moe_latent_size) is not None:
+            self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, latent)
+            self.fc2_latent_proj = ReplicatedLinear(config, latent, config.hidden_size)
+        self.shared_experts = (
+            SharedExperts(config, submodules, layer_number, pg_collection)
+            if config.moe_shared_expert_intermediate_size
+            else None
+        )
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
+        """[T, hidden] -> (output [T, hidden], None); padding rows get the shared expert alone."""
+        layout = context.ragged_layout()
+        weights_nE, chosen_nE = self.router(hidden_Th, layout.num_tokens)
+        latent = self.config.moe_latent_size is not None
+        x_Th = self.fc1_latent_proj(hidden_Th) if latent else hidden_Th
+        y_Th = self.experts(x_Th[: layout.num_tokens], weights_nE, chosen_nE)
+        y_Th = F.pad(y_Th, (0, 0, 0, layout.num_padding))
+        if latent:
+            y_Th = self.fc2_latent_proj(y_Th)
+        if self.shared_experts is not None:
+            y_Th = y_Th + self.shared_experts(hidden_Th)
+        return y_Th, None
+
+
+class SharedExperts(MLPMixer):
+    """The expert that every token goes to, with a gate of its own or without.
+
+    Args: see `MoEMixer`.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        config = copy(config)
+        config.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        # The layer's norm serves the router too, so it is in front of all.
+        submodules = replace(submodules, input_projection=submodules.column)
+        super().__init__(config, submodules, layer_number, pg_collection)
+        gate = replicated_weight(config, 1, config.hidden_size)
+        self.register_parameter("gate_weight", gate if config.moe_shared_expert_gate else None)
+
+    def forward(self, hidden_Th: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        output_Th, bias = super().forward(hidden_Th, None)
+        if bias is not None:
+            output_Th = output_Th + bias
+        if self.gate_weight is not None:
+            # Neither F.linear nor a sigmoid in fp32: over one column, the bits of a row would
+            # depend on the number of rows.
+            logits_T1 = (hidden_Th.float() * self.gate_weight.float()).sum(-1, keepdim=True)
+            output_Th = logits_T1.double().sigmoid().to(output_Th.dtype) * output_Th
+        return output_Th

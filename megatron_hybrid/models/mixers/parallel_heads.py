@@ -1,0 +1,52 @@
+"""Attention and Mamba-2 side by side in one layer (Falcon-H1, arXiv 2507.22448)."""
+
+from __future__ import annotations
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.mixers.attention import AttentionMixer
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
+
+
+class ParallelHeadsMixer(Mixer):
+    """a_out attention(a_in x) + m_out mamba(m_in x); the factors are fields of the config.
+
+    Args:
+        config: sizes are those of both mixers.
+        submodules: classes of their projections and norms.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.attention = AttentionMixer(config, submodules, layer_number, pg_collection)
+        self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
+
+    def cache_requirements(self) -> LayerCache:
+        """Keys and values of the one, states of the other."""
+        kv = self.attention.cache_requirements().kv
+        return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
+        """[T, hidden] -> (output [T, hidden], None)."""
+        config = self.config
+        attended = self.attention(hidden_Th * config.attention_input_multiplier, context)
+        scanned = self.mamba(hidden_Th * config.mamba_input_multiplier, context)
+        return (
+            _with_bias(*attended) * config.attention_output_multiplier
+            + _with_bias(*scanned) * config.mamba_output_multiplier
+        ), None
+
+
+def _with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
+    return output_Th if bias is None else output_Th + bias

@@ -1,0 +1,51 @@
+"""The layer that brings a per-layer embedding into the residual stream (Gemma 3n, Gemma 4)."""
+
+from __future__ import annotations
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.mixers.base import (
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StackInputs,
+)
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear
+
+
+class PerLayerInputMixer(Mixer):
+    """projection(activation(gate(x)) * input), where the input is this layer's of
+    `PerLayerEmbedding`. Every rank holds all of it.
+
+    Args:
+        config: `per_layer_input_size` and `activation_func` are used.
+        submodules: unused; every mixer is built with them.
+        layer_number: from 1; there is one pipeline stage alone.
+        pg_collection: unused.
+    """
+
+    takes_stack_inputs = True
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.index = layer_symbols(config.layer_pattern)[: layer_number - 1].count("P")
+        """How many layers of the symbol come before this one."""
+        size = config.per_layer_input_size
+        self.gate = ReplicatedLinear(config, config.hidden_size, size)
+        self.projection = ReplicatedLinear(config, size, config.hidden_size)
+
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    ) -> tuple[Tensor, None]:
+        """[T, hidden] -> (output [T, hidden], None)."""
+        gate_Tp = self.config.activation_func(self.gate(hidden_Th))
+        return self.projection(gate_Tp * inputs.per_layer_TJp[:, self.index]), None

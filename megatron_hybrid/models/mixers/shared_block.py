@@ -1,0 +1,164 @@
+"""A transformer block that several layers share, each in front of a Mamba-2 mixer of its own
+(Zamba2, arXiv 2411.15242)."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.mixers.attention import AttentionMixer
+from megatron_hybrid.models.mixers.base import (
+    KVShape,
+    LayerCache,
+    Mixer,
+    MixerContext,
+    MixerSubmodules,
+    StackInputs,
+)
+from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
+from megatron_hybrid.models.mixers.projections import (
+    ReplicatedLinear,
+    build_input_projection,
+    build_output_projection,
+)
+
+
+class SharedBlockMixer(Mixer):
+    """mamba(norm(x + linear(block(x, embedding)))), with a block that several layers share.
+
+    The k-th layer of this kind uses block k mod `num_shared_blocks`. The first layer that uses a
+    block owns its parameters; in a forward pass it hands the block on to the later ones.
+
+    Args:
+        config: sizes are those of attention, MLP and Mamba-2, and `shared_block_adapter_rank`.
+        submodules: classes of the projections and norms.
+        layer_number: from 1, within the one pipeline stage.
+        pg_collection: process groups; `tp` has one rank.
+    """
+
+    takes_stack_inputs = True
+    norms_input = True
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        number = layer_symbols(config.layer_pattern)[: layer_number - 1].count("Z")
+        self.block_number = number % config.num_shared_blocks
+        self.block = (
+            SharedBlock(config, submodules, pg_collection)
+            if number < config.num_shared_blocks
+            else None
+        )
+        hidden, rank = config.hidden_size, config.shared_block_adapter_rank
+        width = config.kv_channels
+        self.qkv_adapters = (
+            nn.ModuleList(
+                LowRank(config, 2 * hidden, rank, heads * width)
+                for heads in (config.num_attention_heads, *[config.num_query_groups] * 2)
+            )
+            if config.shared_block_attention_adapters
+            else None
+        )
+        self.mlp_adapter = LowRank(config, hidden, rank, 2 * config.ffn_hidden_size)
+        self.linear = ReplicatedLinear(config, hidden, hidden)
+        self.norm = submodules.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
+
+    def cache_requirements(self) -> LayerCache:
+        """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
+        kv = KVShape(self.config.num_query_groups, self.config.kv_channels)
+        return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
+
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        if self.block is not None:
+            inputs.shared_blocks[self.block_number] = self.block
+        block = inputs.shared_blocks[self.block_number]
+        shared_Th = block(
+            torch.cat((hidden_Th, inputs.embedding_Th), -1),
+            context,
+            self.layer_number,
+            self.qkv_adapters,
+            self.mlp_adapter,
+        )
+        return self.mamba(self.norm(hidden_Th + self.linear(shared_Th)), context)
+
+
+class SharedBlock(nn.Module):
+    """mlp(norm(attention(norm(x)))), from twice the hidden size and without residuals.
+
+    Args: see `SharedBlockMixer`.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__()
+        self.activation = config.activation_func
+        hidden, ffn, eps = config.hidden_size, config.ffn_hidden_size, config.layernorm_epsilon
+        self.input_layernorm = submodules.norm(config=config, hidden_size=2 * hidden, eps=eps)
+        self.self_attention = AttentionMixer(
+            config, submodules, 0, pg_collection, input_size=2 * hidden
+        )
+        self.pre_mlp_layernorm = submodules.norm(config=config, hidden_size=hidden, eps=eps)
+        self.linear_fc1 = build_input_projection(
+            submodules.column, config, (ffn, ffn), pg_collection, comm_buffer="fc1"
+        )
+        self.linear_fc2 = build_output_projection(
+            submodules.row, config, ffn, pg_collection, comm_buffer="fc2"
+        )
+
+    def forward(
+        self,
+        x_Tc: Tensor,
+        context: MixerContext,
+        layer_number: int,
+        qkv_adapters: nn.ModuleList | None,
+        mlp_adapter: LowRank,
+    ) -> Tensor:
+        """[T, 2 * hidden] -> [T, hidden].
+
+        Args:
+            layer_number: of the layer that runs it, whose keys and values are kept apart.
+            qkv_adapters: that layer's additions to queries, keys and values.
+            mlp_adapter: that layer's addition to the gate and value of the MLP.
+        """
+        x_Tc = self.input_layernorm(x_Tc)
+        attention = self.self_attention
+        mixed, _ = attention.linear_qkv(x_Tc)
+        if qkv_adapters is not None:
+            groups = [
+                adapter(x_Tc).unflatten(-1, (attention.num_groups, -1)) for adapter in qkv_adapters
+            ]
+            mixed = mixed + torch.cat(groups, -1).flatten(1)
+        attended, _ = attention.attend(mixed, context, layer_number)
+        hidden_Th = self.pre_mlp_layernorm(attended)
+        gate, value = (self.linear_fc1(hidden_Th)[0] + mlp_adapter(hidden_Th)).chunk(2, -1)
+        return self.linear_fc2(self.activation(gate) * value)[0]
+
+
+class LowRank(nn.Module):
+    """up(down(x)), a product of two thin matrices."""
+
+    def __init__(self, config: HybridConfig, input_size: int, rank: int, output_size: int):
+        super().__init__()
+        self.down = ReplicatedLinear(config, input_size, rank)
+        self.up = ReplicatedLinear(config, rank, output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_size] -> [..., output_size]."""
+        return self.up(self.down(x))

@@ -1,0 +1,40 @@
+"""Per-layer embeddings (Gemma 3n, Gemma 4): what each `P` layer is told about each token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
+
+
+class PerLayerEmbedding(nn.Module):
+    """(norm(projection of the word embedding) + another embedding of the token) / sqrt(2), for
+    each of the J layers of the symbol `P` its own.
+
+    Every rank holds all of it.
+
+    Args:
+        config: `vocab_size`, `hidden_size` and `per_layer_input_size` are used.
+        norm: class of the norm.
+    """
+
+    def __init__(self, config: HybridConfig, norm: type):
+        super().__init__()
+        self.size = config.per_layer_input_size
+        width = layer_symbols(config.layer_pattern).count("P") * self.size
+        self.weight = replicated_weight(config, config.vocab_size, width)
+        self.projection = ReplicatedLinear(config, config.hidden_size, width)
+        self.norm = norm(config=config, hidden_size=self.size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_ids_T: Tensor, embedding_Th: Tensor) -> Tensor:
+        """Tokens, int64 [T], and their word embedding [T, hidden] -> [T, J, p]."""
+        projected = self.projection(embedding_Th) * embedding_Th.shape[-1] ** -0.5
+        projected_TJp = self.norm(projected.unflatten(-1, (-1, self.size)))
+        # Gemma's factors of embeddings have the dtype of the weights.
+        factor = torch.tensor(self.size**0.5, dtype=self.weight.dtype).item()
+        own_TJp = F.embedding(input_ids_T, self.weight).view_as(projected_TJp) * factor
+        return (projected_TJp + own_TJp) * 2**-0.5

@@ -1,0 +1,241 @@
+"""The selective scan of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752, equation 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_hybrid.ops.checks import (
+    check_rows,
+    check_shape,
+    compute_dtype,
+    join,
+    pad_rows,
+    rows_between,
+    states_or_zeros,
+    without_autocast,
+)
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.scan import ragged_scan
+from megatron_hybrid.ops.time_order import TimeOrder
+
+BLOCK_BYTES = 1 << 20
+"""States, and as much of decays, that the forward has in hand at once: what a CPU's cache holds."""
+
+
+@without_autocast
+def selective_scan(
+    x_TC: torch.Tensor,
+    dt_TC: torch.Tensor,
+    A_CN: torch.Tensor,
+    B_TN: torch.Tensor,
+    C_TN: torch.Tensor,
+    D_C: torch.Tensor | None,
+    initial_states_RCN: torch.Tensor | None,
+    layout: RaggedLayout,
+    chunk_size: int = 32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t;  y_t = h_t C_t + D x_t, for each sequence.
+
+    Each channel of each state has a decay of its own, so there is no form by matrix products as
+    for Mamba-2. The recurrence is taken as it is written, one row of all sequences at a time: that
+    needs each exponential once, all of them at most 1, where a scan in chunks needs them twice.
+    What a token yields thus does not depend on how its sequence is cut.
+
+    Args:
+        x_TC: values `[T, C]`.
+        dt_TC: step sizes `[T, C]`, after softplus and bias.
+        A_CN: `[C, N]`, negative.
+        B_TN, C_TN: `[T, N]`.
+        D_C: skip connection `[C]` or None.
+        initial_states_RCN: fp32 or bf16 `[R, C, N]`, None for zeros. Never written.
+        layout: lengths and captures of the sequences (positions do not matter here).
+        chunk_size: the backward keeps every `chunk_size`-th state of a sequence and computes those
+            between again; the result does not depend on it.
+
+    Returns:
+        y `[T, C]` in the dtype of x (zeros in padding rows); final states `[R, C, N]` and captured
+        states `[n, C, N]`, both fp32. All arithmetic is fp32, whatever the inputs are (float64 for
+        float64 inputs). Captures do not change y or the final states in any bit. Differentiable
+        once.
+
+    Raises:
+        TypeError: fp16 initial states, or inputs that are not floating-point.
+        ValueError: shapes that do not fit the layout or each other, or chunk_size below 1.
+    """
+    _check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
+    shape = (layout.num_sequences, *A_CN.shape)
+    states_RCN = states_or_zeros(
+        "selective_scan", initial_states_RCN, shape, "[R, C, N]", like=x_TC
+    )
+    dtype = compute_dtype(x_TC)
+    x_f, dt_f, A_CN, B_f, C_f = (t.to(dtype) for t in (x_TC, dt_TC, A_CN, B_TN, C_TN))
+    y_TC, final_RCN, captured_nCN = ragged_scan(
+        lambda *inputs: _step(A_CN, *inputs),
+        lambda *inputs: _scan(A_CN, chunk_size, *inputs),
+        (dt_f * x_f, dt_f, B_f, C_f),
+        states_RCN,
+        layout,
+        lambda: layout.time_order(x_TC.device),
+    )
+    if D_C is not None:
+        y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))
+    return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCN, captured_nCN
+
+
+def _step(
+    A_CN: torch.Tensor,
+    dtx_RC: torch.Tensor,
+    dt_RC: torch.Tensor,
+    B_RN: torch.Tensor,
+    C_RN: torch.Tensor,
+    h_RCN: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each of R sequences."""
+    decay_RCN = (dt_RC.unsqueeze(-1) * A_CN).exp()
+    h_RCN = torch.addcmul(h_RCN * decay_RCN, dtx_RC.unsqueeze(-1), B_RN.unsqueeze(1))
+    return (C_RN.unsqueeze(1) @ h_RCN.mT).squeeze(1), h_RCN
+
+
+def _scan(
+    A_CN: torch.Tensor,
+    chunk_size: int,
+    dtx_TC: torch.Tensor,
+    dt_TC: torch.Tensor,
+    B_TN: torch.Tensor,
+    C_TN: torch.Tensor,
+    h_RCN: torch.Tensor,
+    order: TimeOrder,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chunks of rows one after the other, with states turned to `[N, C]`: N is small, and loops
+    over C, the last dimension, run at full speed."""
+    inputs_T = [order.tokens.apply(t) for t in (dtx_TC, dt_TC, B_TN, C_TN)]
+    A_NC = A_CN.t().contiguous()
+    h_RNC = order.sequences.apply(h_RCN.mT)
+    ys, finals, captured, first = [], [], [], 0
+    for j in range(0, len(order.row_sizes), chunk_size):
+        sizes = order.row_sizes[j : j + chunk_size]
+        end = first + sum(sizes)
+        if sizes[0] < len(h_RNC):
+            finals.append(h_RNC[sizes[0] :])
+            h_RNC = h_RNC[: sizes[0]]
+        wanted = [place - first for place in order.captured if first <= place < end]
+        inputs = (t[first:end] for t in inputs_T)
+        y, h_RNC, captured_nNC = _Rows.apply(h_RNC, *inputs, A_NC, sizes, wanted)
+        ys.append(y)
+        captured.append(captured_nNC)
+        first = end
+    finals.append(h_RNC)
+    return (
+        order.tokens.invert(join(ys)),
+        order.sequences.invert(join(finals[::-1])).mT.contiguous(),
+        order.captures.invert(join(captured)).mT.contiguous(),
+    )
+
+
+class _Rows(torch.autograd.Function):
+    """Some rows of all sequences: keeps its inputs and no state but those it starts from."""
+
+    @staticmethod
+    def forward(ctx, h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC, sizes, captures):
+        ctx.save_for_backward(h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC)
+        ctx.sizes, ctx.captures = sizes, captures
+        h, ys, ends, captured = h_RNC, [], [], []
+        for first, end, rows in _blocks(sizes, BLOCK_BYTES // h_RNC[0].nbytes):
+            inputs = (t[first:end] for t in (dtx_TC, dt_TC, B_TN))
+            _, h_TNC, ended = _advance(h, *inputs, A_NC, rows)
+            h = h_TNC[len(h_TNC) - rows[-1] :]
+            ends += ended
+            ys.append((C_TN[first:end].unsqueeze(1) @ h_TNC).squeeze(1))
+            captured += [h_TNC[place - first] for place in captures if first <= place < end]
+        ends.append(h)
+        captured_nNC = torch.stack(captured) if captured else h_RNC[:0].clone()
+        return torch.cat(ys), torch.cat(ends[::-1]), captured_nNC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y_TC, grad_end_RNC, grad_captured_nNC):
+        h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC = ctx.saved_tensors
+        sizes = ctx.sizes
+        decay_TNC, h_TNC, _ = _advance(h_RNC, dtx_TC, dt_TC, B_TN, A_NC, sizes)
+        # Gradients of the states: first those by the outputs of their own token alone.
+        grad_TNC = grad_y_TC.unsqueeze(1) * C_TN.unsqueeze(2)
+        if ctx.captures:
+            grad_TNC[ctx.captures] += grad_captured_nNC
+        grad_C_TN = (h_TNC @ grad_y_TC.unsqueeze(2)).squeeze(2)
+        # Then, from the last row to the first, those by the tokens behind; and with them those of
+        # the logarithms of the decays, which take the place of the decays.
+        before = [h_RNC, *h_TNC.split(sizes)[:-1]]
+        grad_RNC = grad_end_RNC.clone()
+        rows = zip(sizes, grad_TNC.split(sizes), decay_TNC.split(sizes), before, strict=True)
+        for size, grad, decay, h_before in reversed(list(rows)):
+            grad.add_(grad_RNC[:size])
+            torch.mul(grad, decay, out=grad_RNC[:size])
+            torch.mul(grad_RNC[:size], h_before[:size], out=decay)
+        return (
+            grad_RNC,
+            (B_TN.unsqueeze(1) @ grad_TNC).squeeze(1),
+            (decay_TNC * A_NC).sum(1),
+            (grad_TNC @ dtx_TC.unsqueeze(2)).squeeze(2),
+            grad_C_TN,
+            (decay_TNC * dt_TC.unsqueeze(1)).sum(0),
+            None,
+            None,
+        )
+
+
+def _blocks(sizes: list[int], limit: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Runs of rows of at most `limit` tokens, or of one row: (first token, end, their sizes)."""
+    first, rows = 0, []
+    for size in sizes:
+        if rows and sum(rows) + size > limit:
+            yield first, first + sum(rows), rows
+            first, rows = first + sum(rows), []
+        rows.append(size)
+    yield first, first + sum(rows), rows
+
+
+def _advance(
+    h_RNC: torch.Tensor,
+    dtx_TC: torch.Tensor,
+    dt_TC: torch.Tensor,
+    B_TN: torch.Tensor,
+    A_NC: torch.Tensor,
+    sizes: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Decays of all tokens, states after them, and the states that ended before the last row."""
+    decay_TNC = (dt_TC.unsqueeze(1) * A_NC).exp_()
+    h_TNC = dtx_TC.unsqueeze(1) * B_TN.unsqueeze(2)
+    ended = []
+    for size, h_row, decay in zip(sizes, h_TNC.split(sizes), decay_TNC.split(sizes), strict=True):
+        if size < len(h_RNC):
+            ended.append(h_RNC[size:])
+            h_RNC = h_RNC[:size]
+        h_RNC = h_row.addcmul_(h_RNC, decay)
+    return decay_TNC, h_TNC, ended
+
+
+def _check(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    layout: RaggedLayout,
+    chunk_size: int,
+) -> None:
+    for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
+        check_rows(name, tensor, layout)
+    check_shape("x", x, (layout.num_rows, None), "[T, C]")
+    channels = x.shape[1]
+    check_shape("dt", dt, tuple(x.shape), "[T, C]")
+    check_shape("A", A, (channels, None), "[C, N]")
+    for name, tensor in (("B", B), ("C", C)):
+        check_shape(name, tensor, (layout.num_rows, A.shape[1]), "[T, N]")
+    if D is not None:
+        check_shape("D", D, (channels,), "[C]")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")

@@ -1,0 +1,43 @@
+"""The tokens of a ragged batch in the order in which a plain recurrence takes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_hybrid.ops.permutation import Permutation
+
+if TYPE_CHECKING:
+    from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+class TimeOrder:
+    """Row by row: the first tokens of all sequences behind the leading steps, then the second ones.
+
+    The sequences lie longest first, so that those alive in a row are a prefix of those of the row
+    before (as in torch's PackedSequence). No row is padded.
+    """
+
+    def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:
+        first_seq = layout.num_steps
+        lengths = layout.lengths[first_seq:]
+        starts = [start - first_seq for start in layout.cu_seqlens[first_seq:]]
+        order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
+        rows = [
+            [starts[r] + j for r in order if j < lengths[r]] if len(order) > 1 else [j]
+            for j in range(max(lengths))
+        ]
+        self.row_sizes = [len(row) for row in rows]
+        """Sequences that have a token in row j."""
+        tokens = [token for row in rows for token in row]
+        self.tokens = Permutation(tokens, device)
+        self.sequences = Permutation(order, device)
+
+        captured = [count - 1 - first_seq for count in layout.captures if count > first_seq]
+        place_of = {token: place for place, token in enumerate(tokens)} if captured else {}
+        places = [place_of[token] for token in captured]
+        in_time = sorted(range(len(places)), key=places.__getitem__)
+        self.captured = [places[i] for i in in_time]
+        """Places in time order of the tokens whose states are wanted, ascending."""
+        self.captures = Permutation(in_time, device)

@@ -1,0 +1,244 @@
+"""`megatron-hybrid plan`: what a model costs in memory, before anything is loaded.
+
+All numbers follow from the config: the model is built without storage, and asked what it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.models.checkpoint import CONFIG_FILE, CheckpointError, config_of
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.layer_pattern import layer_symbols
+
+GB = 10**9
+RESERVED = 0.1
+"""Part of the memory that stays free for activations and the allocator."""
+_CACHE_BLOCKS = (16, 32, 64, 128, 256)
+_TABLE_BLOCKS = 2048  # a block table row much longer than this costs more than finer sharing brings
+_MOST_REQUESTS = 1024
+_UNITS = {"": 1, "k": 1000, "m": 10**6}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one model costs, and what a device's memory then holds. Sizes in bytes."""
+
+    kv_bytes_per_token: int
+    """K and V of all full-attention layers."""
+    window_bytes: int
+    """K and V that the window and chunked layers of one request hold at the context."""
+    state_bytes: int
+    """Recurrent states and convolution tails of one sequence."""
+    checkpoint_bytes: int
+    """States, window blocks and last hidden state: what a restorable position costs beside KV."""
+    break_even_tokens: int | None
+    """Tokens whose KV costs as much as one checkpoint; None: no KV, or nothing to save."""
+    request_bytes: int
+    """One running request at the context."""
+    largest_batch: int
+    """Requests at the context that run at a time."""
+    cached_prefixes: int
+    """Prefixes of the context's length, each with one checkpoint, that the pool holds."""
+    checkpoints: int | None
+    """Checkpoints alone that the pool holds; None: nothing to save."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `plan`."""
+
+    layer_pattern: str
+    parameters: int
+    weight_bytes: int
+    memory_bytes: int
+    cache_bytes: int
+    """What is left for live requests and cached prefixes."""
+    context: int
+    model: Footprint
+    pure_attention: Footprint
+    """The same model with full attention in place of every recurrent, window and chunked layer."""
+    settings: dict[str, Any]
+    """Recommended fields of InferenceConfig."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return {
+            **{k: v for k, v in vars(self).items() if not isinstance(v, Footprint)},
+            "model": vars(self.model),
+            "pure_attention": vars(self.pure_attention),
+        }
+
+
+def read_model_config(path: str) -> HybridConfig:
+    """The config of a checkpoint folder, or of a config.json alone; ours or Hugging Face's.
+
+    Raises:
+        CheckpointError: it cannot be read or used.
+    """
+    file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}, not a JSON object.")
+    return config_of(values, str(file), perform_initialization=False)
+
+
+def parse_count(text: str) -> int:
+    """Tokens: 4096, "100k", "1.5M".
+
+    Raises:
+        ValueError: no such number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", str(text).strip().lower())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise ValueError(f"{text!r} is no number of tokens; write 4096, 100k or 1M.")
+    return count
+
+
+def plan(config: HybridConfig, memory_bytes: int, context: int) -> Plan:
+    """How a model fits into one device's memory.
+
+    Args:
+        config: the model, with tensor_model_parallel_size 1.
+        memory_bytes: of the device.
+        context: tokens of a request, prompt and answer.
+
+    Raises:
+        ValueError: the weights leave no room for one request.
+    """
+    with torch.device("meta"):
+        model = build_hybrid_model(config)
+    parameters = list(model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    cache_bytes = int(memory_bytes * (1 - RESERVED)) - weight_bytes
+    block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
+    spec = _spec(model, block)
+    footprint = _footprint(spec, cache_bytes, context)
+    if cache_bytes < footprint.request_bytes:
+        raise ValueError(
+            f"the weights take {weight_bytes / GB:.1f} of {memory_bytes / GB:.1f} GB, which leaves "
+            f"no room for one request of {context} tokens "
+            f"({footprint.request_bytes / GB:.2f} GB beside {RESERVED:.0%} for activations). "
+            "Give more memory or a shorter context."
+        )
+    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+    live = requests * (spec.state_bytes + spec.hidden_bytes)
+    return Plan(
+        layer_pattern=config.layer_pattern,
+        parameters=sum(p.numel() for p in parameters),
+        weight_bytes=weight_bytes,
+        memory_bytes=memory_bytes,
+        cache_bytes=cache_bytes,
+        context=context,
+        model=footprint,
+        pure_attention=_footprint(_pure_attention(spec, config, model), cache_bytes, context),
+        # Half of the requests that would fit: prefixes live in the other half of the memory.
+        settings={
+            "prefix_caching": "restore",
+            "block_size_tokens": block,
+            "cache_bytes": cache_bytes - live,
+            "max_requests": requests,
+            "max_sequence_length": context,
+        },
+    )
+
+
+def _spec(model: HybridModel, block: int) -> CacheSpec:
+    config = model.config
+    return cache_spec_of(
+        model.cache_requirements(), config.hidden_size, config.params_dtype, block
+    )
+
+
+def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
+    per_token = window = 0
+    for index, group in enumerate(spec.groups):
+        token_bytes = group.num_layers * group.bytes_per_token
+        if index in spec.full_groups:
+            per_token += token_bytes
+        else:
+            reach = min(context, group.window or group.chunk)
+            window += spec.num_blocks(reach) * spec.block_size_tokens * token_bytes
+    checkpoint = window + spec.checkpoint_bytes if spec.needs_state else 0
+    request = context * per_token + window + spec.state_bytes + spec.hidden_bytes
+    prefix = context * per_token + checkpoint
+    return Footprint(
+        kv_bytes_per_token=per_token,
+        window_bytes=window,
+        state_bytes=spec.state_bytes,
+        checkpoint_bytes=checkpoint,
+        break_even_tokens=math.ceil(checkpoint / per_token) if per_token and checkpoint else None,
+        request_bytes=request,
+        largest_batch=max(0, cache_bytes // request),
+        cached_prefixes=max(0, cache_bytes // prefix),
+        checkpoints=max(0, cache_bytes // checkpoint) if checkpoint else None,
+    )
+
+
+def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -> CacheSpec:
+    """Full attention wherever a layer keeps anything, with the K and V of the model's own attention
+    layers (the widest, if they differ), or as wide as the hidden state where nothing attends."""
+    layers = sum(
+        layer.kv is not None or bool(layer.states) for layer in model.cache_requirements()
+    )
+    plain = 2 * config.hidden_size * config.params_dtype.itemsize
+    widest = max((group.bytes_per_token for group in spec.groups), default=plain)
+    return CacheSpec(spec.block_size_tokens, (KVGroup(layers, widest),), 0, spec.hidden_bytes)
+
+
+def render(result: Plan) -> str:
+    """The plan as a plain table."""
+    ours, pure = result.model, result.pure_attention
+
+    def size(num_bytes: float) -> str:
+        for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 1000)):
+            if num_bytes >= factor:
+                return f"{num_bytes / factor:.4g} {unit}"
+        return f"{num_bytes} B"
+
+    def count(number: int | None) -> str:
+        return "-" if number is None else f"{number:,}"
+
+    rows = [
+        ("KV per token", size(ours.kv_bytes_per_token), size(pure.kv_bytes_per_token)),
+        ("windows of a request", size(ours.window_bytes), size(pure.window_bytes)),
+        ("states of a request", size(ours.state_bytes), size(pure.state_bytes)),
+        ("one checkpoint", size(ours.checkpoint_bytes), size(pure.checkpoint_bytes)),
+        ("break-even length, tokens", count(ours.break_even_tokens), "-"),
+        ("one request", size(ours.request_bytes), size(pure.request_bytes)),
+        ("largest batch", count(ours.largest_batch), count(pure.largest_batch)),
+        ("cached prefixes", count(ours.cached_prefixes), count(pure.cached_prefixes)),
+        ("checkpoints alone", count(ours.checkpoints), count(pure.checkpoints)),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths[1] = max(widths[1], len("this model"))
+    widths[2] = max(widths[2], len("pure attention"))
+    symbols = layer_symbols(result.layer_pattern)
+    lines = [
+        f"{len(symbols)} layers, {result.parameters / 1e9:.2f} B parameters, "
+        f"weights {size(result.weight_bytes)}",
+        f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
+        f"{size(result.cache_bytes)} for requests and cache; context {result.context:,} tokens",
+        "",
+        f"{'':{widths[0]}}  {'this model':>{widths[1]}}  {'pure attention':>{widths[2]}}",
+        *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
+        "",
+        "recommended: InferenceConfig("
+        + ", ".join(f"{key}={value!r}" for key, value in result.settings.items())
+        + ")",
+    ]
+    return "\n".join(lines)

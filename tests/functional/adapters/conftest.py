@@ -1,0 +1,21 @@
+"""`pytest tests/functional/adapters --models-table` writes the table in docs/models.md."""
+
+import pytest
+from models_table import TABLE, write_rows
+
+_ROWS = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--models-table", action="store_true", help="write docs/models.md's table")
+
+
+@pytest.fixture
+def record_row(request):
+    """Keeps a row of the table."""
+    return request.config.stash.setdefault(_ROWS, []).append
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if session.config.getoption("--models-table") and exitstatus == 0:
+        write_rows(TABLE, sorted(session.config.stash[_ROWS], key=lambda row: row.name))

@@ -1,0 +1,63 @@
+"""Tiny random models of transformers, and what they say: the outside world of the adapters."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+CONFIGS = Path(__file__).parent / "configs"
+NOISE = 0.08
+
+logging.disable_progress_bar()
+
+
+def config_names() -> list[str]:
+    """One name for each tiny model: architecture, and variant where there are several."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def read_values(name: str) -> dict[str, Any]:
+    """The content of a tiny model's config file."""
+    return json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def build(name: str) -> PreTrainedModel:
+    """The model, each number of it drawn: no two tensors could be taken for one another."""
+    values = read_values(name)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in dict(model.state_dict(keep_vars=True)).values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * NOISE)
+    return model
+
+
+class Reference:
+    """Full forward passes of transformers, without a cache: right for every architecture."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self._greedy = functools.lru_cache(maxsize=4096)(self._predicted)
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s] -> [b, s, vocab]."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)  # some do not default to it
+        return self.model(tokens, position_ids=positions, use_cache=False).logits
+
+    def is_greedy(self, prompt: list[int], generated: list[int]) -> bool:
+        """Whether every generated token is the likeliest one after all tokens before it."""
+        predicted = self._greedy((*prompt, *generated))
+        return predicted[len(prompt) - 1 : -1] == generated
+
+    def _predicted(self, tokens: tuple[int, ...]) -> list[int]:
+        return self.logits(torch.tensor([tokens]))[0].argmax(-1).tolist()

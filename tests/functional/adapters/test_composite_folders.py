@@ -1,0 +1,108 @@
+"""The language model of a folder that holds a vision model too."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+import megatron_hybrid as mh
+from megatron_hybrid.models.checkpoint import save_huggingface
+
+TEXT = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 103,
+    "rms_norm_eps": 1e-4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "dtype": "float32",
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def build(experts: bool, tied: bool):
+    config, kind = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+        if experts
+        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    text = {**TEXT, **(EXPERTS if experts else {"intermediate_size": 56})}
+    torch.manual_seed(0)
+    model = kind._from_config(
+        config(text_config=text, vision_config=VISION, tie_word_embeddings=tied),
+        attn_implementation="eager",
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.08)
+    return model
+
+
+def stack_experts(folder):
+    """The experts of a layer in two tensors, as in the released folders."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
+    assert layers
+    for layer in layers:
+        gate, up, down = (
+            [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(4)]
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{layer}experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
+        tensors[f"{layer}experts.down_proj"] = torch.stack(down)
+    tensors["mtp.norm.weight"] = torch.ones(48)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("experts", "stacked", "tied"),
+    [(False, False, False), (False, False, True), (True, False, False), (True, True, False)],
+)
+def test_language_model_of_a_folder_with_vision(tmp_path, experts, stacked, tied):
+    theirs = build(experts, tied)
+    theirs.save_pretrained(tmp_path)
+    if stacked:
+        stack_experts(tmp_path)
+    tokens = torch.randint(3, 103, (2, 50))
+    model, _ = mh.load_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+    save_huggingface(model, tmp_path / "text")
+    written = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert written["model_type"] == ("qwen3_5_moe_text" if experts else "qwen3_5_text")
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
+    given = theirs.state_dict()
+    for name, tensor in text.items():
+        assert torch.equal(tensor, given[name.replace("model.", "model.language_model.", 1)]), name
+    again, _ = mh.load_pretrained(tmp_path / "text")
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model(tokens))

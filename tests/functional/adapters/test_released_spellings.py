@@ -1,0 +1,101 @@
+"""Folders as they were released, where transformers writes other names, cuts or config keys."""
+
+import pytest
+import torch
+from huggingface import build
+from safetensors import safe_open
+
+import megatron_hybrid as mh
+from megatron_hybrid.models.adapters import adapters
+from megatron_hybrid.models.checkpoint import full_state_dict, save_huggingface
+
+
+def names(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize(
+    "name, released, written",
+    [
+        ("olmo_hybrid", "1.post_attention_layernorm", "1.feedforward_layer_norm"),
+        ("kimi_linear", "0.mlp.gate_proj", "0.block_sparse_moe.gate_proj"),
+    ],
+)
+def test_both_spellings_are_read_and_the_released_one_is_written(name, released, written, tmp_path):
+    build(name).save_pretrained(tmp_path / "theirs")
+    model, _ = mh.load_pretrained(tmp_path / "theirs")
+    save_huggingface(model, tmp_path / "ours")
+    released, written = (f"model.layers.{tensor}.weight" for tensor in (released, written))
+    assert names(tmp_path / "theirs") ^ names(tmp_path / "ours") >= {released, written}
+    assert released in names(tmp_path / "ours")
+    again, _ = mh.load_pretrained(tmp_path / "ours")
+    before, after = full_state_dict(model), full_state_dict(again)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+KIMI = {
+    "hidden_size": 32,
+    "vocab_size": 50,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+OLMO = {**KIMI, "rope_parameters": {"rope_theta": None}}
+
+
+def config_of(model_type, **values):
+    return adapters()[model_type].config(values)
+
+
+def test_kimi_layers_by_number():
+    linear = {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3],
+        "head_dim": 8,
+        "num_heads": 3,
+        "short_conv_kernel_size": 5,
+    }
+    fields = config_of("kimi_linear", **KIMI, linear_attn_config=linear, first_k_dense_replace=2)
+    assert fields["layer_pattern"] == "K-K-KE+E"
+    assert fields["linear_key_head_dim"] == fields["linear_value_head_dim"] == 8
+    assert fields["linear_num_key_heads"] == 3
+    assert fields["linear_conv_kernel_dim"] == 5
+
+
+def test_defaults_of_layer_kinds():
+    fields = config_of("kimi_linear", **{**KIMI, "num_hidden_layers": 6})
+    assert fields["layer_pattern"] == "K-KEKEKE+EKE"
+    assert config_of("olmo_hybrid", **OLMO)["layer_pattern"] == "G-G-G-*-"
+    fields = config_of("olmo_hybrid", **{**OLMO, "num_hidden_layers": 2})
+    assert fields["layer_pattern"] == "G-*-"
+    assert fields["layer_overrides"].keys() == {"*", "4"}
+    assert fields["position_embedding_type"] == "none"
+
+
+@pytest.mark.parametrize(
+    "model_type, values, message",
+    [
+        ("olmo_hybrid", {**OLMO, "rope_parameters": None}, "rope_parameters=None"),
+        ("olmo_hybrid", {**OLMO, "rope_parameters": {}}, "rope_parameters={}"),
+        ("olmo_hybrid", {**OLMO, "layer_types": ["full_attention"]}, "num_hidden_layers=4"),
+        ("olmo_hybrid", {**OLMO, "layer_types": ["mamba"] * 4}, "'mamba'"),
+        ("kimi_linear", {**KIMI, "mla_use_nope": False}, "mla_use_nope=False"),
+        ("kimi_linear", {**KIMI, "moe_renormalize": False}, "moe_renormalize=False"),
+        ("kimi_linear", {**KIMI, "layer_types": ["full_attention"]}, "num_hidden_layers=4"),
+        ("kimi_linear", {**KIMI, "mlp_layer_types": ["moe"] * 4}, "'moe'"),
+        (
+            "kimi_linear",
+            {**KIMI, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}},
+            "None",
+        ),
+        ("kimi_linear", {**KIMI, "num_key_value_heads": 1}, "num_key_value_heads=1"),
+        ("kimi_linear", {**KIMI, "num_expert_group": 4, "topk_group": 2}, "8 experts per token"),
+        ("deepseek_v3", {**KIMI, "num_experts_per_tok": 1}, "one expert per token"),
+        ("deepseek_v3", {**KIMI, "scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(model_type, values, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(model_type, **values)

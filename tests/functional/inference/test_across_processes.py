@@ -1,0 +1,34 @@
+"""Invariant 7: what is decided depends on the requests, not on the process that decides."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2]
+SCRIPT = """
+from differential import RandomRun
+for seed in range(4):
+    run = RandomRun(seed, longest_prompt=60, longest_answer=60, crowded=True)
+    run.run()
+    print(run.engine.cache.digest(), *(request.generated_tokens for request in run.requests))
+print(hash("a salt"))
+"""
+
+
+def test_invariant_7_processes_with_other_hash_seeds_decide_alike():
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    outputs = [run.communicate()[0].splitlines() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    (*first, first_hash), (*second, second_hash) = outputs
+    assert first == second and len(first) == 4
+    assert first_hash != second_hash  # strings do hash differently in them

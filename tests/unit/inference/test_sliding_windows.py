@@ -1,0 +1,306 @@
+"""Sliding windows in the engine: what a chat reuses, and how many pages a request can hold.
+
+A window layer keeps what its next token sees, so its pages are bounded however long the request
+gets, and a checkpoint holds the tail that was visible where it was taken.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from differential import TOLERANCE, LogitsRecorder, poison
+from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.cache.report import MissReason
+
+MODES = ("off", "memory_only", "restore")
+
+
+def window_model(pattern, window):
+    return tiny_model(
+        pattern, hidden_size=32, num_attention_heads=2, num_query_groups=1, sliding_window=window
+    )
+
+
+def window_engine(pattern, window, **fields):
+    return tiny_engine(
+        window_model(pattern, window),
+        **{"max_sequence_length": 8192, "cache_bytes": 24 << 20, **fields},
+    )
+
+
+# What is reused ----------------------------------------------------------------------------------
+
+
+class Chat:
+    """A conversation: each turn's prompt is all that was said, and something new."""
+
+    numbers = itertools.count()
+
+    def __init__(self, engine, system):
+        self.engine, self.said, self.number = engine, list(system), next(self.numbers)
+
+    def turn(self, new_tokens=23, count=9):
+        """One turn; returns (tokens that were said before it, its prefix report)."""
+        before = len(self.said)
+        prompt = self.said + random_tokens(new_tokens, seed=1000 * self.number + before)
+        result = self.engine.generate([prompt], greedy(count))[0]
+        self.engine.check_integrity()
+        self.said = prompt + result.generated_tokens
+        assert len(self.said) == before + new_tokens + count
+        return before, result.prefix
+
+
+def recorded(engine):
+    """Its logits are kept from here on. The function that is returned compares them with full
+    forward passes without any cache, and the tokens that were drawn with them."""
+    recorder = LogitsRecorder(engine)
+
+    def check():
+        longest = {}  # one pass for all that begin the same text, such as the turns of a chat
+        for request, position, logits_V in sorted(
+            recorder.rows, key=lambda row: row[0].num_tokens, reverse=True
+        ):
+            tokens = tuple(request.tokens[: request.num_tokens].tolist())
+            text = next((text for text in longest if text[: len(tokens)] == tokens), tokens)
+            if text not in longest:
+                longest[text] = full_logits(engine.model, list(text))
+            assert (longest[text][position] - logits_V).abs().max() <= TOLERANCE
+            assert tokens[position + 1] == logits_V.argmax()
+        assert longest
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("pattern", "block", "max_tokens"),
+    [
+        ("W-", 16, 600),
+        ("W-", 64, 5000),
+        ("W*-", 64, 600),
+        ("MW*-", 16, 5000),
+        ("WWWWW*", 16, 600),
+    ],
+)
+def test_a_chat_with_a_system_prompt_of_four_windows_resumes_at_every_turn(
+    pattern, block, max_tokens
+):
+    engine = window_engine(pattern, 1024, block_size_tokens=block, max_tokens=max_tokens)
+    check = recorded(engine)
+    system = random_tokens(4096)
+    chat = Chat(engine, system)
+    assert chat.turn()[1].skipped_tokens == 0
+    for turn in range(2, 6):
+        if turn == 3:  # others come between: with the same system prompt, and with their own
+            Chat(engine, system).turn()
+        if turn == 5:
+            for seed in (1, 2):
+                Chat(engine, random_tokens(1500, seed=seed)).turn()
+        before, report = chat.turn()
+        assert (report.shared_tokens, report.skipped_tokens) == (before, before)
+        assert report.miss_reason is None
+    # The first of the others left the chat at the end of the system prompt, and saved a state.
+    assert Chat(engine, system).turn()[1].skipped_tokens == 4096
+    check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("pattern", "window", "block", "max_tokens"),
+    [
+        ("W-", 1, 16, 37),
+        ("W*-", 5, 64, 37),
+        ("MW*-", 16, 16, 512),
+        ("WWWWW*", 33, 16, 50),
+        ("W-", 64, 64, 512),
+        ("W*-", 1000, 16, 37),
+    ],
+)
+def test_any_window_gives_the_answers_of_a_run_without_cache(
+    pattern, window, block, max_tokens, mode
+):
+    """Windows in a block, of blocks, across them, and longer than all that is said; what no request
+    holds is NaN."""
+    engine = window_engine(
+        pattern,
+        window,
+        prefix_caching=mode,
+        block_size_tokens=block,
+        max_tokens=max_tokens,
+        cache_bytes=1 << 20,
+    )
+    check = recorded(engine)
+    step = engine.step
+
+    def poisoned_step():
+        results = step()
+        poison(engine)
+        return results
+
+    engine.step = poisoned_step
+    poison(engine)
+    system = random_tokens(100)
+    chats = Chat(engine, system), Chat(engine, system[:70])
+    for turn, chat in itertools.product((1, 2), chats):
+        before, report = chat.turn()
+        if mode != "restore":
+            assert report.skipped_tokens == 0
+        elif turn == 2:
+            assert report.skipped_tokens == before
+    engine.generate([system[:64], chats[0].said], greedy(20), n=2)
+    check()
+
+
+def test_a_report_tells_what_was_shared_and_what_was_not():
+    """KV of full attention can be shared without a state; that of a window cannot."""
+    prompt = random_tokens(200)
+    engine = window_engine("W*-", 50, prefix_caching="memory_only")
+    first = engine.add_request(prompt, greedy(9))
+    engine.step()
+    second = engine.add_request(prompt, greedy(9))
+    engine.step()
+    assert (second.report.shared_tokens, second.report.skipped_tokens) == (200, 0)
+    assert second.report.miss_reason is MissReason.MODE
+    leases = first.lease, second.lease
+    assert np.array_equal(*(lease.block_table[:12] for lease in leases))
+    windows = [set(lease.local_tables[0].ravel()) - {0} for lease in leases]
+    assert windows[0] and windows[1] and not windows[0] & windows[1]
+
+    engine = window_engine("W-", 50, prefix_caching="memory_only")
+    for _ in range(2):
+        report = engine.generate([prompt], greedy(1))[0].prefix
+    assert (report.shared_tokens, report.skipped_tokens) == (0, 0)
+    assert report.miss_reason is MissReason.MODE
+
+    engine = window_engine("W-", 50)
+    engine.generate([prompt], greedy(1))
+    reports = [
+        engine.generate([prompt[:120] + random_tokens(9, seed=seed)], greedy(1))[0].prefix
+        for seed in (1, 2)
+    ]
+    assert [(r.shared_tokens, r.skipped_tokens) for r in reports] == [(0, 0), (120, 120)]
+    assert reports[0].miss_reason is MissReason.STATE_NEVER_SAVED
+
+
+# How much is held --------------------------------------------------------------------------------
+
+
+def blocks(num_tokens, block):
+    return -(-num_tokens // block)
+
+
+def bound(window, num_tokens, block):
+    """Blocks of a window layer that a request holds in a forward of so many tokens: those of the
+    window - 1 tokens that its first token sees, those of its own tokens, which are all written
+    before any is read, and one more, since neither begins where a block does."""
+    return blocks(window - 1, block) + blocks(num_tokens - 1, block) + 1
+
+
+def watch(engine, window, with_model=True):
+    """Checks what every request holds at each forward; returns their most blocks so far."""
+    spec, forward = engine.cache.spec, engine._forward
+    most = {}
+
+    def watched(plan):
+        for work in plan.work:
+            lease, longest = work.request.lease, most.setdefault(work.request, {})
+            for group, table in zip(spec.local_groups, lease.local_tables):
+                pages = set(table.ravel().tolist()) - {0}
+                num_blocks = len(pages) // spec.pages_per_block[group]
+                assert num_blocks <= bound(window, work.count, spec.block_size_tokens)
+                stage = "decode" if work.count == 1 else "prefill"
+                longest[stage] = max(longest.get(stage, 0), num_blocks)
+        if with_model:
+            return forward(plan)
+        # All bookkeeping is as ever, and the answer is one token again and again.
+        engine.context.begin_step(plan)
+        num_logits = sum(work.num_logits for work in plan.work) + len(plan.ready)
+        return torch.zeros(num_logits, VOCAB_SIZE)
+
+    engine._forward = watched
+    return most
+
+
+@pytest.mark.parametrize(
+    ("window", "block", "max_tokens", "mode"),
+    [
+        (1024, 16, 512, "restore"),
+        (1024, 64, 512, "off"),
+        (100, 16, 16, "memory_only"),
+        (100, 16, 48, "restore"),
+        (1, 16, 40, "restore"),
+        (20, 64, 100, "off"),
+        (48, 16, 3000, "restore"),
+    ],
+)
+def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
+    """Prompt and answer have thousands of tokens. A chunk of a prefill needs room as a whole, so
+    one that is longer than the window counts with all of its length; what is not seen any more is
+    given back right after it."""
+    engine = window_engine(
+        "W-", window, prefix_caching=mode, block_size_tokens=block, max_tokens=max_tokens
+    )
+    most = watch(engine, window, with_model=False)
+    request = engine.add_request(random_tokens(3000), greedy(3000))
+    while not request.closed:
+        engine.step()
+    assert request.num_computed >= 5999
+    assert most[request]["decode"] == bound(window, 1, block)  # it is reached, and not by little
+    assert most[request]["prefill"] >= blocks(max_tokens, block)
+    # What stays: the tails that the prompt's end and the answer's end see, and their states.
+    spec = engine.cache.spec
+    (pages_per_block,) = spec.pages_per_block
+    tail = blocks(max(0, window - 2), block) + 1
+    kept = 2 * (spec.checkpoint_pages + tail * pages_per_block) if mode == "restore" else 0
+    assert engine.stats()["pages_in_use"] == 0
+    assert engine.stats()["pages_cached"] <= kept
+    assert (engine.stats()["pages_cached"] > 0) == (mode == "restore")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
+    """A preempted request comes back to where it was with its window alone."""
+    window, block = 100, 16
+    engine = window_engine(
+        "W-", window, prefix_caching=mode, max_tokens=64, max_requests=2, max_sequence_length=1000
+    )
+    page = engine.cache.spec.page_bytes
+    engine = window_engine(
+        "W-",
+        window,
+        prefix_caching=mode,
+        max_tokens=64,
+        max_requests=2,
+        max_sequence_length=1000,
+        cache_bytes=page * (1 + 2 * bound(window, 1, block)),
+    )
+    check = recorded(engine)
+    most = watch(engine, window)
+    requests = [engine.add_request(random_tokens(200, seed=s), greedy(200)) for s in (1, 2)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        poison(engine)
+    assert engine.stats()["preemptions"] > 0
+    assert all(most[request]["decode"] <= bound(window, 1, block) for request in requests)
+    check()
+
+
+@pytest.mark.parametrize(
+    ("window", "block", "max_tokens"), [(2, 16, 1), (33, 16, 20), (100, 64, 7), (30, 16, 200)]
+)
+def test_a_pool_for_one_window_serves_a_long_request(window, block, max_tokens):
+    """The smallest pool that is not refused at the door is large enough, to the page."""
+    fields = {"block_size_tokens": block, "max_tokens": max_tokens, "max_sequence_length": 400}
+    page = window_engine("W-", window, **fields).cache.spec.page_bytes
+    pages = bound(window, max_tokens, block)
+    small = window_engine("W-", window, cache_bytes=page * pages, **fields)
+    with pytest.raises(ValueError, match=r"400 tokens does not fit in cache_bytes.*raise cache"):
+        small.add_request(random_tokens(250), greedy(150))
+    engine = window_engine("W-", window, cache_bytes=page * (pages + 1), **fields)
+    check = recorded(engine)
+    for prompt in (random_tokens(250), random_tokens(250), random_tokens(249)):
+        engine.generate([prompt], greedy(150))
+        engine.check_integrity()
+    check()

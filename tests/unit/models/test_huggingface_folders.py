@@ -1,0 +1,158 @@
+"""A Hugging Face folder that is broken, foreign or contradicts itself: one clear error each."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatron_hybrid as mh
+from megatron_hybrid.models import pretrained
+from megatron_hybrid.models.checkpoint import save_huggingface
+from megatron_hybrid.tools.convert import convert
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama as transformers saves it, in four shards."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=53,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="12KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    return folder
+
+
+@pytest.fixture
+def folder(llama, tmp_path):
+    """A copy to be broken, with one file of weights."""
+    model = LlamaForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. Known: "),
+        ({"model_type": None}, "has the model_type None"),
+        ({"attention_bias": True}, "has attention_bias=True; only False is supported"),
+        ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "big"}, "config.json is no usable config"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_query_groups=3"),
+        ({"dtype": "int4"}, "params_dtype is torch.int4"),
+        # A config that contradicts its weights.
+        ({"num_hidden_layers": 3}, "but the model has model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "but the model does not have model.layers.1.input_layernorm"),
+        ({"num_key_value_heads": 4}, "k_proj.weight has shape [16, 32] in"),
+        ({"tie_word_embeddings": True}, "the model does not have lm_head.weight"),
+        ({"dtype": "bfloat16"}, "is torch.float32 in"),
+    ],
+)
+def test_configs(folder, values, message):
+    change_config(folder, **values)
+    with pytest.raises(mh.CheckpointError) as error:
+        mh.load_pretrained(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(K_PROJ), f"but the model has {K_PROJ}"),
+        (lambda t: t.update(extra=torch.zeros(1)), "but the model does not have extra"),
+        (lambda t: t.update({K_PROJ: torch.zeros(16, 31)}), f"{K_PROJ} has shape [16, 31] in"),
+        (lambda t: t.update({K_PROJ: torch.zeros(16, 32).double()}), f"{K_PROJ} is torch.float64"),
+        (
+            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.int8)}),
+            f"{K_PROJ} is torch.int8",
+        ),
+    ],
+)
+def test_tensors(folder, change, message):
+    change_weights(folder, change)
+    with pytest.raises(mh.CheckpointError) as error:
+        mh.load_pretrained(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_nothing_is_half_loaded(folder):
+    model, _ = mh.load_pretrained(folder)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    change_weights(folder, lambda t: [t.update({n: v + 1 for n, v in t.items()}), t.pop(K_PROJ)])
+    with pytest.raises(mh.CheckpointError):
+        pretrained.load_checkpoint(model, folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("keep", [0, 7, 0.5, 0.999])
+def test_truncated_file(folder, keep):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
+    with pytest.raises(mh.CheckpointError, match=r"model\.safetensors"):
+        mh.load_pretrained(folder)
+
+
+def test_missing_shard(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "model")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(mh.CheckpointError, match=shard.name):
+        mh.load_pretrained(tmp_path / "model")
+
+
+def test_dtype_and_shards(llama):
+    model, _ = mh.load_pretrained(llama, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    theirs = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    weight = model.embedding.word_embeddings.weight
+    assert torch.equal(weight, theirs.model.embed_tokens.weight)
+
+
+def test_convert_there_and_back(llama, tmp_path):
+    convert(llama, tmp_path / "ours", "megatron")
+    assert "layer_pattern" in json.loads((tmp_path / "ours" / "config.json").read_text())
+    convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
+    before, after = (
+        LlamaForCausalLM.from_pretrained(path).state_dict() for path in (llama, tmp_path / "theirs")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(mh.CheckpointError, match="is not empty"):
+        convert(llama, tmp_path / "ours", "megatron")
+
+
+def test_what_did_not_come_from_there_does_not_go_back(llama, tmp_path):
+    model, _ = mh.load_pretrained("demo")
+    with pytest.raises(mh.CheckpointError, match="has no huggingface_config"):
+        save_huggingface(model, tmp_path)
+    changed, _ = mh.load_pretrained(llama, layernorm_epsilon=1e-3)
+    with pytest.raises(mh.CheckpointError, match=r"layernorm_epsilon=0\.001, but its config"):
+        save_huggingface(changed, tmp_path)
+    assert not list(tmp_path.iterdir())

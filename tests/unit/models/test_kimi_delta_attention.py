@@ -1,0 +1,84 @@
+"""Kimi Delta Attention's mixer against its recurrence, token by token in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import small_config, small_model
+
+from megatron_hybrid.models.mixers.base import StateTensor, UncachedContext
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+HEADS, KEY, VALUE, WIDTH = 2, 16, 24, 4
+
+
+def recurrence(mixer, x_Th, max_beta):
+    """The layer as the paper writes it (arXiv 2510.26692, section 4)."""
+    weights = {name: value.double() for name, value in mixer.named_parameters()}
+    x_Th = x_Th.double()
+    sizes = [HEADS * KEY, HEADS * KEY, HEADS * VALUE, HEADS]
+    q, k, v, beta = (x_Th @ weights["in_proj.weight"].T).split(sizes, -1)
+    qkv = torch.cat((q, k, v), -1)
+    padded = F.pad(qkv, (0, 0, WIDTH - 1, 0))
+    taps = weights["conv1d.weight"][:, 0].T
+    qkv = F.silu(sum(padded[i : i + len(x_Th)] * taps[i] for i in range(WIDTH)))
+    q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in qkv.split(sizes[:3], -1))
+    q, k = (part / part.square().sum(-1, keepdim=True).add(1e-6).sqrt() for part in (q, k))
+    decay = x_Th @ weights["f_a_proj.weight"].T @ weights["f_b_proj.weight"].T
+    decay = F.softplus(decay + weights["dt_bias"]).unflatten(-1, (HEADS, KEY))
+    decay = (-weights["A_log"].exp()[:, None] * decay).exp()
+    beta = beta.sigmoid() * max_beta
+    gate = x_Th @ weights["g_a_proj.weight"].T @ weights["g_b_proj.weight"].T
+    state, rows = torch.zeros(HEADS, KEY, VALUE, dtype=torch.double), []
+    for t in range(len(x_Th)):
+        state = decay[t][..., None] * state
+        error = v[t] - torch.einsum("hn,hnp->hp", k[t], state)
+        state = state + torch.einsum("h,hn,hp->hnp", beta[t], k[t], error)
+        rows.append(torch.einsum("hn,hnp->hp", q[t], state) * KEY**-0.5)
+    o = torch.stack(rows)
+    o = o / o.square().mean(-1, keepdim=True).add(mixer.config.linear_norm_epsilon).sqrt()
+    o = o * weights["out_norm.weight"] * gate.sigmoid().view_as(o)
+    return o.flatten(1) @ weights["out_proj.weight"].T
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@torch.no_grad()
+def test_equals_the_recurrence(negative):
+    model = small_model("K", linear_allow_neg_eigval=negative, linear_norm_epsilon=1e-2)
+    mixer = model.decoder.layers[0].self_attention
+    mixer.out_norm.weight.normal_(1.0, 0.3)
+    mixer.dt_bias.normal_()
+    x_Th = torch.randn(21, 48)
+    output, bias = mixer(x_Th, UncachedContext(RaggedLayout.uniform(1, 21), x_Th.device))
+    assert bias is None
+    expected = recurrence(mixer, x_Th, 2.0 if negative else 1.0)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
+    assert expected.abs().max() > 0.1
+
+
+def test_what_is_kept():
+    (cache,) = small_model("K", recurrent_state_dtype=torch.bfloat16).cache_requirements()
+    channels = HEADS * (2 * KEY + VALUE)
+    assert cache.kv is None
+    assert cache.states == (
+        StateTensor("conv", (channels, WIDTH - 1), torch.float32),
+        StateTensor("delta", (HEADS, KEY, VALUE), torch.bfloat16),
+    )
+
+
+def test_heads_follow_from_the_width():
+    config = small_config("K", linear_num_key_heads=None, linear_num_value_heads=None)
+    assert config.linear_num_key_heads == 3
+    assert config.linear_num_value_heads is None  # has no meaning here
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
+    ],
+)
+def test_contradictions_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        small_config("K", **fields)

@@ -1,0 +1,107 @@
+"""Multi-head latent attention: its two forms, and the attention that it is an economy of."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import random_tokens, small_config, small_model
+from test_mixer_context import DictContext, run
+
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.mixers.base import KVShape, UncachedContext
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+VARIANTS = {
+    "low-rank queries": {},
+    "one query projection": {"q_lora_rank": None},
+    "no rope": {"position_embedding_type": "none"},
+    "interleaved rope": {"rotary_interleaved": True},
+    "yarn": {
+        "rotary_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+        "softmax_scale": 0.4,
+    },
+    "softcap": {"attention_logit_softcap": 3.0},
+    "wide values": {"v_head_dim": 32, "kv_lora_rank": 8},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.inference_mode()
+def test_attention_over_latents_equals_attention_of_expanded_heads(fields):
+    model = small_model("+-+", **fields)
+    tokens = random_tokens(2, 40)
+    whole = model(tokens)
+    context = DictContext(model.cache_requirements(), 2)
+    for cuts in ({0: (0, 17), 1: (0, 30)}, {1: (30, 31), 0: (17, 40)}, {1: (31, 40)}):
+        for (r, (start, end)), rows in zip(
+            cuts.items(), run(model, context, tokens, cuts, padding=1)
+        ):
+            torch.testing.assert_close(rows, whole[r, start:end], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_equals_plain_attention_written_out():
+    model = small_model("+", position_embedding_type="none").double()
+    mixer, length = model.decoder.layers[0].self_attention, 11
+    for norm in (mixer.q_layernorm, mixer.kv_layernorm):
+        norm.weight.normal_(1.0, 0.3)
+    x = torch.randn(length, 48, dtype=torch.double)
+    layout = RaggedLayout.uniform(1, length)
+    output, _ = mixer(x, UncachedContext(layout, x.device))
+
+    q = mixer.q_layernorm(x @ mixer.linear_q_down_proj.weight.T)
+    q = mixer.linear_q_up_proj.weight @ q.T
+    down = x @ mixer.linear_kv_down_proj.weight.T
+    kv = mixer.linear_kv_up_proj.weight @ mixer.kv_layernorm(down[:, :28]).T
+    heads = []
+    for q_h, kv_h in zip(q.view(4, 16, length), kv.view(4, 24, length)):
+        scores = (q_h[:10].T @ kv_h[:10] + q_h[10:].T @ down[:, 28:].T) / 4.0
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ kv_h[10:].T)
+    expected = torch.cat(heads, 1) @ mixer.linear_proj.weight.T
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+
+
+def test_only_the_latent_is_cached():
+    (cache,) = small_model("+").cache_requirements()
+    assert cache.kv == KVShape(num_heads=1, head_dim=28 + 6, value_dim=0)
+    assert cache.states == ()
+
+
+@pytest.mark.parametrize("pattern", ["+", "K"])
+def test_every_parameter_learns(pattern):
+    model = small_model(pattern).train()
+    tokens = random_tokens(2, 20)
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0"),
+        ({"v_head_dim": -1}, "v_head_dim is -1"),
+        ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
+        ({"position_embedding_type": "alibi"}, "'alibi'"),
+        ({"rotary_scaling": {"rope_type": "ntk"}}, "'ntk'"),
+        (
+            {
+                "tensor_model_parallel_size": 2,
+                "layer_overrides": {"+": {"num_attention_heads": 3}},
+            },
+            "multiple of 2",
+        ),
+    ],
+)
+def test_contradictions_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        small_config("+", **fields)
+
+
+def test_a_width_that_rope_cannot_rotate_may_stay_unrotated():
+    build_hybrid_model(small_config("+", qk_pos_emb_head_dim=5, position_embedding_type="none"))

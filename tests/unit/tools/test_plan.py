@@ -1,0 +1,111 @@
+"""What a model costs, against arithmetic by hand and against a real engine."""
+
+import json
+
+import pytest
+import torch
+from reference import random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.checkpoint import CheckpointError
+from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
+
+# Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
+NEMOTRON_H_8B = HybridConfig(
+    layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    hidden_size=4096,
+    ffn_hidden_size=21504,
+    vocab_size=131072,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+    gated_linear_unit=False,
+    params_dtype=torch.bfloat16,
+    perform_initialization=False,
+)
+
+
+def test_nemotron_h_8b():
+    result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
+    ours = result.model
+    assert result.parameters == pytest.approx(8.1e9, rel=0.01)
+    assert result.weight_bytes == pytest.approx(2 * result.parameters, rel=1e-4)
+    assert ours.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2 == 16 << 10
+    channels = 128 * 64 + 2 * 8 * 128
+    assert ours.state_bytes == 24 * (128 * 64 * 128 * 4 + channels * 3 * 2)  # 102 MB
+    assert ours.window_bytes == 0
+    assert ours.checkpoint_bytes == ours.state_bytes + 4096 * 2
+    assert ours.break_even_tokens == -(-ours.checkpoint_bytes // (16 << 10))
+    assert result.cache_bytes == 72 * 10**9 - result.weight_bytes
+    request = 100_000 * (16 << 10) + ours.state_bytes + 4096 * 2
+    assert ours.largest_batch == result.cache_bytes // request
+    assert result.pure_attention.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2
+    assert result.pure_attention.state_bytes == 0
+    assert result.settings["block_size_tokens"] == 64  # 100k / 64 columns
+    assert result.settings["max_requests"] == ours.largest_batch // 2
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "W-", "*-", "M-", "G*"])
+def test_the_engine_agrees(pattern):
+    """The recommended settings run, and the request of that context fits."""
+    model = tiny_model(pattern)
+    result = plan(model.config, 4 << 20, 512)
+    engine = tiny_engine(model, **{**result.settings, "max_requests": 2})
+    assert engine.cache.spec.state_bytes == result.model.state_bytes
+    prompt = random_tokens(300)
+    engine.generate([prompt])
+    assert engine.generate([prompt])[0].prefix.skipped_tokens == 300
+    spec = engine.cache.spec
+    pages = spec.num_blocks(512) * spec.kv_pages_per_block * spec.page_bytes
+    assert pages == pytest.approx(512 * result.model.kv_bytes_per_token, rel=0.1)
+
+
+def test_windows_are_counted_up_to_the_context():
+    config = tiny_model("W-").config
+    short, long = (plan(config, 8 << 20, context).model for context in (16, 5000))
+    assert short.kv_bytes_per_token == long.kv_bytes_per_token == 0
+    assert long.window_bytes == 2 * short.window_bytes  # window 24, blocks of 16
+    assert long.break_even_tokens is None
+    assert long.checkpoints == (9 * (8 << 20) // 10 - plan(config, 8 << 20, 16).weight_bytes) // (
+        long.checkpoint_bytes
+    )
+
+
+def test_no_room():
+    with pytest.raises(ValueError, match="the weights take 16.2 of 17.0 GB"):
+        plan(NEMOTRON_H_8B, 17 * 10**9, 100_000)
+
+
+def test_table_and_json():
+    result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
+    text = render(result)
+    assert "KV per token" in text and "16.38 kB" in text and "pure attention" in text
+    assert json.loads(json.dumps(result.to_dict()))["model"]["kv_bytes_per_token"] == 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("100k", 100_000), ("1.5M", 1_500_000), (" 8K ", 8000)]
+)
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "0", "1e5", "ten", "1.2.3k"])
+def test_no_counts(text):
+    with pytest.raises(ValueError, match="is no number of tokens"):
+        parse_count(text)
+
+
+def test_config_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H_8B.to_dict()))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert read_model_config(str(path)).to_dict() == NEMOTRON_H_8B.to_dict()
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        read_model_config(str(tmp_path))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_model_config(str(tmp_path / "no.json"))
