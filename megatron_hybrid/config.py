@@ -942,6 +942,7 @@ class HybridConfig(TransformerConfig):
             "gated_linear_unit": True,
             "add_bias_linear": False,
             "kv_source_layer": None,
+            "keys_as_values": False,
             "attention_output_gate": False,
             "activation_func_clamp_value": None,
             "mlp_gate_multiplier": 1.0,

@@ -165,7 +165,7 @@ class RandomRun:
             attention_temperature_floor=16,
             rotary_interleaved=self._chance(0.3),
             value_l2_norm=self._chance(0.3),
-            keys_as_values=self._chance(0.3),
+            keys_as_values=self._chance(0.3) and "Z" not in self.pattern,
             layer_scalar=self._chance(0.3),
             mamba_chunk_size=int(self._choose([4, 16, 64])),
             linear_chunk_size=int(self._choose([4, 16, 64])),

@@ -59,11 +59,10 @@ class SharedBlockMixer(Mixer):
             else None
         )
         hidden, rank = config.hidden_size, config.shared_block_adapter_rank
-        width = config.kv_channels
+        heads = [config.num_attention_heads] + [config.num_query_groups] * config.num_kv_projections
         self.qkv_adapters = (
             nn.ModuleList(
-                LowRank(config, 2 * hidden, rank, heads * width)
-                for heads in (config.num_attention_heads, *[config.num_query_groups] * 2)
+                LowRank(config, 2 * hidden, rank, count * config.kv_channels) for count in heads
             )
             if config.shared_block_attention_adapters
             else None

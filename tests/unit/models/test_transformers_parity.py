@@ -1,5 +1,7 @@
-"""Tiny random models of architectures without an adapter, with weights mapped by hand, give the same
-logits. Those with one: tests/functional/adapters."""
+"""Tiny random models of architectures without an adapter, with weights mapped by hand.
+
+Those with an adapter: tests/functional/adapters.
+"""
 
 import pytest
 import torch
