@@ -260,7 +260,7 @@ class HybridConfig(TransformerConfig):
     """Multiply the residual stream behind a layer by a number that comes with the weights."""
 
     per_layer_input_size: int | None = None
-    """Width of what each `P` layer is told about each token; see `models/per_layer_embedding.py`."""
+    """Width of what each `P` layer is told of each token; see `models/per_layer_embedding.py`."""
 
     huggingface_config: dict[str, Any] | None = None
     """config.json of the Hugging Face folder that the weights come from, to write one again."""
@@ -599,7 +599,8 @@ class HybridConfig(TransformerConfig):
                 )
         layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
         for number, config in enumerate(layers, start=1):
-            if "attention" in KINDS[symbols[number - 1]].fields and config.kv_source_layer:
+            attends = "attention" in KINDS[symbols[number - 1]].fields
+            if attends and config.kv_source_layer is not None:
                 self._check_kv_source(number, config, symbols, layers)
 
     def _check_kv_source(

@@ -91,9 +91,7 @@ class HybridModel(LanguageModule):
                 self.embedding.word_embeddings.weight, 0, unpadded_size=config.vocab_size
             )
             self.per_layer_embedding = (
-                PerLayerEmbedding(config, get_norm(config))
-                if "P" in config.layer_pattern
-                else None
+                PerLayerEmbedding(config, get_norm(config)) if "P" in config.layer_pattern else None
             )
         symbols = stages[stage]
         configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]

@@ -128,7 +128,9 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     )
     ask("user 1 again", prompts=[SYSTEM_PROMPT + USERS[0]])
     history = [*first.prompt_tokens, *first.generated_tokens]
-    ask("second turn", prompts=[history + tokenizer.tokenize(SECOND_TURN, add_special_tokens=False)])
+    ask(
+        "second turn", prompts=[history + tokenizer.tokenize(SECOND_TURN, add_special_tokens=False)]
+    )
     ask(
         "4 samples",
         prompts=[SYSTEM_PROMPT + USERS[1] + SECOND_TURN],

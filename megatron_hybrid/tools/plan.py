@@ -159,9 +159,7 @@ def plan(config: HybridConfig, memory_bytes: int, context: int) -> Plan:
 
 def _spec(model: HybridModel, block: int) -> CacheSpec:
     config = model.config
-    return cache_spec_of(
-        model.cache_requirements(), config.hidden_size, config.params_dtype, block
-    )
+    return cache_spec_of(model.cache_requirements(), config.hidden_size, config.params_dtype, block)
 
 
 def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
@@ -192,9 +190,7 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
 def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -> CacheSpec:
     """Full attention wherever a layer keeps anything, with the K and V of the model's own attention
     layers (the widest, if they differ), or as wide as the hidden state where nothing attends."""
-    layers = sum(
-        layer.kv is not None or bool(layer.states) for layer in model.cache_requirements()
-    )
+    layers = sum(layer.kv is not None or bool(layer.states) for layer in model.cache_requirements())
     plain = 2 * config.hidden_size * config.params_dtype.itemsize
     widest = max((group.bytes_per_token for group in spec.groups), default=plain)
     return CacheSpec(spec.block_size_tokens, (KVGroup(layers, widest),), 0, spec.hidden_bytes)

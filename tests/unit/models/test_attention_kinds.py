@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import random_tokens, small_model
+from small_models import random_tokens, small_config, small_model
 from test_mixer_context import DictContext, run
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
@@ -52,6 +53,8 @@ class Case:
     """Where its rotary embedding differs by that."""
     extra: dict[str, str] = field(default_factory=dict)
     """Our parameters beside those of `attention_tensors` -> theirs."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the module's forward."""
 
 
 SINKS = {"core_attention.softmax_offset": "sinks"}
@@ -109,6 +112,22 @@ CASES = {
         {"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
         layer_type="sliding_attention",
     ),
+    "value norm, keys as values, part of the pairs": Case(
+        gemma4,
+        "Gemma4Text",
+        {"attention_k_eq_v": True, "global_head_dim": 16},
+        "*",
+        {
+            "qk_layernorm": True,
+            "value_l2_norm": True,
+            "keys_as_values": True,
+            "softmax_scale": 1.0,
+            "rotary_base": 1e6,
+            "rotary_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+        layer_type="full_attention",
+        arguments={"shared_kv_states": {}},
+    ),
     "norm of all heads": Case(
         olmo2, "Olmo2", {}, "*", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}
     ),
@@ -154,7 +173,9 @@ def their_attention(case: Case):
     def forward(hidden_1Th: torch.Tensor) -> torch.Tensor:
         arguments = [] if case.layer_type is None else [case.layer_type]
         embedding = rotary(hidden_1Th, positions[None], *arguments)
-        return module(hidden_1Th, position_embeddings=embedding, attention_mask=mask)[0]
+        return module(
+            hidden_1Th, position_embeddings=embedding, attention_mask=mask, **case.arguments
+        )[0]
 
     return module, forward
 
@@ -218,7 +239,74 @@ def test_pieces_equal_the_whole(name):
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     tokens = random_tokens(2, LENGTH)
     whole = model(tokens)
+    check_pieces(model, tokens, whole)
+
+
+def check_pieces(model, tokens, whole):
     context = DictContext(model.cache_requirements(), 2)
     for cuts in ({0: (0, 13), 1: (0, 5)}, {1: (5, 6), 0: (13, 30)}, {0: (30, 37), 1: (6, 37)}):
         for (r, (start, end)), logits in zip(cuts.items(), run(model, context, tokens, cuts)):
             torch.testing.assert_close(logits, whole[r, start:end], atol=1e-5, rtol=1e-5)
+
+
+def test_shared_keys_and_values_are_those_of_their_source():
+    """With the source's projection of keys and values beside its own of the queries, and the same
+    input, a layer with keys and values of its own does the same."""
+    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}}, qk_layernorm=True)
+    source, reader = (layer.self_attention for layer in model.decoder.layers)
+    alone = small_model("W", qk_layernorm=True).decoder.layers[0].self_attention
+    theirs, queries = (m.linear_qkv.weight.unflatten(0, (2, -1)) for m in (source, reader))
+    with torch.no_grad():
+        weight = torch.cat([queries, theirs[:, queries.shape[1] :]], 1).flatten(0, 1)
+        alone.linear_qkv.weight.copy_(weight)
+        alone.linear_proj.weight.copy_(reader.linear_proj.weight)
+    hidden_Th = torch.randn(LENGTH, 48)
+    layout = RaggedLayout.uniform(1, LENGTH)
+    context = UncachedContext(layout, hidden_Th.device, shared_kv_layers={1})
+    source(hidden_Th, context)
+    output, _ = reader(hidden_Th, context)
+    expected, _ = alone(hidden_Th, UncachedContext(layout, hidden_Th.device))
+    torch.testing.assert_close(output, expected)
+    assert reader.k_layernorm is None
+
+
+@torch.inference_mode()
+def test_shared_keys_and_values_from_a_cache():
+    overrides = {"3": {"kv_source_layer": 1}, "5": {"kv_source_layer": 2}}
+    model = small_model("W*W-*", layer_overrides=overrides)
+    tokens = random_tokens(2, LENGTH)
+    kept = [layer.kv for layer in model.cache_requirements()]
+    assert [kv is None for kv in kept] == [False, False, True, True, True]
+    check_pieces(model, tokens, model(tokens))
+
+
+def test_gradients_reach_the_shared_projection_from_both_layers():
+    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}})
+    source = model.decoder.layers[0].self_attention
+    with torch.no_grad():
+        source.linear_proj.weight.zero_()  # so that only the reader uses its keys and values
+    model(random_tokens(1, 9)).square().sum().backward()
+    keys_values = source.linear_qkv.weight.grad.unflatten(0, (2, -1))[:, -24:]
+    assert keys_values.abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "overrides"),
+    [
+        ("W*", {"2": {"kv_source_layer": 1}}),
+        ("**", {"1": {"kv_source_layer": 2}}),
+        ("**", {"2": {"kv_source_layer": 0}}),
+        ("***", {"2": {"kv_source_layer": 1}, "3": {"kv_source_layer": 2}}),
+        ("**", {"2": {"kv_source_layer": 1, "kv_channels": 8}}),
+        ("WW", {"2": {"kv_source_layer": 1, "sliding_window": 3}}),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused(pattern, overrides):
+    with pytest.raises(ValueError, match=r"kv_source_layer=.; it must be a layer before it"):
+        small_config(pattern, layer_overrides=overrides)
+
+
+def test_sharing_needs_one_pipeline_stage():
+    overrides = {"2": {"kv_source_layer": 1}}
+    with pytest.raises(ValueError, match=r"one pipeline stage, but there are 2. Use 1"):
+        small_config("**", layer_overrides=overrides, pipeline_model_parallel_size=2)
