@@ -12,34 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid.compat import TransformerConfig, have_apex, replace_deprecated_defaults
+from megatron_hybrid.config_checks import (
+    check_fixed_fields,
+    check_kind,
+    check_overrides,
+    check_routing,
+    require_positive,
+)
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
-from megatron_hybrid.models.mixers.rotary import check_rotary_scaling
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2, the activation of Nemotron-H; core's own one is compiled at its first call."""
-    return F.relu(x).square()
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh approximation, the activation of Gemma."""
-    return F.gelu(x, approximate="tanh")
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), the activation of GPT-OSS; core compiles its own at the first call."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": F.relu,
-    "squared_relu": squared_relu,
-    "quick_gelu": quick_gelu,
-}
-"""The activation functions of an MLP, by the names that config.json uses."""
+from megatron_hybrid.ops.activations import ACTIVATIONS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -173,46 +154,6 @@ _LAYER_FIELDS = (
     "moe_router_topk_epsilon",
 )
 _SAVED_FIELDS = _MODEL_FIELDS + _LAYER_FIELDS
-
-# Fields of TransformerConfig that HybridModel does not act upon: the one value it accepts, and what
-# to do instead. Without this table they would be ignored in silence.
-_FIXED_FIELDS: dict[str, tuple[Any, str]] = {
-    "attention_dropout": (0.0, "use hidden_dropout"),
-    "window_size": (None, "use the symbol W in layer_pattern and sliding_window"),
-    "no_rope_freq": (None, "use layer_overrides with position_embedding_type"),
-    "multi_latent_attention": (False, "use the symbol + in layer_pattern"),
-    "window_attn_skip_freq": (None, "place the symbols W and * in layer_pattern"),
-    "experimental_attention_variant": (None, "use the symbol G in layer_pattern"),
-    "num_layers_in_first_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
-    "num_layers_in_last_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
-    "pipeline_model_parallel_layout": (None, "mark the stages with | in layer_pattern"),
-    "virtual_pipeline_model_parallel_size": (None, "use one stage per pipeline rank"),
-    "context_parallel_size": (1, "shard by tensor_model_parallel_size"),
-    "sequence_parallel": (False, "shard by tensor_model_parallel_size alone"),
-    "expert_model_parallel_size": (1, "shard by tensor_model_parallel_size"),
-    "mtp_num_layers": (None, "train without multi-token prediction"),
-    "moe_layer_freq": (1, "place the symbols E and - in layer_pattern"),
-    "moe_aux_loss_coeff": (0.0, "balance the experts by moe_router_enable_expert_bias"),
-    "moe_z_loss_coeff": (None, "balance the experts by moe_router_enable_expert_bias"),
-    "moe_input_jitter_eps": (None, "use hidden_dropout"),
-    "moe_router_dtype": ("fp32", "route in fp32"),
-    "moe_router_force_load_balancing": (False, "route by the router"),
-    "moe_expert_capacity_factor": (None, "let each expert take every token routed to it"),
-    "moe_shared_expert_overlap": (False, "run the shared expert after the others"),
-    "moe_enable_routing_replay": (False, "route by the router"),
-    "qk_clip": (False, "use qk_layernorm"),
-    "apply_rope_fusion": (False, "use the unfused RoPE"),
-    "apply_residual_connection_post_layernorm": (False, "use pre-norm residuals"),
-    "fp32_residual_connection": (False, "use params_dtype=torch.float32"),
-    "recompute_granularity": (None, "train with a smaller micro batch"),
-    "use_te_activation_func": (False, "use activation_func"),
-    "cpu_offloading": (False, "train with a smaller micro batch"),
-    "cuda_graph_impl": ("none", "run eagerly"),
-    "flash_decode": (False, "use DynamicInferenceEngine"),
-    "fp8": (None, "use params_dtype=torch.bfloat16"),
-    "fp4": (None, "use params_dtype=torch.bfloat16"),
-    "use_mup": (False, "scale the learning rates outside of the model"),
-}
 
 
 @dataclass
@@ -489,28 +430,28 @@ class HybridConfig(TransformerConfig):
                 f"{len(symbols)} layers. Leave num_layers out: it follows from the pattern."
             )
         self.num_layers = len(symbols)
-        self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
+        require_positive(self, "hidden_size", "vocab_size", "tensor_model_parallel_size")
         split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
         if self.share_embeddings_and_output_weights and self.pipeline_model_parallel_size > 1:
             raise ValueError(
                 "share_embeddings_and_output_weights=True needs embedding and output layer on one "
                 f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Untie them."
             )
-        self._check_fixed_fields()
+        check_fixed_fields(self)
         self._unify_dtypes()
         if self.has_attention:
-            self._require_positive("num_attention_heads")
+            require_positive(self, "num_attention_heads")
         else:
             # Core divides by it and shards it, attention or not.
             self.num_attention_heads = self.tensor_model_parallel_size
             self.num_query_groups = self.kv_channels = None
         if self.num_moe_experts is not None:
-            self._check_routing()  # core's own checks are assertions
+            check_routing(self)  # core's own checks are assertions
         replace_deprecated_defaults(self)
         super().__post_init__()
         for symbol in dict.fromkeys(symbols):
-            self._check_kind(symbol)
-        self._check_overrides(symbols)
+            check_kind(self, symbol)
+        check_overrides(self, symbols, _LAYER_FIELDS)
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(
                 f"layer_spec is {self.layer_spec!r}; use 'auto', 'local' or 'transformer_engine'."
@@ -539,7 +480,7 @@ class HybridConfig(TransformerConfig):
         config.layer_overrides = {}
         for name, value in fields.items():
             setattr(config, name, value)
-        config._check_kind(symbol)
+        check_kind(config, symbol)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -572,93 +513,6 @@ class HybridConfig(TransformerConfig):
             }
         return cls(**{**fields, **overrides})
 
-    def _check_kind(self, symbol: str) -> None:
-        """What the layers of one kind need, and the defaults that follow from other fields."""
-        if self.norm_placement not in ("pre", "post", "sandwich"):
-            raise ValueError(
-                f"norm_placement is {self.norm_placement!r}; use 'pre', 'post' or 'sandwich'."
-            )
-        for part in KINDS[symbol].fields:
-            getattr(self, f"_check_{part}")()
-
-    def _check_overrides(self, symbols: list[str]) -> None:
-        for layers, fields in self.layer_overrides.items():
-            if layers not in symbols and not (
-                layers.isdecimal() and 1 <= int(layers) <= len(symbols)
-            ):
-                raise ValueError(
-                    f"layer_overrides has the key {layers!r}, but keys are symbols of the "
-                    f"layer_pattern {self.layer_pattern!r} or layer numbers from '1' to "
-                    f"'{len(symbols)}'."
-                )
-            unknown = sorted(set(fields) - set(_LAYER_FIELDS))
-            if unknown:
-                raise ValueError(
-                    f"layer_overrides[{layers!r}] sets {unknown[0]!r}, which is no field of a "
-                    f"single layer. Such fields: {', '.join(_LAYER_FIELDS)}."
-                )
-        layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
-        for number, config in enumerate(layers, start=1):
-            attends = "attention" in KINDS[symbols[number - 1]].fields
-            if attends and config.kv_source_layer is not None:
-                self._check_kv_source(number, config, symbols, layers)
-
-    def _check_kv_source(
-        self, number: int, config: HybridConfig, symbols: list[str], layers: list[HybridConfig]
-    ) -> None:
-        source = config.kv_source_layer
-        if self.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                f"layer {number} has kv_source_layer={source}, which needs both layers on one "
-                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Use 1."
-            )
-        alike = ("num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size")
-        if (
-            not 1 <= source < number
-            or symbols[source - 1] != symbols[number - 1]
-            or layers[source - 1].kv_source_layer is not None
-            or any(getattr(layers[source - 1], name) != getattr(config, name) for name in alike)
-        ):
-            raise ValueError(
-                f"layer {number} ({symbols[number - 1]}) has kv_source_layer={source}; it must be "
-                "a layer before it of the same symbol, with keys and values of its own and the "
-                f"same {', '.join(alike)}."
-            )
-
-    def _require_positive(self, *fields: str) -> None:
-        for field in fields:
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of 1 or more.")
-
-    def _require_divisible(self, *fields: str) -> None:
-        size = self.tensor_model_parallel_size
-        for field in fields:
-            value = getattr(self, field)
-            if value % size:
-                raise ValueError(
-                    f"{field} is {value}, which does not divide evenly over "
-                    f"tensor_model_parallel_size={size}. Use a multiple of {size}."
-                )
-
-    def _check_fixed_fields(self) -> None:
-        for field, (accepted, instead) in _FIXED_FIELDS.items():
-            value = getattr(self, field, accepted)  # a few exist in one release only
-            if value != accepted:
-                raise ValueError(
-                    f"{field} is {value!r}, which HybridModel does not support: leave it at "
-                    f"{accepted!r} and {instead}."
-                )
-        if self.activation_func not in ACTIVATIONS.values():
-            raise ValueError(
-                f"activation_func is {self.activation_func!r}; "
-                f"use one of config.ACTIVATIONS: {', '.join(ACTIVATIONS)}."
-            )
-        if self.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(
-                f"normalization is {self.normalization!r}; use 'RMSNorm' or 'LayerNorm'."
-            )
-
     def _unify_dtypes(self) -> None:
         """`bf16` / `fp16` and `params_dtype` say one thing, whichever of them the caller set."""
         if self.bf16 or self.fp16:
@@ -684,295 +538,6 @@ class HybridConfig(TransformerConfig):
             raise ValueError(
                 f"recurrent_state_dtype is {self.recurrent_state_dtype}; "
                 "use torch.float32 or torch.bfloat16."
-            )
-
-    def _check_attention(self) -> None:
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
-                f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
-            )
-        self._require_divisible("num_query_groups")
-        self._check_position_embedding()
-        if self.position_embedding_type == "rope":
-            if not 0.0 < self.rotary_percent <= 1.0:
-                raise ValueError(
-                    f"rotary_percent is {self.rotary_percent}; it must lie in (0, 1]. "
-                    "For no rotation use position_embedding_type='none'."
-                )
-            if self.rotary_dim % 2 or not self.rotary_dim:
-                raise ValueError(
-                    f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
-                    f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
-                )
-        if self.softmax_type not in ("vanilla", "off-by-one", "learnable"):
-            raise ValueError(
-                f"softmax_type is {self.softmax_type!r}; "
-                "use 'vanilla', 'off-by-one' or 'learnable'."
-            )
-
-        if self.qk_layernorm_scope not in ("head", "all_heads"):
-            raise ValueError(
-                f"qk_layernorm_scope is {self.qk_layernorm_scope!r}; use 'head' or 'all_heads'."
-            )
-        if self.qk_layernorm_scope == "all_heads" and self.tensor_model_parallel_size > 1:
-            raise ValueError(
-                "qk_layernorm_scope='all_heads' needs all heads on one rank, but "
-                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
-            )
-        for name in ("attention_logit_softcap", "attention_temperature_floor"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be above 0.")
-
-    def _check_latent_attention(self) -> None:
-        sizes = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
-        if self.q_lora_rank is not None:
-            sizes.append("q_lora_rank")
-        self._require_positive(*sizes)
-        self._require_divisible("num_attention_heads")
-        self._check_position_embedding()
-        if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
-            raise ValueError(
-                f"RoPE rotates qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} dimensions; it needs "
-                "an even number. For no rotation use position_embedding_type='none'."
-            )
-
-    def _check_position_embedding(self) -> None:
-        if self.position_embedding_type not in ("rope", "none"):
-            raise ValueError(
-                f"position_embedding_type is {self.position_embedding_type!r}; "
-                "use 'rope' or 'none'."
-            )
-        if self.rotary_scaling is not None:
-            check_rotary_scaling(self.rotary_scaling)
-
-    def _check_window(self) -> None:
-        if self.sliding_window is None:
-            raise ValueError(
-                f"layer_pattern {self.layer_pattern!r} has sliding-window layers (W), but "
-                "sliding_window is None. Set it to the number of positions that they see."
-            )
-        self._require_positive("sliding_window")
-
-    def _check_chunk(self) -> None:
-        if self.attention_chunk_size is None:
-            raise ValueError(
-                f"layer_pattern {self.layer_pattern!r} has chunked-attention layers (L), but "
-                "attention_chunk_size is None. Set it to the number of positions of a chunk."
-            )
-        self._require_positive("attention_chunk_size")
-
-    def _check_per_layer_input(self) -> None:
-        if self.per_layer_input_size is None:
-            raise ValueError(
-                f"layer_pattern {self.layer_pattern!r} has layers of per-layer inputs (P), but "
-                "per_layer_input_size is None. Set it to the width of such an input."
-            )
-        self._require_positive("per_layer_input_size")
-        if self.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                "per-layer inputs (P) are made of the tokens, which the first pipeline stage alone "
-                f"sees, but there are {self.pipeline_model_parallel_size} stages. Use 1."
-            )
-
-    def _check_mlp(self) -> None:
-        self._require_positive("ffn_hidden_size")
-        self._require_divisible("ffn_hidden_size")
-        if self.mlp_gate_multiplier != 1.0:
-            if not self.gated_linear_unit:
-                raise ValueError(
-                    f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, but an MLP with "
-                    "gated_linear_unit=False has no gate. Leave it at 1."
-                )
-            if self.bias_activation_fusion:
-                raise ValueError(
-                    f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, which the kernels of "
-                    "bias_activation_fusion=True do not know. Use bias_activation_fusion=False."
-                )
-
-    def _check_moe(self) -> None:
-        self._check_routing()
-        sizes = ["moe_ffn_hidden_size"]
-        if self.moe_shared_expert_intermediate_size is not None:
-            sizes.append("moe_shared_expert_intermediate_size")
-        elif self.moe_shared_expert_gate:
-            raise ValueError(
-                "moe_shared_expert_gate=True gates a shared expert, but there is none: "
-                "moe_shared_expert_intermediate_size is None. Set it, or leave out the gate."
-            )
-        self._require_positive(*sizes)
-        self._require_divisible(*sizes)
-        if self.moe_latent_size is not None:
-            self._require_positive("moe_latent_size")
-        if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
-            raise ValueError(
-                f"mlp_gate_multiplier is {self.mlp_gate_multiplier} and mlp_output_multiplier "
-                f"{self.mlp_output_multiplier}, which experts do not have. Leave both at 1, or set "
-                "them by layer_overrides for the symbol -."
-            )
-
-    def _check_routing(self) -> None:
-        self._require_positive("num_moe_experts", "moe_router_topk")
-        experts, topk = self.num_moe_experts, self.moe_router_topk
-        if topk > experts:
-            raise ValueError(
-                f"moe_router_topk is {topk}, but num_moe_experts is {experts}. "
-                "A token cannot go to more experts than there are."
-            )
-        if self.moe_router_score_function not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f"moe_router_score_function is {self.moe_router_score_function!r}; "
-                "use 'softmax' or 'sigmoid'."
-            )
-        softmax = self.moe_router_score_function == "softmax"
-        if softmax and topk == 1 and not self.moe_router_pre_softmax:
-            raise ValueError(
-                "moe_router_topk=1 with a softmax over the one chosen expert weighs it 1 whatever "
-                "the router says. Set moe_router_pre_softmax=True or use 'sigmoid' scores."
-            )
-        if softmax and self.moe_router_enable_expert_bias:
-            raise ValueError(
-                "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid': "
-                "a bias that only selects is defined for independent scores."
-            )
-        if self.moe_apply_probs_on_input and topk != 1:
-            raise ValueError(
-                f"moe_apply_probs_on_input=True needs moe_router_topk=1, but it is {topk}."
-            )
-        if self.add_bias_linear and self.tensor_model_parallel_size > 1:
-            raise ValueError(
-                "add_bias_linear=True with experts needs every bias on one rank, but "
-                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
-            )
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        if (groups is None) != (chosen is None):
-            raise ValueError(
-                f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}; "
-                "set both, or none to choose among all experts."
-            )
-        if groups is None:
-            return
-        self._require_positive("moe_router_num_groups", "moe_router_group_topk")
-        per_group, rest = divmod(topk, chosen)
-        if experts % groups or chosen > groups or rest or per_group > experts // groups:
-            raise ValueError(
-                f"moe_router_num_groups={groups} and moe_router_group_topk={chosen} do not fit "
-                f"num_moe_experts={experts} and moe_router_topk={topk}: groups must divide the "
-                "experts evenly, and each chosen group must give an equal share of the top-k."
-            )
-
-    def _check_mamba(self) -> None:
-        self._require_positive(
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_expand",
-            "mamba_chunk_size",
-        )
-        self._require_conv_kernel("mamba_conv_kernel")
-        if self.mamba_num_heads is None:
-            width = self.mamba_expand * self.hidden_size
-            if width % self.mamba_head_dim:
-                raise ValueError(
-                    f"the inner width mamba_expand * hidden_size = {width} is not a multiple of "
-                    f"mamba_head_dim={self.mamba_head_dim}. Change one, or set mamba_num_heads."
-                )
-            self.mamba_num_heads = width // self.mamba_head_dim
-        self._require_positive("mamba_num_heads")
-        if self.mamba_num_heads % self.mamba_num_groups:
-            raise ValueError(
-                f"mamba_num_heads is {self.mamba_num_heads}, not a multiple of "
-                f"mamba_num_groups={self.mamba_num_groups}. Each group serves as many heads."
-            )
-        self._require_divisible("mamba_num_groups")
-        if self.mamba_gated_norm not in ("gate_first", "norm_first", "none"):
-            raise ValueError(
-                f"mamba_gated_norm is {self.mamba_gated_norm!r}; "
-                "use 'gate_first', 'norm_first' or 'none'."
-            )
-        limits = (self.mamba_dt_min, self.mamba_dt_max)
-        if limits[0] < 0 or (limits[1] is not None and limits[1] < limits[0]):
-            raise ValueError(
-                f"mamba_dt_min and mamba_dt_max are {limits}; time steps are positive, so the "
-                "limits need 0 <= mamba_dt_min <= mamba_dt_max (None: no upper limit)."
-            )
-        multipliers = self.mamba_section_multipliers
-        if multipliers is not None and len(multipliers) != 5:
-            raise ValueError(
-                f"mamba_section_multipliers is {multipliers}; it takes five factors, those of z, "
-                "x, B, C and dt."
-            )
-
-    def _check_linear(self) -> None:
-        self._require_positive("linear_key_head_dim", "linear_value_head_dim", "linear_chunk_size")
-        self._require_conv_kernel("linear_conv_kernel_dim")
-        if self.linear_num_key_heads is None:
-            self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
-        self._require_positive("linear_num_key_heads")
-        self._require_divisible("linear_num_key_heads")
-
-    def _check_mamba1(self) -> None:
-        if self.mamba1_inner_size is None:
-            self.mamba1_inner_size = 2 * self.hidden_size
-        if self.mamba1_dt_rank is None:
-            self.mamba1_dt_rank = -(-self.hidden_size // 16)
-        self._require_positive(
-            "mamba1_state_dim", "mamba1_inner_size", "mamba1_dt_rank", "mamba1_chunk_size"
-        )
-        self._require_conv_kernel("mamba1_conv_kernel")
-        self._require_divisible("mamba1_inner_size")
-        if self.mamba1_norm not in ("none", "weighted", "weightless"):
-            raise ValueError(
-                f"mamba1_norm is {self.mamba1_norm!r}; use 'none', 'weighted' or 'weightless'."
-            )
-
-    def _check_short_conv(self) -> None:
-        self._require_conv_kernel("short_conv_kernel")
-        self._require_divisible("hidden_size")
-
-    def _check_shared_block(self) -> None:
-        self._require_positive("num_shared_blocks", "shared_block_adapter_rank")
-        for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
-            if (size := getattr(self, name)) > 1:
-                raise ValueError(
-                    f"{name} is {size}, but shared blocks (Z in layer_pattern "
-                    f"{self.layer_pattern!r}) lie whole on one rank. Use 1."
-                )
-        plain = {
-            "norm_placement": "pre",
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-            "kv_source_layer": None,
-            "keys_as_values": False,
-            "attention_output_gate": False,
-            "activation_func_clamp_value": None,
-            "mlp_gate_multiplier": 1.0,
-            "mlp_output_multiplier": 1.0,
-        }
-        for name, value in plain.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, but shared blocks (Z in layer_pattern "
-                    f"{self.layer_pattern!r}) need {value!r}. Set it for the other layers alone, "
-                    "by layer_overrides."
-                )
-
-    def _check_gated_delta_net(self) -> None:
-        if self.linear_num_value_heads is None:
-            self.linear_num_value_heads = 2 * self.linear_num_key_heads
-        self._require_positive("linear_num_value_heads")
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads is {self.linear_num_value_heads}, not a multiple of "
-                f"linear_num_key_heads={self.linear_num_key_heads}. "
-                "Each key head serves as many value heads."
-            )
-
-    def _require_conv_kernel(self, field: str) -> None:
-        if getattr(self, field) < 2:
-            raise ValueError(
-                f"{field} is {getattr(self, field)}; a causal convolution needs a width of 2 "
-                "or more (4 is usual)."
             )
 
     @property

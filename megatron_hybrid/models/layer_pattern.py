@@ -22,7 +22,7 @@ class LayerKind:
     mixer_name: str
     """What norm and mixer are called in a checkpoint: as in megatron-core where it has the kind."""
     fields: tuple[str, ...] = ()
-    """The groups of config fields that it reads, each with a `HybridConfig._check_<group>`."""
+    """The groups of config fields that it reads, each with a check in `config_checks.py`."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the mixer."""
 

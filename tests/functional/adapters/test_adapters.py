@@ -1,13 +1,14 @@
 """Every adapter against transformers: same weights, same logits, same tokens.
 
-Each file of `configs/` is a tiny model. transformers builds it with random weights and saves it; what
-is compared is always its full forward pass, the one path of it that is right for all of them.
+Each file of `configs/` is a tiny model. transformers builds it with random weights and saves it;
+what is compared is always its full forward pass, the one path of it that is right for all.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_memory_only(pair):
 
 def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
     save_huggingface(pair.model, tmp_path)
-    given = json.loads(open(f"{pair.folder}/config.json").read())
+    given = json.loads((Path(pair.folder) / "config.json").read_text())
     assert json.loads((tmp_path / "config.json").read_text()) == given
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     before, after = pair.reference.model.state_dict(), again.state_dict()

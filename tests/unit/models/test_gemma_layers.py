@@ -15,9 +15,9 @@ EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12
 
 
 def randomize(module):
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    """Vectors (norms and scales) about 1, matrices about 0: transformers leaves some empty."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.2)
     return module.eval()
 
 

@@ -76,7 +76,7 @@ def test_windows_are_counted_up_to_the_context():
 
 
 def test_no_room():
-    with pytest.raises(ValueError, match="the weights take 16.2 of 17.0 GB"):
+    with pytest.raises(ValueError, match=r"the weights take 16\.2 of 17\.0 GB"):
         plan(NEMOTRON_H_8B, 17 * 10**9, 100_000)
 
 
