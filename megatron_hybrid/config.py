@@ -17,6 +17,7 @@ from megatron_hybrid.config_checks import (
     check_kind,
     check_overrides,
     check_routing,
+    check_types,
     require_positive,
 )
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
@@ -430,6 +431,7 @@ class HybridConfig(TransformerConfig):
                 f"{len(symbols)} layers. Leave num_layers out: it follows from the pattern."
             )
         self.num_layers = len(symbols)
+        check_types(type(self), {name: getattr(self, name) for name in _SAVED_FIELDS})
         require_positive(self, "hidden_size", "vocab_size", "tensor_model_parallel_size")
         split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
         if self.share_embeddings_and_output_weights and self.pipeline_model_parallel_size > 1:

@@ -6,8 +6,9 @@ the value, the limit and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.models.mixers.rotary import check_rotary_scaling
@@ -57,12 +58,35 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
 }
 
 
+_NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def check_types(config_class: type[HybridConfig], fields: Mapping[str, Any]) -> None:
+    """Whether the fields that are annotated as numbers or booleans have such values."""
+    hints = _type_hints(config_class)
+    for name, value in fields.items():
+        kinds = get_args(hints[name]) or (hints[name],)
+        accepted = [kind for kind in _NUMBERS if kind in kinds]
+        if not accepted or (value is None and type(None) in kinds):
+            continue
+        numeric = (int, float) if float in kinds else (int,) if int in kinds else ()
+        fits = bool in kinds if isinstance(value, bool) else isinstance(value, numeric)
+        if not fits:
+            known = " or ".join(_NUMBERS[kind] for kind in accepted)
+            raise ValueError(f"{name} is {value!r}; it must be {known}.")
+
+
+_type_hints = cache(get_type_hints)
+
+
 def check_kind(config: HybridConfig, symbol: str) -> None:
     """What the layers of one kind need, and the defaults that follow from other fields."""
     if config.norm_placement not in ("pre", "post", "sandwich"):
         raise ValueError(
             f"norm_placement is {config.norm_placement!r}; use 'pre', 'post' or 'sandwich'."
         )
+    if config.layernorm_epsilon < 0:
+        raise ValueError(f"layernorm_epsilon is {config.layernorm_epsilon}; it must be 0 or more.")
     for group in KINDS[symbol].fields:
         _GROUPS[group](config)
 
@@ -82,6 +106,7 @@ def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequ
                 f"layer_overrides[{layers!r}] sets {unknown[0]!r}, which is no field of a "
                 f"single layer. Such fields: {', '.join(layer_fields)}."
             )
+        check_types(type(config), fields)
     layers = [config.for_layer(number) for number in range(1, len(symbols) + 1)]
     for number, layer in enumerate(layers, start=1):
         attends = "attention" in KINDS[symbols[number - 1]].fields
@@ -149,6 +174,7 @@ def check_fixed_fields(config: HybridConfig) -> None:
 
 
 def _check_attention(config: HybridConfig) -> None:
+    require_positive(config, "num_query_groups", "kv_channels")
     if config.num_attention_heads % config.num_query_groups:
         raise ValueError(
             f"num_attention_heads is {config.num_attention_heads}, not a multiple of "
@@ -205,6 +231,8 @@ def _check_position_embedding(config: HybridConfig) -> None:
         raise ValueError(
             f"position_embedding_type is {config.position_embedding_type!r}; use 'rope' or 'none'."
         )
+    if config.rotary_base <= 0:
+        raise ValueError(f"rotary_base is {config.rotary_base}; it must be above 0.")
     if config.rotary_scaling is not None:
         check_rotary_scaling(config.rotary_scaling)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.adapters import adapters
 from megatron_hybrid.models.adapters.base import Adapter, TensorMap
+from megatron_hybrid.models.adapters.fields import check_general_keys
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
@@ -40,6 +41,10 @@ from megatron_hybrid.models.tensor_files import (
 from megatron_hybrid.models.tensor_sharding import full_shape, shard, unshard
 
 CONFIG_FILE = "config.json"
+
+_EMBEDDING = "embedding.word_embeddings.weight"  # ours
+_HEAD = "lm_head.weight"  # theirs, in every architecture
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
@@ -139,29 +144,37 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
     Args:
         folder: one of ours, or the Hugging Face folder that `model.config` was read from.
         cast: round floating-point values to a dtype of less precision, rather than refuse them.
+            A Hugging Face folder whose word embedding is in the model's dtype may have some of its
+            tensors in fp32: these are rounded in any case, as transformers does.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
-    values = _read_json(folder)
+    values, config = read_json(Path(folder) / CONFIG_FILE), model.config
     with TensorFiles.open(folder) as files:
-        given = {name: name for name in files.names()}
         if _is_huggingface(values):
             adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
-            shapes = {name: files.shape(name) for name in given}
-            maps = [
-                adapter.as_found(tensor_map, model.config, shapes)
-                for tensor_map in adapter.tensors(model.config)
-            ]
             ignored = [re.compile(pattern) for pattern in adapter.ignored]
-            given = {n: n for n in given if not any(p.fullmatch(n) for p in ignored)}
+            given = {adapter.text_name(name): name for name in files.names()}
+            given = {n: f for n, f in given.items() if not any(p.fullmatch(n) for p in ignored)}
+            shapes = {name: files.shape(file_name) for name, file_name in given.items()}
+            maps = [
+                adapter.as_found(tensor_map, config, shapes)
+                for tensor_map in adapter.tensors(config)
+            ]
+            embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
+            if config.share_embeddings_and_output_weights and _HEAD in given:
+                _drop_copy(_HEAD, embedding, given, files, str(folder))
+            mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
         else:
-            given = {canonical_name(name): name for name in given}
+            given = {canonical_name(name): name for name in files.names()}
             maps = _identity(_own_tensors(model))
+            mixed = False
         source = _Source(str(folder), given, files.shape, files.dtype, files.read)
+        rounded = _FLOATS if cast else (torch.float32,) if mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
         with progress(f"loading {folder}", drawn) as advance:
-            _load(model, maps, source, cast, advance)
+            _load(model, maps, source, rounded, advance)
 
 
 def load_state(
@@ -187,7 +200,8 @@ def load_state(
         lambda name: state[name].dtype,
         state.__getitem__,
     )
-    _load(model, _identity(_own_tensors(model)), tensors, cast, lambda num_bytes: None)
+    rounded = _FLOATS if cast else ()
+    _load(model, _identity(_own_tensors(model)), tensors, rounded, lambda num_bytes: None)
 
 
 def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
@@ -196,7 +210,8 @@ def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config.
     """
-    return config_of(_read_json(folder), str(Path(folder) / CONFIG_FILE), **overrides)
+    path = Path(folder) / CONFIG_FILE
+    return config_of(read_json(path), str(path), **overrides)
 
 
 def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
@@ -213,12 +228,16 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 
 
-def _read_json(folder: str | os.PathLike) -> dict[str, Any]:
-    path = Path(folder) / CONFIG_FILE
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or no JSON object.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; {folder} is no checkpoint.") from error
+        raise CheckpointError(f"{path} does not exist; {path.parent} is no checkpoint.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
@@ -232,7 +251,7 @@ def _is_huggingface(values: Mapping[str, Any]) -> bool:
 
 def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     model_type = hf.get("model_type")
-    if model_type not in adapters():
+    if not isinstance(model_type, str) or model_type not in adapters():
         raise CheckpointError(
             f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
             f"{', '.join(sorted(adapters()))}. docs/adding_a_model.md says how to add one."
@@ -242,8 +261,10 @@ def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
 
 def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
     try:
-        fields = _adapter(hf, source).config(hf)
-        hf = fields.setdefault("huggingface_config", dict(hf))
+        adapter = _adapter(hf, source)
+        hf = adapter.text_config(hf)
+        check_general_keys(hf)
+        fields = {**adapter.config(hf), "huggingface_config": hf}
         dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
         fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
         return HybridConfig(**{**fields, **overrides})
@@ -251,6 +272,18 @@ def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) ->
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{source} is no usable config: {error}") from error
+
+
+def _drop_copy(
+    name: str, original: str, given: dict[str, str], files: TensorFiles, source: str
+) -> None:
+    """Pass over an output layer that is stored beside the word embedding that it is tied to."""
+    copy = files.read(given.pop(name))
+    if original in given and not torch.equal(copy, files.read(given[original])):
+        raise CheckpointError(
+            f"{name} differs from {original} in {source}, though config.json says that they are "
+            "one (tie_word_embeddings). Config and weights do not belong together."
+        )
 
 
 def _own_tensors(model: HybridModel) -> dict[str, Tensor]:
@@ -280,7 +313,7 @@ def _load(
     model: HybridModel,
     maps: list[TensorMap],
     source: _Source,
-    cast: bool,
+    rounded: tuple[torch.dtype, ...],
     advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model; all is checked before the first one is."""
@@ -298,7 +331,7 @@ def _load(
             _listing(sorted(extra), f"in {source.name}, but the model does not have")
         )
     for tensor_map in maps:
-        _check_map(tensor_map, own, tp.size(), source, cast)
+        _check_map(tensor_map, own, tp.size(), source, rounded)
     with torch.no_grad():
         for tensor_map in maps:
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
@@ -309,7 +342,11 @@ def _load(
 
 
 def _check_map(
-    tensor_map: TensorMap, own: Mapping[str, Tensor], tp_size: int, source: _Source, cast: bool
+    tensor_map: TensorMap,
+    own: Mapping[str, Tensor],
+    tp_size: int,
+    source: _Source,
+    rounded: tuple[torch.dtype, ...],
 ) -> None:
     """Shapes and dtypes, from headers alone."""
     ours = [
@@ -320,17 +357,25 @@ def _check_map(
         given = source.given[name]
         if source.shape(given) != tuple(expected.shape):
             raise CheckpointError(
-                f"{name} has shape {list(source.shape(given))} in {source.name}, but the model's "
+                f"{given} has shape {list(source.shape(given))} in {source.name}, but the model's "
                 f"config gives it {list(expected.shape)}. Config and weights do not belong "
                 "together."
             )
         dtype = source.dtype(given)
-        exact = torch.promote_types(dtype, expected.dtype) == expected.dtype
-        if not (exact or cast) or dtype.is_floating_point != expected.dtype.is_floating_point:
-            raise CheckpointError(
-                f"{name} is {dtype} in {source.name}, but {expected.dtype} in the model. "
-                "Set params_dtype alike, or load with cast=True."
+        if dtype == expected.dtype or dtype in rounded:
+            continue
+        if dtype not in _FLOATS:
+            remedy = "Quantized weights are not read: dequantize them first."
+        elif torch.promote_types(dtype, expected.dtype) == expected.dtype:
+            continue
+        else:
+            remedy = (
+                "Set params_dtype alike, or have it rounded: by dtype=... of load_pretrained, "
+                "--dtype of megatron-hybrid convert, cast=True of load_checkpoint."
             )
+        raise CheckpointError(
+            f"{given} is {dtype} in {source.name}, but {expected.dtype} in the model. {remedy}"
+        )
 
 
 def _listing(names: list[str], relation: str) -> str:

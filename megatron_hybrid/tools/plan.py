@@ -5,7 +5,6 @@ All numbers follow from the config: the model is built without storage, and aske
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.memory import cache_spec_of
-from megatron_hybrid.models.checkpoint import CONFIG_FILE, CheckpointError, config_of
+from megatron_hybrid.models.checkpoint import CONFIG_FILE, config_of, read_json
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
 
@@ -87,13 +86,7 @@ def read_model_config(path: str) -> HybridConfig:
         CheckpointError: it cannot be read or used.
     """
     file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, not a JSON object.")
-    return config_of(values, str(file), perform_initialization=False)
+    return config_of(read_json(file), str(file), perform_initialization=False)
 
 
 def parse_count(text: str) -> int:

@@ -22,5 +22,6 @@ def adapters() -> dict[str, Adapter]:
     for module in iter_modules(__path__):
         if module.name not in _SHARED:
             adapter = import_module(f"{__name__}.{module.name}").ADAPTER
-            found.update(dict.fromkeys(adapter.model_types, adapter))
+            types = adapter.model_types + adapter.composite_types
+            found.update(dict.fromkeys(types, adapter))
     return found

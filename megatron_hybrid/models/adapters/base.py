@@ -29,15 +29,50 @@ class Adapter(ABC):
     model_types: tuple[str, ...]
     """The `model_type`s of config.json that this adapter reads."""
 
+    composite_types: tuple[str, ...] = ()
+    """The `model_type`s of models that take images or sound too, and whose `text_config` is of one
+    of `model_types`. Their language model is read, and written as a folder of that alone."""
+
+    composite_tied: bool = False
+    """`tie_word_embeddings` of such a model whose config.json does not say it."""
+
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensor names that hold nothing of the model, such as tables that are
     computed anew; they are neither read nor written."""
 
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of the language model: `hf` itself, or what a composite one says of it.
+
+        Raises:
+            ValueError: a composite one says nothing of it, or it is another model.
+        """
+        if hf["model_type"] not in self.composite_types:
+            return dict(hf)
+        text = hf.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"config.json has text_config={text!r}, where its language model goes")
+        defaults = {"model_type": self.model_types[0], "tie_word_embeddings": self.composite_tied}
+        text = {**defaults, **text}
+        if text["model_type"] not in self.model_types:
+            raise ValueError(
+                f"config.json has a text_config of the model_type {text['model_type']!r}; only "
+                f"{' or '.join(map(repr, self.model_types))} is supported"
+            )
+        whole = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+        return text | {key: hf[key] for key in whole if hf.get(key) is not None}
+
+    def text_name(self, name: str) -> str:
+        """What a folder of the language model alone calls a tensor of a folder."""
+        spellings = {"model.language_model.": "model.", "language_model.": ""}
+        for prefix, plain in spellings.items() if self.composite_types else ():
+            if name.startswith(prefix):
+                return plain + name.removeprefix(prefix)
+        return name
+
     @abstractmethod
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of HybridConfig for a config.json. `params_dtype` is filled in by the caller, and
-        `huggingface_config` too where the adapter does not put another config.json there, that of
-        the part of a composite model which this one is.
+        """Fields of HybridConfig for a config.json (`text_config`). `params_dtype` and
+        `huggingface_config` are filled in by the caller.
 
         Raises:
             ValueError: the config asks for what cannot be done here; names key and value.
@@ -50,7 +85,8 @@ class Adapter(ABC):
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
     ) -> TensorMap:
-        """One of `tensors` for reading a folder that holds tensors of these names and shapes.
+        """One of `tensors` for reading a folder that holds tensors of these names (`text_name`) and
+        shapes.
 
         For architectures whose folders are of several kinds; `tensors` is what gets written.
         """

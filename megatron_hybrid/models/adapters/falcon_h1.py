@@ -39,6 +39,8 @@ class FalconH1(Adapter):
             hf,
             hidden_act=("silu", "swish"),
             projectors_bias=hf.get("mamba_proj_bias", False),
+            attn_layer_indices=None,
+            mamba_use_mlp=True,
         )
         gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
         attention = attention_fields(hf)

@@ -18,6 +18,39 @@ _ACTIVATION_NAMES = {
 }
 
 
+_GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+    ): (int, "a whole number"),
+    ("rms_norm_eps", "initializer_range", "rope_theta"): (int | float, "a number"),
+    ("rope_parameters", "rope_scaling", "quantization_config", "linear_attn_config"): (
+        Mapping,
+        "an object",
+    ),
+    ("layer_types", "layers_block_type"): (list, "a list"),
+}
+"""Keys of many architectures that adapters reckon with, and the type of their values."""
+
+
+def check_general_keys(hf: Mapping[str, Any]) -> None:
+    """Raises ValueError where one of them has a value of another type."""
+    for keys, (kind, name) in _GENERAL_KEYS.items():
+        for key in keys:
+            value = hf.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise ValueError(f"config.json has {key}={value!r}, which must be {name}")
+
+
 def required(hf: Mapping[str, Any], key: str) -> Any:
     """hf[key]; ValueError where it is missing."""
     if hf.get(key) is None:
@@ -57,6 +90,7 @@ def model_fields(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[s
             f"config.json has a quantization_config of quant_method={method!r}; only unquantized "
             "weights can be read: load them in transformers, dequantize, and save them again"
         )
+    only(hf, per_layer_config=(None, {}))
     return {
         "vocab_size": required(hf, "vocab_size"),
         "hidden_size": required(hf, "hidden_size"),
@@ -142,7 +176,7 @@ def time_step_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"mamba_dt_min": low, "mamba_dt_max": None if unlimited else high}
 
 
-_LAYER_SYMBOLS = {
+MAMBA2_SYMBOLS = {
     "linear_attention": "M",
     "mamba": "M",
     "full_attention": "*",
@@ -150,23 +184,29 @@ _LAYER_SYMBOLS = {
     "mlp": "-",
     "moe": "E",
 }
-
-
-def mamba2_symbols(layer_types: Sequence[str]) -> list[str]:
-    """Layer symbols of a Mamba-2 hybrid, from transformers' layer types or their older names."""
-    return symbols_of(layer_types, _LAYER_SYMBOLS)
-
+"""The layer types of a Mamba-2 hybrid, and their older names."""
 
 WINDOW_SYMBOLS = {"sliding_attention": "W", "full_attention": "*"}
 """The layer types of a model whose layers all attend, some of them within a window."""
 
 
-def symbols_of(layer_types: Sequence[str], symbols: Mapping[str, str]) -> list[str]:
-    """Layer symbols of transformers' layer types; ValueError for one that is not in the table."""
-    unknown = sorted(set(layer_types) - symbols.keys())
+def symbols_of(
+    layer_types: Sequence[str | None], symbols: Mapping[str, str], num_layers: int
+) -> list[str]:
+    """Layer symbols of transformers' layer types.
+
+    Raises:
+        ValueError: one is not in the table, or they are more or less than the layers.
+    """
+    unknown = [kind for kind in layer_types if kind not in symbols]
     if unknown:
         raise ValueError(
             f"config.json has the layer type {unknown[0]!r}; supported are {', '.join(symbols)}"
+        )
+    if len(layer_types) != num_layers:
+        raise ValueError(
+            f"config.json names the types of {len(layer_types)} layers, but has "
+            f"num_hidden_layers={num_layers}"
         )
     return [symbols[kind] for kind in layer_types]
 

@@ -54,9 +54,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class Gemma3(Adapter):
-    """`Gemma3ForCausalLM` and `Gemma2ForCausalLM`."""
+    """`Gemma3ForCausalLM`, the language model of `Gemma3ForConditionalGeneration`, and
+    `Gemma2ForCausalLM`."""
 
     model_types = ("gemma3_text", "gemma2")
+    composite_types = ("gemma3",)
+    composite_tied = True
+    ignored = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
@@ -65,7 +69,7 @@ class Gemma3(Adapter):
         is_gemma3 = hf["model_type"] == "gemma3_text"
         if is_gemma3:
             only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
-        pattern = symbols_of(_layer_types(hf), WINDOW_SYMBOLS)
+        pattern = symbols_of(_layer_types(hf), WINDOW_SYMBOLS, hf["num_hidden_layers"])
         rotary = {
             symbol: _rotary(hf, kind)
             for kind, symbol in WINDOW_SYMBOLS.items()

@@ -53,9 +53,12 @@ _ROPE = {
 
 
 class Gemma4(Adapter):
-    """`Gemma4ForCausalLM`."""
+    """`Gemma4ForCausalLM`, and the language model of `Gemma4ForConditionalGeneration`."""
 
     model_types = ("gemma4_text",)
+    composite_types = ("gemma4",)
+    composite_tied = True
+    ignored = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
@@ -66,7 +69,7 @@ class Gemma4(Adapter):
             only(hf, vocab_size_per_layer_input=hf["vocab_size"])
         kinds = _layer_types(hf)
         rope = hf.get("rope_parameters") or _ROPE
-        symbols = symbols_of(kinds, WINDOW_SYMBOLS)
+        symbols = symbols_of(kinds, WINDOW_SYMBOLS, hf["num_hidden_layers"])
         overrides = {
             symbol: rotary_fields({"rope_parameters": rope[kind]})
             for kind, symbol in dict(zip(kinds, symbols)).items()
@@ -83,7 +86,7 @@ class Gemma4(Adapter):
             if fields:
                 overrides[str(number)] = fields
         return {
-            **model_fields(hf),
+            **model_fields({**hf, "per_layer_config": None}),  # see _single_layers
             **attention_fields(hf),
             "layer_pattern": "".join(symbol + layer for symbol in symbols),
             "layer_overrides": overrides,
@@ -184,6 +187,10 @@ def _single_layers(
         behind: how many layers of ours follow the attention of each of theirs.
     """
     given = hf.get("per_layer_config")
+    if given is not None:  # transformers pads the numbers: "05"
+        given = {int(layer): fields for layer, fields in given.items()}
+        if unknown := sorted(given.keys() - range(len(kinds))):
+            raise ValueError(f"config.json has per_layer_config for the layer {unknown[0]}")
     heads = {"head_dim": hf["global_head_dim"]}
     if hf.get("attention_k_eq_v") and hf.get("num_global_key_value_heads"):
         heads["num_key_value_heads"] = hf["num_global_key_value_heads"]
@@ -193,7 +200,7 @@ def _single_layers(
         number = 1 + i * (1 + behind)
         own = heads if kind == "full_attention" else {}
         if given is not None:
-            own = given.get(str(i), {})
+            own = given.get(i, {})
         if unknown := sorted(set(own) - names.keys()):
             raise ValueError(f"config.json has per_layer_config with {unknown[0]!r} for layer {i}")
         fields = {names[name]: value for name, value in own.items()}

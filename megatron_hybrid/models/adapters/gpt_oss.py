@@ -49,12 +49,13 @@ class GptOss(Adapter):
         types = hf.get("layer_types") or [
             "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
         ]
+        symbols = symbols_of(types, WINDOW_SYMBOLS, layers)
         has_rope = hf.get("rope_parameters") or hf.get("rope_scaling")
         return {
             **model_fields({"rms_norm_eps": 1e-5, **hf}),
             **attention_fields({"head_dim": 64, **hf}),
             **rotary_fields(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
-            "layer_pattern": "".join(f"{symbol}E" for symbol in symbols_of(types, WINDOW_SYMBOLS)),
+            "layer_pattern": "".join(f"{symbol}E" for symbol in symbols),
             "sliding_window": hf.get("sliding_window", 128),
             "softmax_type": "learnable",
             "add_bias_linear": True,

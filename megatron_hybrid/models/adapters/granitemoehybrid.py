@@ -8,14 +8,15 @@ from typing import Any
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.adapters.base import Adapter, TensorMap
 from megatron_hybrid.models.adapters.fields import (
+    MAMBA2_SYMBOLS,
     activation,
     attention_fields,
     mamba2_fields,
-    mamba2_symbols,
     model_fields,
     only,
     required,
     rotary_fields,
+    symbols_of,
 )
 from megatron_hybrid.models.adapters.tensors import (
     mamba2_hybrid_layer,
@@ -34,7 +35,7 @@ class GraniteMoeHybrid(Adapter):
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         num_layers = required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
-        symbols = mamba2_symbols(types)
+        symbols = symbols_of(types, MAMBA2_SYMBOLS, num_layers)
         mlp = "E" if hf.get("num_local_experts", 8) else "-"
         position = hf.get("position_embedding_type")
         fields = {

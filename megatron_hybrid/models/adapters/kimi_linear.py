@@ -41,16 +41,19 @@ class KimiLinear(Adapter):
         only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)
         only(hf, moe_renormalize=True, moe_router_activation_func="sigmoid", moe_layer_freq=1)
         only(hf, num_nextn_predict_layers=(0, None))
+        # Of later models with this model_type.
+        only(hf, mla_use_output_gate=(False, None), routed_expert_hidden_size=None)
+        only(hf, attn_res_block_size=None)
         linear = hf.get("linear_attn_config") or {}
         head_dim = linear.get("head_dim", hf.get("linear_head_dim", 128))
-        mlps = symbols_of(_mlp_types(hf), _MLPS)
+        num_layers = required(hf, "num_hidden_layers")
+        mixers = symbols_of(_types(hf, num_layers), _MIXERS, num_layers)
+        mlps = symbols_of(_mlp_types(hf, num_layers), _MLPS, num_layers)
         fields = {
             **model_fields({"rms_norm_eps": 1e-5, **hf}),
             **latent_attention_fields(hf),
             "position_embedding_type": "none",
-            "layer_pattern": "".join(
-                mixer + mlp for mixer, mlp in zip(symbols_of(_types(hf), _MIXERS), mlps)
-            ),
+            "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "linear_num_key_heads": linear.get("num_heads", hf.get("linear_num_heads", 32)),
             "linear_key_head_dim": head_dim,
             "linear_value_head_dim": head_dim,
@@ -106,9 +109,8 @@ class KimiLinear(Adapter):
         return tensor_map
 
 
-def _types(hf: Mapping[str, Any]) -> list[str]:
-    """ "linear_attention" or "full_attention" for each layer."""
-    num_layers = required(hf, "num_hidden_layers")
+def _types(hf: Mapping[str, Any], num_layers: int) -> list[str | None]:
+    """ "linear_attention" or "full_attention" for each layer; None for one that has no entry."""
     linear = hf.get("linear_attn_config") or {}
     types = hf.get("layer_types")
     if types is None and {"full_attn_layers", "kda_layers"} <= linear.keys():
@@ -119,25 +121,15 @@ def _types(hf: Mapping[str, Any]) -> list[str]:
         types = [
             "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers)
         ]
-    return _one_for_each(types, num_layers, "attention")
+    return types
 
 
-def _mlp_types(hf: Mapping[str, Any]) -> list[str]:
+def _mlp_types(hf: Mapping[str, Any], num_layers: int) -> list[str]:
     """ "dense" or "sparse" for each layer."""
-    num_layers = required(hf, "num_hidden_layers")
     types = hf.get("mlp_layer_types")
     if types is None:
         dense = hf.get("first_k_dense_replace", 1)
         types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
-    return _one_for_each(types, num_layers, "MLP")
-
-
-def _one_for_each(types: list[str], num_layers: int, what: str) -> list[str]:
-    if len(types) != num_layers or None in types:
-        raise ValueError(
-            f"config.json has num_hidden_layers={num_layers}, but names the {what} kind of its "
-            f"layers as {types!r}"
-        )
     return types
 
 

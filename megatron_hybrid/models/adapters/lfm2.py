@@ -13,6 +13,7 @@ from megatron_hybrid.models.adapters.fields import (
     only,
     required,
     rotary_fields,
+    symbols_of,
 )
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
@@ -75,10 +76,7 @@ def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
     """The symbol of each layer's mixer."""
-    layer_types = required(hf, "layer_types")
-    for kind in layer_types:
-        only({"layer_types": kind}, layer_types=tuple(_SYMBOLS))
-    return [_SYMBOLS[kind] for kind in layer_types]
+    return symbols_of(required(hf, "layer_types"), _SYMBOLS, required(hf, "num_hidden_layers"))
 
 
 def mixer_tensors(config: HybridConfig, layer: int, theirs: str) -> Iterator[TensorMap]:

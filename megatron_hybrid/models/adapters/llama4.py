@@ -27,10 +27,11 @@ from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 class Llama4(Adapter):
-    """`Llama4ForCausalLM`."""
+    """`Llama4ForCausalLM`, and the language model of `Llama4ForConditionalGeneration`."""
 
     model_types = ("llama4_text",)
-    ignored = (r".*\.rotary_emb\.inv_freq",)
+    composite_types = ("llama4",)
+    ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""

@@ -38,7 +38,12 @@ class MiniMaxM2(Adapter):
             qk_norm_type="per_layer",
             shared_intermediate_size=0,
             router_jitter_noise=0.0,
+            sliding_window=None,
+            layernorm_full_attention_beta=1,
+            layernorm_mlp_beta=1,
         )
+        for kind in hf.get("attn_type_list") or ():
+            only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
         heads = attention_fields({"head_dim": 128, **hf})
         if (rotary_dim := hf.get("rotary_dim")) is not None:
             hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}

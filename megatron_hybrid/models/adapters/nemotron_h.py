@@ -9,12 +9,14 @@ from typing import Any
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.adapters.base import Adapter, TensorMap
 from megatron_hybrid.models.adapters.fields import (
+    MAMBA2_SYMBOLS,
     activation,
     attention_fields,
-    mamba2_symbols,
+    grouped_expert_fields,
     model_fields,
     only,
     required,
+    symbols_of,
 )
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
@@ -44,7 +46,8 @@ class NemotronH(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
         hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
-        hf = {"layer_norm_epsilon": 1e-5, "head_dim": 128, **hf}
+        head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
+        hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
         only(
             hf,
             mamba_hidden_act=("silu", "swish"),
@@ -95,32 +98,24 @@ class NemotronH(Adapter):
 def _pattern(hf: Mapping[str, Any]) -> str:
     if (pattern := hf.get("hybrid_override_pattern")) is not None:
         return pattern
-    return "".join(mamba2_symbols(required(hf, "layers_block_type")))
+    types = required(hf, "layers_block_type")
+    return "".join(symbols_of(types, MAMBA2_SYMBOLS, len(types)))  # num_hidden_layers may be stale
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     only(hf, mlp_bias=False, norm_topk_prob=True)
-    groups, chosen = hf.get("n_group", 1), hf.get("topk_group", 1)
-    topk = hf.get("num_experts_per_tok", 2)
-    if groups > 1 and topk != 2 * chosen:
-        # transformers scores a group by its best two experts, the router here by as many as each
-        # chosen group gives.
-        raise ValueError(
-            f"config.json has num_experts_per_tok={topk} and topk_group={chosen}; with n_group "
-            "above 1, only two experts of each chosen group are supported"
-        )
-    return {
-        "num_moe_experts": hf.get("n_routed_experts", 8),
-        "moe_ffn_hidden_size": hf.get("moe_intermediate_size", 7688),
-        "moe_shared_expert_intermediate_size": hf.get("moe_shared_expert_intermediate_size", 7688),
-        "moe_latent_size": hf.get("moe_latent_size"),
-        "moe_router_topk": topk,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": chosen if groups > 1 else None,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
-    }
+    fields = grouped_expert_fields(
+        num_experts=hf.get("n_routed_experts", 8),
+        topk=hf.get("num_experts_per_tok", 2),
+        width=hf.get("moe_intermediate_size", 7688),
+        num_shared=0,
+        groups=hf.get("n_group", 1),
+        chosen_groups=hf.get("topk_group", 1),
+        scaling_factor=hf.get("routed_scaling_factor", 1.0),
+    )
+    shared = hf.get("moe_shared_expert_intermediate_size", 7688)
+    latent = hf.get("moe_latent_size")
+    return {**fields, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
 
 
 ADAPTER = NemotronH()

@@ -15,6 +15,7 @@ from megatron_hybrid.models.adapters.fields import (
     only,
     required,
     rotary_fields,
+    symbols_of,
 )
 from megatron_hybrid.models.adapters.layouts import joined
 from megatron_hybrid.models.adapters.tensors import (
@@ -23,6 +24,7 @@ from megatron_hybrid.models.adapters.tensors import (
     model_tensors,
     same,
 )
+from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _NORMS = {
     "attention_layer_norm": "input_layernorm",
@@ -41,17 +43,17 @@ class OlmoHybrid(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
         only(hf, attention_bias=False)
-        layer_types = _layer_types(hf)
+        mixers = _mixers(hf)
         heads = required(hf, "num_attention_heads")
         key_heads = hf.get("linear_num_key_heads") or heads
         key_dim = hf.get("linear_key_head_dim") or int(0.75 * hf["hidden_size"] / key_heads)
         behind = {"norm_placement": "post"}
-        mlps = {str(2 * i): behind for i, kind in enumerate(layer_types, 1) if kind != _LINEAR}
+        mlps = {str(2 * i): behind for i, symbol in enumerate(mixers, 1) if symbol == "*"}
         return {
             **model_fields(hf),
             **attention_fields(hf),
             **_rotary_fields(hf),
-            "layer_pattern": "".join("G-" if kind == _LINEAR else "*-" for kind in layer_types),
+            "layer_pattern": "".join(f"{symbol}-" for symbol in mixers),
             "layer_overrides": {"*": behind, **mlps},
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
@@ -69,10 +71,10 @@ class OlmoHybrid(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, kind in enumerate(_layer_types(config.huggingface_config)):
+        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            if kind == _LINEAR:
+            if symbol == "G":
                 norms = {
                     f"{mixer}.input_layernorm": "attention_layer_norm",
                     f"{mlp}.pre_mlp_layernorm": "feedforward_layer_norm",
@@ -109,24 +111,18 @@ class OlmoHybrid(Adapter):
         return tensor_map
 
 
-_LINEAR = "linear_attention"
+_SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
 
-def _layer_types(hf: Mapping[str, Any]) -> list[str]:
-    """ "linear_attention" or "full_attention" for each layer."""
+def _mixers(hf: Mapping[str, Any]) -> list[str]:
+    """G or * for each of their layers."""
     num_layers = required(hf, "num_hidden_layers")
     types = hf.get("layer_types")
     if types is None:
-        types = ["full_attention" if i % 4 == 3 else _LINEAR for i in range(num_layers)]
+        types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)]
         if "full_attention" not in types:
             types[-1] = "full_attention"
-    unknown = set(types) - {_LINEAR, "full_attention"}
-    if unknown or len(types) != num_layers:
-        raise ValueError(
-            f"config.json has layer_types={types!r}; it must name num_hidden_layers={num_layers} "
-            f"times {_LINEAR!r} or 'full_attention'"
-        )
-    return types
+    return symbols_of(types, _SYMBOLS, num_layers)
 
 
 def _rotary_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

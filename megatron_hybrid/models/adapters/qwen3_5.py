@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.adapters.base import TensorMap
-from megatron_hybrid.models.adapters.fields import required
+from megatron_hybrid.models.adapters.fields import only, required
 from megatron_hybrid.models.adapters.layouts import joined
 from megatron_hybrid.models.adapters.qwen3_next import Qwen3Next
 
 
 class Qwen35(Qwen3Next):
-    """`Qwen3_5ForCausalLM`, and the language model of `Qwen3_5ForConditionalGeneration`.
+    """`Qwen3_5ForCausalLM`, and the language model of `Qwen3_5ForConditionalGeneration`."""
 
-    What was read from the latter is written as the former: no images come in here.
-    """
-
-    model_types = ("qwen3_5_text", "qwen3_5")
+    model_types = ("qwen3_5_text",)
+    composite_types = ("qwen3_5",)
     ignored = (r"mtp\..*", r"model\.visual\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
-        text = hf.get("text_config")
-        if text is None:
-            return super().config(hf)
-        text = {
-            **text,
-            "model_type": self.model_types[0],
-            "tie_word_embeddings": hf.get("tie_word_embeddings", False),
-        }
-        if (dtype := hf.get("dtype") or hf.get("torch_dtype")) is not None:
-            text.setdefault("dtype", dtype)
-        return {**super().config(text), "huggingface_config": text}
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
-        """See `Adapter.as_found`: in a folder with vision the text model lies deeper."""
-        if f"model.language_{tensor_map.theirs[0]}" not in shapes:
-            return tensor_map
-        theirs = tuple(f"model.language_{name}" for name in tensor_map.theirs)
-        return replace(tensor_map, theirs=theirs)
+        only(hf, attn_output_gate=True)
+        return super().config(hf)
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
         return "-" * required(hf, "num_hidden_layers")

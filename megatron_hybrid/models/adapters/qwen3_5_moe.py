@@ -15,7 +15,8 @@ from megatron_hybrid.models.adapters.tensors import same
 class Qwen35Moe(Qwen35):
     """`Qwen3_5MoeForCausalLM`, and the language model of `Qwen3_5MoeForConditionalGeneration`."""
 
-    model_types = ("qwen3_5_moe_text", "qwen3_5_moe")
+    model_types = ("qwen3_5_moe_text",)
+    composite_types = ("qwen3_5_moe",)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -27,12 +28,9 @@ class Qwen35Moe(Qwen35):
             kind = (
                 "gate_up_proj" if len(tensor_map.theirs) > config.num_moe_experts else "down_proj"
             )
-            stacked = super().as_found(
-                same(tensor_map.ours[0], f"{experts}.experts.{kind}"), config, shapes
-            )
-            if stacked.theirs[0] in shapes:
-                return stacked
-        return super().as_found(tensor_map, config, shapes)
+            if (stacked := f"{experts}.experts.{kind}") in shapes:
+                return same(tensor_map.ours[0], stacked)
+        return tensor_map
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
         return "E" * required(hf, "num_hidden_layers")

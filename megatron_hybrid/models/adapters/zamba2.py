@@ -13,6 +13,7 @@ from megatron_hybrid.models.adapters.fields import (
     only,
     required,
     rotary_fields,
+    symbols_of,
 )
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
@@ -35,15 +36,17 @@ class Zamba2(Adapter):
         hf = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, **hf}
         # Without tie_word_embeddings, transformers does not tie the shared blocks either.
         only(hf, add_bias_linear=False, use_conv_bias=True, tie_word_embeddings=True)
+        only(hf, use_long_context=False)  # releases of transformers rescale RoPE for it, or do not
         hidden, heads = required(hf, "hidden_size"), required(hf, "num_attention_heads")
         head_dim = 2 * hidden // heads
         mamba_heads = required(hf, "n_mamba_heads")
+        types, layers = required(hf, "layers_block_type"), required(hf, "num_hidden_layers")
         mixing = rotary_fields(hf) if hf.get("use_mem_rope", False) else {}
         return {
             **model_fields(hf),
             **mixing,
             "position_embedding_type": "rope" if mixing else "none",
-            "layer_pattern": _pattern(hf),
+            "layer_pattern": "".join(symbols_of(types, _SYMBOLS, layers)),
             "num_attention_heads": heads,
             "num_query_groups": hf.get("num_key_value_heads") or heads,
             "kv_channels": head_dim,
@@ -84,16 +87,6 @@ class Zamba2(Adapter):
             yield same(f"{ours}.mixer.norm.weight", f"{mamba}.input_layernorm.weight")
             yield from mamba2_tensors(config, f"{ours}.mixer.mamba", f"{mamba}.mamba")
             number += 1
-
-
-def _pattern(hf: Mapping[str, Any]) -> str:
-    types = required(hf, "layers_block_type")
-    unknown = sorted(set(types) - _SYMBOLS.keys())
-    if unknown:
-        raise ValueError(
-            f"config.json has the layer type {unknown[0]!r}; supported are {', '.join(_SYMBOLS)}"
-        )
-    return "".join(_SYMBOLS[kind] for kind in types)
 
 
 def _block_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:

@@ -76,8 +76,8 @@ class Mamba2Mixer(Mixer):
         multipliers = None
         if config.mamba_section_multipliers is not None:
             factors = torch.tensor(config.mamba_section_multipliers, dtype=config.params_dtype)
-            widths = torch.tensor([size // tp_size for size in sections])
-            multipliers = factors.repeat_interleave(widths)
+            widths = [size // tp_size for size in sections]
+            multipliers = torch.cat([f.expand(width) for f, width in zip(factors, widths)])
         self.register_buffer("multipliers", multipliers, persistent=False)
         self.conv1d = ShortConv(
             (inner, group_states, group_states),

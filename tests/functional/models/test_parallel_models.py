@@ -61,6 +61,41 @@ CONFIG = HybridConfig(
     moe_shared_expert_gate=True,
     init_method_std=0.15,
 )
+# The other layer kinds and options, of which some keep to one pipeline stage.
+ONE_STAGE = HybridConfig(
+    layer_pattern="LH-P*DW*",
+    hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=61,
+    share_embeddings_and_output_weights=True,
+    ffn_hidden_size=80,
+    sliding_window=7,
+    attention_chunk_size=9,
+    norm_placement="sandwich",
+    layer_overrides={
+        "L": {"softmax_type": "learnable", "attention_output_gate": True, "qk_l2_norm": True},
+        "H": {"add_bias_linear": True, "mamba_proj_bias": True},
+        "-": {"mlp_gate_multiplier": 0.7, "mlp_output_multiplier": 1.3},
+        "W": {"keys_as_values": True, "value_l2_norm": True},
+        "D": {"layer_scalar": True},
+        "8": {"kv_source_layer": 5},
+    },
+    mamba_head_dim=16,
+    mamba_state_dim=12,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    mamba_gated_norm="norm_first",
+    mamba_section_multipliers=[0.5, 0.75, 1.5, 2.0, 1.25],
+    attention_output_multiplier=0.8,
+    mamba_input_multiplier=1.2,
+    per_layer_input_size=10,
+    num_moe_experts=5,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=20,
+    init_method_std=0.15,
+)
+MODELS = {"stages": CONFIG, "one_stage": ONE_STAGE}
 
 
 def batch():
@@ -139,39 +174,53 @@ def worker(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
-    results = {"tensor": run_tensor_parallel(folder)}
-    parallel_state.destroy_model_parallel()
-    results["pipeline"] = run_pipeline_parallel(folder)
+    results = {}
+    for name in MODELS:
+        results[name] = {"tensor": run_tensor_parallel(folder / name)}
+        parallel_state.destroy_model_parallel()
+    results["stages"]["pipeline"] = run_pipeline_parallel(folder / "stages")
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """(one process, rank 0, rank 1), and the folder."""
+def outcomes(tmp_path_factory):
+    """For each model (one process, [rank 0, rank 1], folder)."""
     folder = tmp_path_factory.mktemp("parallel")
-    torch.manual_seed(3)
-    model = build_hybrid_model(dataclasses.replace(CONFIG))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    save_checkpoint(model, folder)
-    single = {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
+    single = {name: single_process(config, folder / name) for name, config in MODELS.items()}
     mp.spawn(worker, args=(folder,), nprocs=RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
-    return single, ranks, folder
+    return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
 
 
+def single_process(config, folder):
+    torch.manual_seed(3)
+    model = build_hybrid_model(dataclasses.replace(config))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dim() == 1 and not name.endswith("multipliers"):  # which no checkpoint holds
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    save_checkpoint(model, folder)
+    return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
+
+
+@pytest.fixture
+def outcome(outcomes):
+    """Of the model that runs in stages too."""
+    return outcomes["stages"]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("what", ["logits", "packed", "loss"])
-def test_tensor_parallel_forward(outcome, what):
-    single, ranks, _ = outcome
+def test_tensor_parallel_forward(outcomes, model, what):
+    single, ranks, _ = outcomes[model]
     for rank in ranks:
         torch.testing.assert_close(rank["tensor"][what], single[what], atol=1e-5, rtol=0)
 
 
-def test_tensor_parallel_gradients(outcome):
-    single, ranks, _ = outcome
+@pytest.mark.parametrize("model", MODELS)
+def test_tensor_parallel_gradients(outcomes, model):
+    single, ranks, _ = outcomes[model]
     for name, expected in single["gradients"].items():
         for rank in ranks:
             torch.testing.assert_close(
@@ -183,8 +232,9 @@ def test_tensor_parallel_gradients(outcome):
             )
 
 
-def test_checkpoint_of_two_ranks_is_that_of_one(outcome):
-    _, _, folder = outcome
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpoint_of_two_ranks_is_that_of_one(outcomes, model):
+    _, _, folder = outcomes[model]
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (folder / "from_two_ranks" / file).read_bytes()
 
@@ -206,9 +256,11 @@ def test_pipeline_stages_together_are_the_model(outcome):
     assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
-@pytest.mark.parametrize("way", ["tensor", "pipeline"])
-def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcome, way):
-    single, ranks, _ = outcome
+@pytest.mark.parametrize(
+    ("model", "way"), [("stages", "tensor"), ("stages", "pipeline"), ("one_stage", "tensor")]
+)
+def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcomes, model, way):
+    single, ranks, _ = outcomes[model]
     expected = whole(single["pieces"])
     joined = whole(*(rank[way]["pieces"] for rank in ranks))
     assert joined.keys() == expected.keys()

@@ -58,10 +58,20 @@ def change_weights(folder, change):
     [
         ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. Known: "),
         ({"model_type": None}, "has the model_type None"),
+        ({"model_type": ["llama"]}, "has the model_type ['llama']"),
         ({"attention_bias": True}, "has attention_bias=True; only False is supported"),
         ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"hidden_size": "big"}, "config.json is no usable config"),
+        ({"hidden_size": "32"}, "has hidden_size='32', which must be a whole number"),
+        ({"head_dim": 8.0}, "has head_dim=8.0, which must be a whole number"),
+        ({"head_dim": -8}, "kv_channels is -8; it must be a whole number of 1 or more"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers=True, which must be a whole number"),
+        ({"rms_norm_eps": "1e-5"}, "has rms_norm_eps='1e-5', which must be a number"),
+        ({"rms_norm_eps": -1.0}, "layernorm_epsilon is -1.0; it must be 0 or more"),
+        ({"rms_norm_eps": None}, "layernorm_epsilon is None; it must be a number"),
+        ({"rope_parameters": 1}, "has rope_parameters=1, which must be an object"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rotary_base is -1.0; it must be above 0"),
+        ({"layer_types": "full"}, "has layer_types='full', which must be a list"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_query_groups=3"),
         ({"dtype": "int4"}, "params_dtype is torch.int4"),
@@ -69,7 +79,7 @@ def change_weights(folder, change):
         ({"num_hidden_layers": 3}, "but the model has model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "but the model does not have model.layers.1.input_layernorm"),
         ({"num_key_value_heads": 4}, "k_proj.weight has shape [16, 32] in"),
-        ({"tie_word_embeddings": True}, "the model does not have lm_head.weight"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens"),
         ({"dtype": "bfloat16"}, "is torch.float32 in"),
     ],
 )
@@ -91,6 +101,10 @@ def test_configs(folder, values, message):
         (
             lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.int8)}),
             f"{K_PROJ} is torch.int8",
+        ),
+        (
+            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.float8_e4m3fn)}),
+            "float32 in the model. Quantized weights are not read",
         ),
     ],
 )
@@ -117,6 +131,34 @@ def test_truncated_file(folder, keep):
     data = path.read_bytes()
     path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
     with pytest.raises(mh.CheckpointError, match=r"model\.safetensors"):
+        mh.load_pretrained(folder)
+
+
+def test_output_layer_stored_beside_the_embedding_that_it_is_tied_to(folder):
+    change_config(folder, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    change_weights(folder, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(
+        model.embedding.word_embeddings.weight, load_file(folder / "model.safetensors")[embedding]
+    )
+
+
+def test_some_tensors_in_fp32(folder):
+    """As in many released folders; transformers rounds them to the model's dtype."""
+    halves = {}
+
+    def change(tensors):
+        tensors["model.norm.weight"] += torch.rand(32)
+        halves.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        tensors.update({name: half for name, half in halves.items() if "norm" not in name})
+
+    change_config(folder, dtype="bfloat16")
+    change_weights(folder, change)
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(model.decoder.final_norm.weight, halves["model.norm.weight"])
+    change_weights(folder, lambda t: t.update({K_PROJ: t[K_PROJ].double()}))
+    with pytest.raises(mh.CheckpointError, match=f"{K_PROJ} is torch.float64"):
         mh.load_pretrained(folder)
 
 

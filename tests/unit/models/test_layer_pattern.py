@@ -1,6 +1,7 @@
 """The pattern language."""
 
 import pytest
+from differential import SYMBOLS
 
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, parse, split_stages
 
@@ -8,6 +9,10 @@ from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, parse, sp
 def test_parse_gives_every_symbol():
     assert parse("MG*|W-") == ["M", "G", "*", "|", "W", "-"]
     assert layer_symbols("MG*|W-") == ["M", "G", "*", "W", "-"]
+
+
+def test_random_runs_mix_every_kind():
+    assert set(SYMBOLS) == KINDS.keys()
 
 
 @pytest.mark.parametrize("symbol", ["m", "Q", " ", "/", "é"])

@@ -97,7 +97,7 @@ def test_it_names_the_tensors_and_sizes_that_transformers_has(hf):
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({**LFM2, "layer_types": ["conv", "mamba", "conv"]}, "layer_types='mamba'; only 'conv'"),
+        ({**LFM2, "layer_types": ["conv", "mamba", "conv"]}, "layer type 'mamba'; supported are"),
         ({**LFM2, "use_pos_enc": False}, "use_pos_enc=False; only True"),
         ({**LFM2, "block_use_swiglu": False}, "block_use_swiglu=False; only True"),
         ({**LFM2_MOE, "norm_topk_prob": False}, "norm_topk_prob=False; only True"),

@@ -150,7 +150,7 @@ def test_a_dtype_of_more_precision_takes_all_values():
 def test_cast_rounds_rather_than_refuses():
     state = full_state_dict(small_model())
     model = small_model(params_dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="load with cast=True"):
+    with pytest.raises(CheckpointError, match="cast=True of load_checkpoint"):
         load_state(model, state)
     load_state(model, state, cast=True)
     assert torch.equal(model.output_layer.weight, state["output_layer.weight"].bfloat16())

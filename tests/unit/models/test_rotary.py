@@ -65,6 +65,13 @@ SCALINGS = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     },
+    "llama3 of Llama 4": {  # a band of no width
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
     "yarn of GPT-OSS": {
         "rope_type": "yarn",

@@ -3,8 +3,18 @@
 import pytest
 import torch
 from small_models import random_tokens, small_config, small_model
+from transformers import Zamba2Config
+from transformers.models.zamba2.modeling_zamba2 import (
+    Zamba2AttentionDecoderLayer,
+    Zamba2HybridLayer,
+    Zamba2MambaDecoderLayer,
+    Zamba2RotaryEmbedding,
+)
 
+from megatron_hybrid.config import ACTIVATIONS
 from megatron_hybrid.models.checkpoint import full_state_dict
+from megatron_hybrid.models.mixers.base import StackInputs, UncachedContext
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 PATTERN = "ZMZ-ZZ"  # blocks 0, 1, 0 and 1
 
@@ -53,6 +63,85 @@ def test_a_block_serves_every_second_layer():
     torch.testing.assert_close(model(tokens), without_block, atol=0, rtol=0)
     shared[1].linear.weight.zero_()
     assert (model(tokens) - without_block).abs().max() > 1e-3
+
+
+def zamba2_layer():
+    """The second layer that runs Zamba2's first block, with adapters of its own."""
+    config = Zamba2Config(
+        hidden_size=48,
+        intermediate_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_mem_blocks=1,
+        layers_block_type=["hybrid", "hybrid"],
+        num_hidden_layers=2,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+        adapter_rank=6,
+        n_mamba_heads=6,
+        mamba_d_state=12,
+        mamba_ngroups=2,
+        rms_norm_eps=1e-3,
+        attn_implementation="eager",
+    )
+    layer = Zamba2HybridLayer(
+        Zamba2AttentionDecoderLayer(config, block_id=0),
+        torch.nn.Linear(48, 48, bias=False),
+        Zamba2MambaDecoderLayer(config, layer_idx=1),
+    ).eval()
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.2)
+    return layer, config
+
+
+@torch.no_grad()
+def test_equals_zamba2():
+    theirs, config = zamba2_layer()
+    model = small_model(
+        "ZZ",
+        num_query_groups=4,
+        kv_channels=24,
+        softmax_scale=12**-0.5,
+        activation_func=ACTIVATIONS["gelu"],
+        mamba_num_heads=6,
+        mamba_dt_min=config.time_step_min,
+        layernorm_epsilon=1e-3,
+        shared_block_adapter_rank=6,
+        shared_block_attention_adapters=True,
+    )
+    first, second = (layer.mixer for layer in model.decoder.layers)
+    block, shared = first.block, theirs.shared_transformer
+    attention = shared.self_attn
+    groups = [getattr(attention, f"{name}_proj").weight.unflatten(0, (4, -1)) for name in "qkv"]
+    block.self_attention.linear_qkv.weight.copy_(torch.cat(groups, 1).flatten(0, 1))
+    adapters = [getattr(attention, f"linear_{name}_adapter_list")[1] for name in "qkv"]
+    adapters.append(shared.feed_forward.gate_up_proj_adapter_list[1])
+    for own, given in zip([*second.qkv_adapters, second.mlp_adapter], adapters, strict=True):
+        own.down.weight.copy_(given[0].weight)
+        own.up.weight.copy_(given[1].weight)
+    for own, given in (
+        (block.input_layernorm, shared.input_layernorm),
+        (block.self_attention.linear_proj, attention.o_proj),
+        (block.pre_mlp_layernorm, shared.pre_ff_layernorm),
+        (block.linear_fc1, shared.feed_forward.gate_up_proj),
+        (block.linear_fc2, shared.feed_forward.down_proj),
+        (second.linear, theirs.linear),
+        (second.norm, theirs.mamba_decoder.input_layernorm),
+    ):
+        own.weight.copy_(given.weight)
+    second.mamba.load_state_dict(theirs.mamba_decoder.mamba.state_dict())
+
+    x_Th, embedding_Th = torch.randn(2, 19, 48)
+    rotary = Zamba2RotaryEmbedding(config)(x_Th, torch.arange(19)[None])
+    causal = torch.full((19, 19), -torch.inf).triu(1)[None, None]
+    expected = theirs(
+        x_Th[None], embedding_Th[None], 1, causal_mask=causal, position_embeddings=rotary
+    )[0]
+    inputs = StackInputs(embedding_Th, shared_blocks={0: block})
+    context = UncachedContext(RaggedLayout.uniform(1, 19), x_Th.device)
+    given, bias = second(x_Th, context, inputs)
+    assert bias is None
+    torch.testing.assert_close(x_Th + given, expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -107,5 +107,5 @@ def test_config_files(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):
         read_model_config(str(tmp_path))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read_model_config(str(tmp_path / "no.json"))

@@ -1,0 +1,36 @@
+"""What mixers declare of their states: the decay of a token, by the parameters alone."""
+
+import pytest
+import torch
+from small_models import small_model
+from test_mixer_context import DictContext
+
+
+@pytest.mark.parametrize("pattern", ["M", "S", "G", "K"])
+@torch.inference_mode()
+def test_an_empty_token_leaves_of_a_state_what_is_declared(pattern):
+    """Zeros in, nothing is written: the state of ones becomes the decay."""
+    model = small_model(pattern)
+    (cache,) = model.cache_requirements()
+    tail, state = cache.states
+    context = DictContext([cache], 2)
+    context.states[1, state.name].fill_(1.0)
+    context.begin([0, 1], [1, 1], [5, 5])
+    mixer = getattr(model.decoder.layers[0], model.decoder.layers[0].mixer_name)
+    mixer(torch.zeros(2, model.config.hidden_size), context)
+    after = context.states[1, state.name]
+    assert 0 < after.min() and after.max() < 1 and after.std() > 0.01
+    torch.testing.assert_close(after, state.decay.expand(2, *state.shape))
+    assert not state.decay.requires_grad
+    assert tail.decay is None
+
+
+@pytest.mark.parametrize("pattern", ["H", "Z"])
+def test_layers_with_a_mamba_inside_declare_its_decay(pattern):
+    names = [
+        state.name
+        for cache in small_model(pattern).cache_requirements()
+        for state in cache.states
+        if state.decay is not None
+    ]
+    assert names == ["ssm"]

@@ -1,0 +1,51 @@
+"""Norms of hidden states against transformers and torch."""
+
+import pytest
+import torch
+from small_models import small_config
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from megatron_hybrid.models.norms import LocalNorm
+
+
+def norm_of(**fields) -> LocalNorm:
+    return LocalNorm(small_config("-", **fields), 24, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("zero_centered", "reference"), [(True, Gemma3RMSNorm), (False, LlamaRMSNorm)]
+)
+@torch.no_grad()
+def test_rms_norm(zero_centered, reference):
+    norm, theirs = norm_of(layernorm_zero_centered_gamma=zero_centered), reference(24, eps=1e-2)
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(norm(x), theirs(x))  # as they start: a factor of 1
+    norm.weight.normal_()
+    theirs.weight.copy_(norm.weight)
+    torch.testing.assert_close(norm(x), theirs(x))
+
+
+@torch.no_grad()
+def test_layer_norm():
+    plain, centered = (
+        norm_of(normalization="LayerNorm", layernorm_zero_centered_gamma=zero)
+        for zero in (False, True)
+    )
+    reference, x = torch.nn.LayerNorm(24, eps=1e-2), torch.randn(5, 24)
+    for norm, offset in ((plain, 0.0), (centered, 1.0)):
+        reference.weight.copy_(norm.weight.normal_() + offset)
+        reference.bias.copy_(norm.bias.normal_())
+        torch.testing.assert_close(norm(x), reference(x))
+
+
+@torch.no_grad()
+def test_factors_of_nearly_one_survive_half_precision():
+    """1 + weight is taken in fp32: in bfloat16, 1 + 2^-10 would be 1."""
+    norm = norm_of(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    x = torch.randn(64, 24).bfloat16()
+    before = norm(x)
+    norm.weight.fill_(2**-10)
+    after = norm(x)
+    assert after.dtype == torch.bfloat16
+    assert not torch.equal(after, before)
