@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Installed first and by itself: a bare `torch` resolves to the newest build with its CUDA packages.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test unit functional models-table lint format bench clean help
+.PHONY: demo test unit functional models-table lint format bench bench-replay clean help
 
 help:
 	@echo "make demo        install into $(VENV) and run the demo: three cache modes side by side"
@@ -13,6 +13,7 @@ help:
 	@echo "make models-table  run the adapters' tests and write the table of docs/models.md"
 	@echo "make lint        ruff check and format check"
 	@echo "make bench       the benchmarks of benchmarks/, ratios measured side by side"
+	@echo "make bench-replay  request traces through prefix caches; writes docs/replay.md and plots"
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
@@ -28,6 +29,11 @@ functional: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
+
+bench-replay: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m benchmarks.replay --memory --json benchmarks/results/replay.json \
+	    --plots benchmarks/results --markdown docs/replay.md
 
 models-table: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/functional/adapters --models-table \

@@ -1,0 +1,1 @@
+"""Request traces through prefix caches, without a model: `python -m benchmarks.replay`."""

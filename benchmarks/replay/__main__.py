@@ -1,0 +1,133 @@
+"""`python -m benchmarks.replay`: request traces through prefix caches, without a model.
+
+docs/replay.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.replay import cliff, plots, table, traces
+from benchmarks.replay.engines import ENGINES
+from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.memory import footprint
+from benchmarks.replay.request import Request
+from benchmarks.replay.sweep import GB, Cell, run_cells
+from benchmarks.replay.workloads import WORKLOADS
+
+LEFT_OUT = ("ours-bf16", "vllm-fine", "lru-block-end-64")
+"""Engines that only --full or --engines runs."""
+TRACE_BUDGETS_GB = (16, 64, 256)
+CLIFF_GEOMETRY = "qwen3.5-4b"
+CLIFF_LENGTHS = range(16, 2401, 16)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    engines = "\n".join(f"  {name:18} {entry.what}" for name, entry in ENGINES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay",
+        description=__doc__.splitlines()[0],
+        epilog=f"engines:\n{engines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = {"nargs": "+", "metavar": "NAME"}
+    add("--workloads", choices=WORKLOADS, help="default: all, or none with --trace", **names)
+    add("--trace", type=Path, metavar="FILE", help="a recorded trace (see docs/replay.md)")
+    add("--geometry", choices=GEOMETRIES, default=["nemotron-h-8b"], **names)
+    add("--engines", choices=ENGINES, help="default: those of note that are installed", **names)
+    add("--budgets", nargs="+", type=float, metavar="GB", help="default: each workload's own")
+    add("--in-flight", type=int, default=1, metavar="N", help="requests that run side by side")
+    add("--limit", type=int, metavar="N", help="only the first N requests")
+    add("--full", action="store_true", help="all workloads, geometries, engines; 1 and 8 in flight")
+    add("--memory", action="store_true", help="also weigh the index; with --trace all of it")
+    add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    add("--plots", type=Path, metavar="DIR", help="write PNG plots into this folder")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables into this page")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.plots:
+        plots.pyplot()  # fail now, not after the runs
+    page = table.around_results(options.markdown) if options.markdown else None
+    console = Console()
+    engines = chosen_engines(options, console)
+    cells: list[Cell] = []
+    for name, requests, budgets in sources(options):
+        for geometry in GEOMETRIES if options.full else options.geometry:
+            for in_flight in (1, 8) if options.full else (options.in_flight,):
+                found = list(run_cells(name, requests, geometry, budgets, engines, in_flight))
+                for each in table.terminal_tables(found):
+                    console.print(each)
+                cells += found
+    results = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cells": [asdict(cell) for cell in cells],
+    }
+    if options.memory:
+        results["memory"] = weigh(options, console)
+    if options.plots:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        found = [cliff.measure(CLIFF_GEOMETRY, engine, CLIFF_LENGTHS) for engine in engines]
+        results["cliffs"] = [asdict(each) for each in found]
+        for path in plots.hit_rates(cells, options.plots) + plots.cliffs(found, options.plots):
+            console.print(f"wrote {path}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if page:
+        text = f"{page[0]}\n{table.markdown(cells)}{page[1]}"
+        options.markdown.write_text(text, encoding="utf-8")
+
+
+def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[str]:
+    """Those that are asked for and installed; says which are not."""
+    names = options.engines or [name for name in ENGINES if options.full or name not in LEFT_OUT]
+    for name in names:
+        if not ENGINES[name].installed:
+            console.print(f"left out: {name} ({ENGINES[name].module} is not installed)")
+    return [name for name in names if ENGINES[name].installed]
+
+
+def sources(options: argparse.Namespace) -> Iterator[tuple[str, list[Request], Sequence[float]]]:
+    """Name, requests and budgets in GB of all that is to be replayed."""
+    for name in options.workloads or ([] if options.trace and not options.full else WORKLOADS):
+        workload = WORKLOADS[name]
+        limit = {} if options.limit is None else {"limit": options.limit}
+        requests = list(workload.generate(**limit))
+        yield name, requests, options.budgets or workload.budgets_gb
+    if options.trace:
+        requests = list(traces.load(options.trace, options.limit))
+        yield options.trace.stem, requests, options.budgets or TRACE_BUDGETS_GB
+
+
+def weigh(options: argparse.Namespace, console: Console) -> dict:
+    """Memory and time of one long trace: the recorded one, else the agents."""
+    requests = traces.load(options.trace) if options.trace else WORKLOADS["agent"].generate()
+    geometry = GEOMETRIES[options.geometry[0]]
+    budget = max(options.budgets or TRACE_BUDGETS_GB)
+    found = footprint(requests, geometry, budget * GB)
+    console.print(
+        f"{options.trace.stem if options.trace else 'agent'}, {geometry.name}, {budget:g} GB: "
+        f"{found.requests:,} requests, {found.prompt_tokens:,} prompt tokens, "
+        f"{found.skipped_percent} % skipped, {found.wall_seconds} s of which "
+        f"{found.cache_seconds} s in the cache; index {found.index_bytes / 1e6:.1f} MB for "
+        f"{found.cached_tokens:,} tokens = {found.bytes_per_token:.2f} bytes per token"
+    )
+    return {**asdict(found), "bytes_per_token": round(found.bytes_per_token, 3)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The cache managers that can be replayed, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from benchmarks.replay.engines.lru import Ceiling, LeastRecentlyUsed
+from benchmarks.replay.engines.marconi import ALPHAS, Marconi
+from benchmarks.replay.engines.ours import Ours
+from benchmarks.replay.engines.protocol import Engine
+from benchmarks.replay.geometry import Geometry
+
+Candidates = Mapping[float | None, Callable[[], Engine]]
+"""Engines by the value of their parameter (None: they have none). The one that skips most is
+reported, so a parameter is tuned with hindsight."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to get an engine."""
+
+    what: str
+    build: Callable[[Geometry, float, int], Candidates]
+    """From a geometry, a budget in bytes, and the number of requests in flight."""
+    bounded: bool = True
+    """Whether the budget matters to it."""
+    module: str | None = None
+    """What has to be installed."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can run here."""
+        try:
+            return self.module is None or find_spec(self.module) is not None
+        except ImportError:  # a parent of the module does not import
+            return False
+
+
+def _ours(encoding: str) -> Entry:
+    def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+        return {None: lambda: Ours(geometry, budget, encoding)}
+
+    return Entry(f"this project, cached states {encoding}", build)
+
+
+def _lru_block_end(block: int) -> Entry:
+    def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+        sizes = geometry.kv_bytes_per_token, geometry.state_bytes()
+        return {None: lambda: LeastRecentlyUsed(block, *sizes, budget)}
+
+    return Entry(f"plain LRU, blocks of {block} tokens, states at their ends", build)
+
+
+def _lru_free(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    kv_bytes = geometry.kv_bytes_per_token
+    return {None: lambda: LeastRecentlyUsed(1, kv_bytes, 0, budget, whole_leaves=True)}
+
+
+def _marconi(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    state_bytes = geometry.state_bytes()
+    return {a: lambda a=a: Marconi(geometry, state_bytes, budget, a) for a in ALPHAS}
+
+
+def _megatron_core(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    from benchmarks.replay.engines.megatron_core import STATE_SHARES, MegatronCore
+
+    shares = STATE_SHARES if geometry.state_layers else (0.0,)
+    return {share: lambda share=share: MegatronCore(geometry, budget, share) for share in shares}
+
+
+def _vllm(fine: bool) -> Entry:
+    def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+        from benchmarks.replay.engines.vllm import Vllm
+
+        return {None: lambda: Vllm(geometry, budget, in_flight, fine)}
+
+    what = "vLLM's KVCacheManager" + (", matching in units of 16 tokens" if fine else "")
+    return Entry(what, build, module="vllm.v1.core.kv_cache_manager")
+
+
+ENGINES = {
+    "ours": _ours("exact"),
+    "ours-bf16": _ours("bf16"),
+    "ours-int8": _ours("int8"),
+    "vllm": _vllm(fine=False),
+    "vllm-fine": _vllm(fine=True),
+    "megatron-core": Entry(
+        "megatron-core's context; the best of its splits of memory, with hindsight",
+        _megatron_core,
+        module="megatron.core.inference.contexts.mamba_slot_allocator",
+    ),
+    "marconi": Entry("Marconi, corrected; the best alpha of a grid, with hindsight", _marconi),
+    "lru-block-end-16": _lru_block_end(16),
+    "lru-block-end-64": _lru_block_end(64),
+    "lru-block-end-528": _lru_block_end(528),
+    "lru-free": Entry("plain LRU over leaves of KV, states cost nothing", _lru_free),
+    "ceiling": Entry(
+        "an infinite cache that resumes at any token",
+        lambda geometry, budget, in_flight: {None: Ceiling},
+        bounded=False,
+    ),
+}

@@ -1,0 +1,98 @@
+"""What the policies written here have in common: grow the tree, then evict down to the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.replay.engines.token_tree import Node, State, TokenTree
+
+
+@dataclass(eq=False)
+class Running:
+    skipped_tokens: int
+    node: Node | None
+    """Where its tokens end in the tree; None: they are not in it."""
+
+
+class Baseline:
+    """A token tree under a byte budget; what goes is the subclass's to say.
+
+    KV of requests in flight stays; states are copied when a request begins, so they may go.
+
+    Args:
+        block: tokens are cached in whole blocks of this size.
+        state_bytes: 0: KV alone resumes.
+        budget_bytes: for all KV and all saved states.
+    """
+
+    def __init__(self, block: int, kv_bytes_per_token: int, state_bytes: int, budget_bytes: float):
+        self.tree = TokenTree(block, self.changed)
+        self.kv_bytes = kv_bytes_per_token
+        self.state_bytes = state_bytes
+        self.budget = budget_bytes
+        self.tick = 0
+        self.running = 0
+
+    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    def changed(self, node: Node) -> None:
+        """A node changed: see `TokenTree`."""
+        raise NotImplementedError
+
+    def used(self, state: State) -> None:
+        """A state was saved or restored: `state.last_access` is new."""
+
+    def evict_one(self, over: float) -> bool:
+        """Drop what is worth least, of KV no more than frees `over` bytes; False: all is in use."""
+        raise NotImplementedError
+
+    @property
+    def bytes_held(self) -> int:
+        return self.tree.num_tokens * self.kv_bytes + self.tree.num_states * self.state_bytes
+
+    def enter(self, tokens: np.ndarray, restored: int, saved: Iterable[int]) -> Node | None:
+        """Cache tokens and states of them; the node where they end, pinned. None: no room."""
+        tree, before = self.tree, self.tree.num_tokens
+        path = tree.insert(tokens, self.tick)
+        grew = tree.num_tokens > before
+        if not path:
+            return None
+        tree.pin(path[-1], 1)
+        for position in {restored, *saved} - {0} if self.state_bytes else ():
+            state = tree.save_state(path, position)
+            state.last_access = self.tick
+            self.used(state)
+        if self._shrink():
+            return path[-1]
+        tree.pin(path[-1], -1)
+        if grew:
+            tree.cut(path[-1], path[-1].start)
+        self._shrink()
+        return None
+
+    def _shrink(self) -> bool:
+        while (over := self.bytes_held - self.budget) > 0:
+            if not self.evict_one(over):
+                return False
+        return True
+
+    def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
+        """Begin a request that restores at `skipped` and saves states at `saved`."""
+        node = self.enter(tokens, skipped, saved)
+        if node is None and self.running:
+            return None
+        self.running += 1
+        return Running(skipped, node)
+
+    def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
+        """Finish a request; its answer is not cached where there is no room."""
+        self.running -= 1
+        if handle.node is not None:
+            node = self.enter(tokens, 0, saved)
+            if node is not None:
+                self.tree.pin(node, -1)
+            self.tree.pin(handle.node, -1)

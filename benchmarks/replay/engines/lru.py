@@ -1,0 +1,107 @@
+"""Plain LRU: over KV blocks with states at block ends, or with states that cost nothing."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from benchmarks.replay.engines.baseline import Baseline, Running
+from benchmarks.replay.engines.token_tree import Node, State, deepest_state
+
+
+class LeastRecentlyUsed(Baseline):
+    """KV in blocks, states at the ends of blocks: the last one inside the prompt, the last one of
+    what was known of the prompt when it came (its junction), and the last one of the answer.
+
+    What was not used for longest goes first, and of equals the later position. A match uses all
+    blocks on its path, and the one state that it restores.
+
+    Args:
+        whole_leaves: evict a leaf of the tree whole, not as many of its blocks as are needed.
+    """
+
+    def __init__(
+        self,
+        block: int,
+        kv_bytes_per_token: int,
+        state_bytes: int,
+        budget_bytes: float,
+        whole_leaves: bool = False,
+    ):
+        super().__init__(block, kv_bytes_per_token, state_bytes, budget_bytes)
+        self._whole_leaves = whole_leaves
+        self._heap: list[tuple] = []
+        self._pushed = 0
+
+    def begin(self, prompt: np.ndarray) -> Running | None:
+        self.tick += 1
+        path, depth = self.tree.walk(prompt)
+        if not self.state_bytes:
+            return self.start(prompt, depth, ())
+        # Nothing saves the logits after the last token: it is always computed.
+        limit = self.tree.whole(len(prompt) - 1)
+        state = deepest_state(path, min(depth, limit))
+        return self.start(prompt, state.position if state else 0, (min(depth, limit), limit))
+
+    def finish(self, handle: Running, tokens: np.ndarray) -> None:
+        self.tick += 1
+        self.end(handle, tokens, (self.tree.whole(len(tokens)),))
+
+    # ---- a lazy heap: an entry counts if its key is still that of its item ----
+
+    def changed(self, node: Node) -> None:
+        if self._droppable(node):
+            self._push(node.last_access, node.end, node)
+
+    def used(self, state: State) -> None:
+        self._push(state.last_access, state.position, state)
+
+    def _push(self, tick: int, position: int, item: Node | State) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (tick, -position, self._pushed, item))
+
+    def evict_one(self, over: float) -> bool:
+        while self._heap:
+            tick, position, _, item = heapq.heappop(self._heap)
+            if item.last_access != tick:
+                continue
+            if isinstance(item, State):
+                if item.node is not None:
+                    self.tree.drop_state(item)
+                    return True
+            elif self._droppable(item) and item.end == -position:
+                self._drop_tail(item, over)
+                return True
+        return False
+
+    def _droppable(self, node: Node) -> bool:
+        return node.parent is not None and not node.children and not node.pins
+
+    def _drop_tail(self, leaf: Node, over: float) -> None:
+        if self._whole_leaves:
+            self.tree.cut(leaf, leaf.start)
+            return
+        blocks = int(-(-over // (self.kv_bytes * self.tree.block)))
+        end = max(leaf.start, leaf.end - blocks * self.tree.block)
+        deepest = max(leaf.states, default=0)
+        if deepest == leaf.end:
+            self.tree.drop_state(leaf.states[deepest])
+        else:
+            self.tree.cut(leaf, max(end, deepest))
+
+
+class Ceiling:
+    """An infinite cache that resumes at any token: what bounds every policy from above."""
+
+    def __init__(self):
+        self._cache = LeastRecentlyUsed(1, 0, 0, 0)
+
+    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    def begin(self, prompt: np.ndarray) -> Running:
+        return self._cache.begin(prompt)
+
+    def finish(self, handle: Running, tokens: np.ndarray) -> None:
+        self._cache.finish(handle, tokens)

@@ -1,0 +1,76 @@
+"""megatron_hybrid's own cache, driven through its facade as an engine would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.replay.engines.protocol import step_tokens
+from benchmarks.replay.geometry import Geometry
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+
+
+@dataclass(eq=False)
+class Running:
+    lease: object | None
+    """None: the pool can never hold this request; it ran beside the cache."""
+    skipped_tokens: int
+    miss_reason: str | None
+
+
+class Ours:
+    """One `PrefixCache`; `cache` is open to whoever wants its counters."""
+
+    def __init__(self, geometry: Geometry, budget_bytes: float, encoding: str = "exact"):
+        spec = geometry.spec(encoding)
+        # Page 0 is scratch and never handed out: it is not part of the budget.
+        self.cache = PrefixCache(spec, num_pages=int(budget_bytes // spec.page_bytes) + 1)
+        # The length of a forward costs memory in local groups alone.
+        self._chunk = step_tokens(geometry) if spec.local_groups else None
+
+    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    def begin(self, prompt: np.ndarray) -> Running | None:
+        cache, n = self.cache, len(prompt)
+        lease = cache.acquire(prompt, capacity_tokens=n, chunk_tokens=self._chunk)
+        if lease is None:
+            return None if cache.fits(n, self._chunk) else Running(None, 0, "too_large")
+        cache.restored(lease)
+        if not self._compute(lease, prompt, n, lease.checkpoint_positions):
+            cache.release(lease)
+            return None
+        reason = lease.report.miss_reason
+        return Running(lease, lease.skipped_tokens, reason and reason.value)
+
+    def finish(self, handle: Running, tokens: np.ndarray) -> None:
+        if handle.lease is not None:
+            self._generate(handle.lease, tokens)
+            self.cache.release(handle.lease)
+
+    def _generate(self, lease, tokens: np.ndarray) -> None:
+        """The answer. Without room for all of it the request ends as if it were cancelled."""
+        if self._compute(lease, tokens, len(tokens), ()):
+            self.cache.commit(lease, tokens, len(tokens), flush=True)
+            if reservation := self.cache.reserve_checkpoint(lease, len(tokens)):
+                self.cache.publish_checkpoint(reservation)
+
+    def _compute(self, lease, tokens: np.ndarray, end: int, positions: tuple[int, ...]) -> bool:
+        """Forwards up to `end`, states saved at `positions`; False: no room."""
+        cache = self.cache
+        while lease.done < end:
+            start, chunk = lease.done, self._chunk or end
+            stop = min(end, start + chunk)
+            if not cache.extend(lease, stop, chunk_tokens=stop - start):
+                return False
+            reservations = [
+                reservation
+                for position in positions
+                if start < position <= stop
+                and (reservation := cache.reserve_checkpoint(lease, position)) is not None
+            ]
+            cache.commit(lease, tokens, stop)
+            for reservation in reservations:
+                cache.publish_checkpoint(reservation)
+        return True

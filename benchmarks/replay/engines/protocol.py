@@ -1,0 +1,37 @@
+"""What a replay asks of a cache manager."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.replay.geometry import Geometry
+
+
+def step_tokens(geometry: Geometry) -> int:
+    """Longest forward of one request, the same for all engines that cut prompts. Where windows
+    roll, a forward holds the KV of all of its tokens in all layers: there it is shorter."""
+    return 2048 if geometry.window_layers else 8192
+
+
+class Handle(Protocol):
+    """A request between `begin` and `finish`."""
+
+    skipped_tokens: int
+    """Leading tokens of the prompt that are not computed."""
+
+
+class Engine(Protocol):
+    """A cache manager under replay. A request begins (lookup, room, the whole prefill in one
+    piece, so that what it saves can be found by the next) and finishes (its answer in one piece,
+    then its hold on the cache ends)."""
+
+    def prepare(self, tokens: np.ndarray) -> Any:
+        """int32 [n] in the form in which the engine gets its tokens; not timed."""
+
+    def begin(self, prompt: Any) -> Handle | None:
+        """The prompt as from `prepare`. None: there is no room beside the requests in flight."""
+
+    def finish(self, handle: Handle, tokens: Any) -> None:
+        """Prompt and answer as from `prepare`."""

@@ -1,0 +1,174 @@
+"""vLLM's KVCacheManager and the alignment rule of its scheduler, without its model runner.
+
+Tried with vLLM 0.33, whose bookkeeping imports without a GPU. Import this module only where vLLM
+is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from benchmarks.replay.engines.protocol import step_tokens
+from benchmarks.replay.geometry import Geometry
+
+BLOCK_TOKENS = 16
+"""Its block size where no state forces a larger one, and the unit of that larger one."""
+MAX_LENGTH = 1 << 20
+
+
+@dataclass(eq=False)
+class Running:
+    skipped_tokens: int
+    request: Request | None
+    """None: it does not fit into the pool even when it is alone."""
+
+
+class Vllm:
+    """One KVCacheManager, every block of which is one page of each layer of a group.
+
+    A state of one layer has to fit into a page, so the block grows to as many tokens as a state
+    has bytes ("align" mode). Blocks for the states of running requests come on top of the budget.
+
+    Args:
+        fine: its opt-in `prefix_match_unit`, here 16 tokens: what was saved at the end of a prompt
+            is found in units of 16 tokens instead of whole blocks.
+    """
+
+    def __init__(self, geometry: Geometry, budget_bytes: float, in_flight: int, fine: bool = False):
+        groups, layers, block = make_groups(geometry)
+        block_bytes = layers * block * geometry.kv_bytes_per_layer
+        # The null block, and a running state of each group with the one that it came from.
+        states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        extra = 1 + 2 * states * in_flight
+        config = KVCacheConfig(int(budget_bytes // block_bytes) + extra, [], groups)
+        init_none_hash(sha256)
+        unit = BLOCK_TOKENS if fine else block
+        self._hasher = get_request_block_hasher(unit, sha256)
+        self._manager = KVCacheManager(
+            config, MAX_LENGTH, scheduler_block_size=block, hash_block_size=unit
+        )
+        self._block = block
+        self._aligned = states > 0
+        self._scheduler = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=block),
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            max_num_scheduled_tokens=step_tokens(geometry),
+            block_size=block,
+            hash_block_size=unit,
+            use_eagle_block_drop=False,
+            num_hash_lookahead_tokens=0,
+            mamba_partial_cache_hit=self._manager.coordinator.enable_partial_hash_hits,
+            mamba_has_prefill_checkpoint_blocks=False,
+            mamba_prefill_checkpoint_alignment=None,
+            mamba_shared_prefix_checkpoint=False,
+        )
+        self._params = SamplingParams(max_tokens=MAX_LENGTH)
+        self._names = count()
+        self._running = 0
+
+    def prepare(self, tokens: np.ndarray) -> list[int]:
+        return tokens.tolist()
+
+    def begin(self, prompt: list[int]) -> Running | None:
+        request = Request(
+            str(next(self._names)), prompt, self._params, None, block_hasher=self._hasher
+        )
+        manager = self._manager
+        blocks, skipped, request.shared_prefix_boundary = manager.get_computed_blocks(request)
+        computed = skipped
+        while computed < len(prompt):
+            tokens = min(self._scheduler.max_num_scheduled_tokens, len(prompt) - computed)
+            first = request.num_computed_tokens == 0
+            if self._aligned:
+                tokens = Scheduler._mamba_block_aligned_split(
+                    self._scheduler, request, tokens, skipped if first else 0
+                )
+            found = (skipped, blocks) if first else (0, None)
+            if not self._step(request, tokens, *found):
+                manager.free(request)
+                return None if self._running else Running(0, None)
+            computed = request.num_computed_tokens
+        self._running += 1
+        return Running(skipped, request)
+
+    def finish(self, handle: Running, tokens: list[int]) -> None:
+        request = handle.request
+        if request is None:
+            return
+        self._running -= 1
+        request.append_output_token_ids(tokens[request.num_prompt_tokens :])
+        while request.num_computed_tokens < len(tokens):
+            # As many single decode steps as leave the block table as it is, in one.
+            start = request.num_computed_tokens
+            end = min(len(tokens), (start // self._block + 1) * self._block)
+            if not self._step(request, end - start):
+                break
+        self._manager.free(request)
+
+    def _step(self, request: Request, tokens: int, found: int = 0, blocks=None) -> bool:
+        """One forward pass of a request; False: no room."""
+        manager = self._manager
+        manager.new_step_starts()
+        if manager.allocate_slots(request, tokens, found, blocks) is None:
+            return False
+        manager.take_new_block_ids()
+        manager.take_boundary_state_offloads()
+        _, copied = manager.take_kv_cache_block_copies()
+        if copied:
+            manager.block_pool.free_blocks(copied)
+        request.num_computed_tokens += found + tokens
+        return True
+
+
+def make_groups(geometry: Geometry) -> tuple[list[KVCacheGroupSpec], int, int]:
+    """Groups of equally many layers with pages of one size; layers of a group, block size."""
+    kv = {
+        "num_kv_heads": geometry.kv_heads,
+        "head_size": geometry.head_dim,
+        "dtype": torch.bfloat16,
+    }
+    block = BLOCK_TOKENS
+    if geometry.state_layers:
+        state = geometry.recurrent_bytes() // geometry.state_layers
+        block *= -(-state // (BLOCK_TOKENS * geometry.kv_bytes_per_layer))
+    specs = [(geometry.attention_layers, FullAttentionSpec(block_size=block, **kv))]
+    if geometry.window_layers:
+        window = SlidingWindowSpec(block_size=block, sliding_window=geometry.window, **kv)
+        specs.append((geometry.window_layers, window))
+    if geometry.state_layers:
+        mamba = MambaSpec(
+            block_size=block,
+            shapes=(geometry.conv_shape, geometry.ssm_shape),
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=block * geometry.kv_bytes_per_layer,
+            mamba_cache_mode="align",
+        )
+        specs.append((geometry.state_layers, mamba))
+    layers = min(number for number, _ in specs)
+    return (
+        [
+            KVCacheGroupSpec([f"{type(spec).__name__}.{i}"], spec)
+            for number, spec in specs
+            for i in range(-(-number // layers))
+        ],
+        layers,
+        block,
+    )

@@ -1,0 +1,95 @@
+"""Model geometries: what a token and a state cost, and the work that they spare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+
+BYTES_PER_ELEMENT = {"exact": 4, "bf16": 2, "int8": 1}
+"""Of a recurrent state in a checkpoint, by encoding, scales included. Convolution tails stay as
+they are (bf16)."""
+BYTES_PER_VALUE = 2
+"""Weights, KV, convolution tails and hidden states are bf16."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model as far as a cache sees it."""
+
+    name: str
+    hidden_size: int
+    attention_layers: int
+    """Layers that attend to everything."""
+    kv_heads: int
+    head_dim: int
+    mlp_layers: int
+    state_layers: int = 0
+    conv_shape: tuple[int, ...] = ()
+    """Convolution tail of one layer."""
+    ssm_shape: tuple[int, ...] = ()
+    """Recurrent state of one layer."""
+    window_layers: int = 0
+    window: int | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV of all layers that attend to everything."""
+        return self.attention_layers * self.kv_bytes_per_layer
+
+    @property
+    def kv_bytes_per_layer(self) -> int:
+        """KV of one token in one layer that attends."""
+        return 2 * self.kv_heads * self.head_dim * BYTES_PER_VALUE
+
+    def recurrent_bytes(self, encoding: str = "exact") -> int:
+        """Recurrent states and convolution tails of all layers after one position."""
+        if not self.state_layers:
+            return 0
+        conv = prod(self.conv_shape) * BYTES_PER_VALUE
+        return self.state_layers * (conv + prod(self.ssm_shape) * BYTES_PER_ELEMENT[encoding])
+
+    def state_bytes(self, encoding: str = "exact") -> int:
+        """All that has to be there beside the KV to resume at a position: recurrent states and
+        the KV of a whole window. 0: the KV of full attention is enough."""
+        window = self.window_layers * self.kv_bytes_per_layer * (self.window or 0)
+        return self.recurrent_bytes(encoding) + window
+
+    def spec(self, encoding: str = "exact", block_size_tokens: int = 16) -> CacheSpec:
+        """The same as `PrefixCache` takes it."""
+        groups = [KVGroup(self.attention_layers, self.kv_bytes_per_layer)]
+        if self.window_layers:
+            groups.append(KVGroup(self.window_layers, self.kv_bytes_per_layer, self.window))
+        return CacheSpec(
+            block_size_tokens,
+            tuple(groups),
+            state_bytes=self.recurrent_bytes(),
+            encoded_state_bytes=self.recurrent_bytes(encoding),
+            hidden_bytes=self.hidden_size * BYTES_PER_VALUE,
+        )
+
+    def prefill_flops(self, n: int) -> float:
+        """Of a prompt of n tokens, by layer kind as in Marconi (Pan et al., MLSys 2025, table 1):
+        8 n D^2 + 4 n^2 D for attention, 16 n D^2 for an MLP, 12 n D^2 + 16 n D N + 10 n for a state
+        space layer; a window bounds the quadratic part."""
+        d, state = self.hidden_size, self.ssm_shape[-1] if self.ssm_shape else 0
+        seen = min(n, self.window or n)
+        return (
+            self.attention_layers * (8 * n * d * d + 4 * n * n * d)
+            + self.window_layers * (8 * n * d * d + 4 * n * seen * d)
+            + self.mlp_layers * 16 * n * d * d
+            + self.state_layers * (12 * n * d * d + 16 * n * d * state + 10 * n)
+        )
+
+
+GEOMETRIES = {
+    geometry.name: geometry
+    for geometry in (
+        Geometry("nemotron-h-8b", 4096, 4, 8, 128, 24, 24, (3, 10240), (128, 64, 128)),
+        Geometry("qwen3.5-4b", 2560, 8, 4, 256, 32, 24, (3, 8192), (32, 128, 128)),
+        Geometry("jamba-1.5-mini", 4096, 4, 8, 128, 32, 28, (3, 8192), (8192, 16)),
+        Geometry("gemma-3-27b", 5376, 10, 16, 128, 62, window_layers=52, window=1024),
+        Geometry("llama-3-8b", 4096, 32, 8, 128, 32),
+    )
+}

@@ -1,0 +1,112 @@
+"""PNG plots of the results (matplotlib)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.replay.cliff import Cliff
+from benchmarks.replay.sweep import Cell
+
+STYLES = {
+    "ours": ("C0", "-", 2.4),
+    "ours-bf16": ("C0", ":", 1.6),
+    "ours-int8": ("C0", "--", 2.0),
+    "vllm": ("C1", "-", 2.6),
+    "vllm-fine": ("C1", "--", 1.4),
+    "megatron-core": ("C2", "-", 1.4),
+    "marconi": ("C3", "-", 1.4),
+    "lru-block-end-16": ("C5", "-", 1.2),
+    "lru-block-end-64": ("C5", "--", 1.2),
+    "lru-block-end-528": ("C4", "-", 1.2),
+    "lru-free": ("0.6", "--", 1.2),
+    "ceiling": ("0.3", ":", 1.2),
+}
+
+
+def pyplot():
+    """matplotlib.pyplot without a display. Raises SystemExit where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit(
+            "plots need matplotlib: `pip install -e .[bench]`, or run without --plots"
+        ) from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
+    """Prompt tokens skipped over the memory budget: per geometry and number in flight one file,
+    with a panel for each workload."""
+    plt = pyplot()
+    pictures: dict[tuple[str, int], dict[str, list[Cell]]] = {}
+    for cell in cells:
+        panels = pictures.setdefault((cell.geometry, cell.in_flight), {})
+        panels.setdefault(cell.workload, []).append(cell)
+    paths = []
+    for (geometry, in_flight), panels in pictures.items():
+        columns = min(3, len(panels))
+        rows = -(-len(panels) // columns)
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(4.4 * columns, 3.6 * rows), squeeze=False, layout="constrained"
+        )
+        for axis, (workload, panel) in zip(axes.flat, panels.items()):
+            _hit_rate_panel(axis, panel)
+            axis.set_title(workload)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6, fontsize=8)
+        figure.suptitle(f"Prompt tokens skipped, {geometry}, {in_flight} in flight")
+        paths.append(folder / f"replay_{geometry}_{in_flight}_in_flight.png")
+        figure.savefig(paths[-1], dpi=110)
+        plt.close(figure)
+    return paths
+
+
+def _hit_rate_panel(axis, cells: list[Cell]) -> None:
+    budgets = sorted({cell.budget_gb for cell in cells if cell.budget_gb is not None})
+    for engine in dict.fromkeys(cell.engine for cell in cells):
+        color, dashes, width = STYLES[engine]
+        points = {c.budget_gb: c.skipped_percent for c in cells if c.engine == engine}
+        if None in points:
+            points = dict.fromkeys(budgets, points[None])
+        xs = sorted(points)
+        axis.plot(
+            xs, [points[x] for x in xs], dashes, color=color, lw=width, marker=".", label=engine
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    axis.set_xlabel("cache, GB")
+    axis.set_ylabel("% of prompt tokens")
+    axis.set_ylim(0, 100)
+    axis.grid(alpha=0.3)
+
+
+def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
+    """Tokens computed again over length, one file per geometry."""
+    plt = pyplot()
+    paths = []
+    for geometry in dict.fromkeys(cliff.geometry for cliff in found):
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        for cliff in (cliff for cliff in found if cliff.geometry == geometry):
+            color, dashes, width = STYLES[cliff.engine]
+            for axis, values in zip(axes, (cliff.repeated, cliff.forked)):
+                axis.plot(cliff.lengths, values, dashes, color=color, lw=width, label=cliff.engine)
+        axes[0].set_title("the same prompt again")
+        axes[0].set_xlabel("prompt tokens")
+        axes[0].set_ylabel("tokens computed the second time")
+        axes[1].set_title("a first fork after a shared prefix")
+        axes[1].set_xlabel("shared tokens")
+        axes[1].set_ylabel("shared tokens computed again")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)
+        figure.suptitle(geometry)
+        paths.append(folder / f"replay_cliff_{geometry}.png")
+        figure.savefig(paths[-1], dpi=110)
+        plt.close(figure)
+    return paths

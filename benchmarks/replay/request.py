@@ -1,0 +1,22 @@
+"""What a trace is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One request of a trace. A trace is an iterable of these, in order of arrival."""
+
+    prompt: np.ndarray
+    """int32 [L], L >= 1; often a view that requests of one session share: never written."""
+    output: np.ndarray
+    """int32 [m], m >= 1: what the model is said to have answered."""
+    session: int | str
+    """Turns of one session follow each other: none starts before the one before has ended."""
+    turn: int
+    arrival: float
+    """Seconds since the trace began."""

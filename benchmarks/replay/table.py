@@ -1,0 +1,94 @@
+"""Results as text: tables for the terminal, and Markdown for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.replay.sweep import Cell
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+
+def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str, list[Cell]]]]:
+    """Per workload, geometry and number in flight: a title, the budgets, and for each engine its
+    cells in order of the budgets (an engine without a limit repeats its one)."""
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.workload, cell.geometry, cell.in_flight), []).append(cell)
+    for (workload, geometry, in_flight), group in groups.items():
+        title = (
+            f"{workload}, {geometry}, {in_flight} in flight: {group[0].requests:,} requests, "
+            f"{group[0].prompt_tokens:,} prompt tokens"
+        )
+        budgets = sorted({cell.budget_gb for cell in group if cell.budget_gb is not None})
+        engines = {}
+        for engine in dict.fromkeys(cell.engine for cell in group):
+            row = {cell.budget_gb: cell for cell in group if cell.engine == engine}
+            engines[engine] = [row.get(budget, row.get(None)) for budget in budgets or [None]]
+        yield title, budgets, engines
+
+
+def terminal_tables(cells: Sequence[Cell]) -> Iterator[Table]:
+    """One table per workload, geometry and number in flight; one row per engine."""
+    for title, budgets, engines in grouped(cells):
+        table = Table(title=title, title_justify="left")
+        table.add_column("engine", no_wrap=True)
+        for budget in budgets or ["no limit"]:
+            table.add_column(f"{budget} GB, %", justify="right")
+            table.add_column("us", justify="right", no_wrap=True)
+        for engine, row in engines.items():
+            shown = [(f"{c.skipped_percent:.1f}", micros(c)) for c in row]
+            table.add_row(engine, *(text for pair in shown for text in pair))
+        yield table
+        yield from lost_table(cells, title, budgets, engines)
+
+
+def micros(cell: Cell) -> str:
+    return f"{cell.micros_median:.0f} / {cell.micros_p95:.0f}"
+
+
+def lost_table(cells, title: str, budgets: list[float], engines: dict) -> Iterator[Table]:
+    """What engines that give reasons lost, by reason; no table where none does."""
+    rows = [(engine, cell) for engine, row in engines.items() for cell in row if cell.lost_percent]
+    reasons = sorted({reason for _, cell in rows for reason in cell.lost_percent})
+    if not rows:
+        return
+    table = Table(title="lost against the ceiling, % of prompt tokens", title_justify="left")
+    table.add_column("engine, GB", no_wrap=True)
+    for reason in reasons:
+        table.add_column(reason, justify="right")
+    for engine, cell in rows:
+        lost = (cell.lost_percent.get(reason, 0) for reason in reasons)
+        table.add_row(f"{engine}, {cell.budget_gb:g}", *(f"{part:.1f}" for part in lost))
+    yield table
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """The same as Markdown, without what was lost."""
+    lines = []
+    for title, budgets, engines in grouped(cells):
+        heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
+        lines += [f"**{title}**", "", "| engine | " + " | ".join(f"{h}, % | us" for h in heads)]
+        lines[-1] += " |"
+        lines.append("| --- |" + " ---: | ---: |" * len(heads))
+        for engine, row in engines.items():
+            shown = " | ".join(f"{c.skipped_percent:.1f} | {micros(c)}" for c in row)
+            lines.append(f"| {engine} | {shown} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def around_results(path: Path) -> tuple[str, str]:
+    """What stands before and after the results in a Markdown file, the two marks included.
+
+    Raises:
+        ValueError: the file lacks the marks.
+    """
+    page = path.read_text(encoding="utf-8")
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"{path} has no {BEGIN!r} and {END!r}: add these lines where results go")
+    before, rest = page.split(BEGIN, 1)
+    return before + BEGIN, END + rest.split(END, 1)[1]

@@ -1,0 +1,149 @@
+"""The driver: who runs when, what is timed, what counts as lost."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.replay.__main__ import main
+from benchmarks.replay.engines.lru import LeastRecentlyUsed
+from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.memory import deep_size, footprint
+from benchmarks.replay.request import Request
+from benchmarks.replay.runner import Replay, replay
+from benchmarks.replay.table import BEGIN, END
+from benchmarks.replay.workloads import WORKLOADS
+
+
+class Recorder:
+    """An engine with room for `room` requests that writes down what happens."""
+
+    def __init__(self, room=100):
+        self.room, self.running, self.log = room, 0, []
+
+    def prepare(self, tokens):
+        return tokens
+
+    def begin(self, prompt):
+        if self.running == self.room:
+            self.log.append("full")
+            return None
+        self.running += 1
+        self.log.append(f"+{prompt[0]}")
+        handle = Recorder()
+        handle.skipped_tokens, handle.name = 0, prompt[0]
+        return handle
+
+    def finish(self, handle, tokens):
+        self.running -= 1
+        assert tokens.tolist() == [handle.name, -handle.name]
+        self.log.append(f"-{handle.name}")
+
+
+def requests(*sessions):
+    return [
+        Request(np.array([i], np.int32), np.array([-i], np.int32), session, 0, float(i))
+        for i, session in enumerate(sessions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "in_flight", "room", "order"),
+    [
+        ("abc", 1, 9, "+0 -0 +1 -1 +2 -2"),
+        ("abcd", 2, 9, "+0 +1 -0 +2 -1 +3 -2 -3"),
+        ("abbc", 3, 9, "+0 +1 -0 -1 +2 +3 -2 -3"),  # the second turn of b waits for the first
+        ("abc", 3, 1, "+0 full -0 +1 full -1 +2 -2"),
+    ],
+)
+def test_order(sessions, in_flight, room, order):
+    engine = Recorder(room)
+    result = replay(requests(*sessions), engine, in_flight)
+    assert " ".join(engine.log) == order
+    assert len(result.seconds) == len(sessions) and min(result.seconds) > 0
+
+
+def test_no_room_for_a_request_that_is_alone():
+    with pytest.raises(RuntimeError, match="no room for request 0"):
+        replay(requests("a"), Recorder(room=0))
+
+
+def test_lost_tokens_by_reason():
+    result = Replay([10, 10, 10, 10], [10, 2, 3, 0], [0.0] * 4, [None, "a", "b", None], True)
+    assert result.lost_tokens([10, 9, 3, 1]) == {"a": 7, "unexplained": 1}
+    result.explains = False
+    assert result.lost_tokens([10, 9, 3, 1]) == {}
+
+
+def test_requests_in_flight_keep_their_kv():
+    """Two long requests do not fit side by side: the second waits for the first."""
+    engine = LeastRecentlyUsed(1, 1, 0, budget_bytes=100)
+    first, second = np.random.default_rng(0).integers(0, 99, (2, 60), np.int32)
+    running = engine.begin(first)
+    assert engine.begin(second) is None
+    engine.finish(running, np.append(first, np.int32(1)))
+    assert engine.begin(first[:60]).skipped_tokens == 60  # the failed one cost it nothing
+    engine.running = 0
+    assert engine.begin(second) is not None
+
+
+def test_deep_size_counts_each_thing_once():
+    array = np.zeros(1000, np.int64)
+    assert deep_size([array]) == deep_size([array, array]) - 8
+    assert 8000 < deep_size([array[:1], array[5:6]]) < 8500  # views of one array
+    assert deep_size([array, array.copy()]) > 16_000
+
+
+def test_footprint():
+    found = footprint(WORKLOADS["chat"].generate(50), GEOMETRIES["nemotron-h-8b"], 16e9)
+    assert found.requests == 50
+    assert 4 * found.cached_tokens < found.index_bytes < 1e8
+    assert 0 < found.cache_seconds <= found.wall_seconds
+
+
+ARGUMENTS = ["--workloads", "rl-group", "--limit", "32", "--budgets", "1", "4"]
+
+
+def test_command_line(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    engines = ["ours", "lru-block-end-16", "ceiling"]
+    main(
+        [
+            *ARGUMENTS,
+            "--engines",
+            *engines,
+            "--json",
+            str(tmp_path / "out" / "replay.json"),
+            "--markdown",
+            str(page),
+            "--memory",
+        ]
+    )
+    results = json.loads((tmp_path / "out" / "replay.json").read_text())
+    cells = {(cell["engine"], cell["budget_gb"]): cell for cell in results["cells"]}
+    assert list(cells) == [
+        ("ours", 1), ("ours", 4), ("lru-block-end-16", 1), ("lru-block-end-16", 4),
+        ("ceiling", None),
+    ]  # fmt: skip
+    assert cells["ceiling", None]["skipped_percent"] == pytest.approx(93.75)
+    assert results["memory"]["bytes_per_token"] > 4
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert "| ceiling | 93.8 |" in text
+    assert "rl-group, nemotron-h-8b, 1 in flight: 32 requests" in capsys.readouterr().out
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(ValueError, match="results: begin"):
+        main([*ARGUMENTS, "--engines", "ceiling", "--markdown", str(page)])
+    assert page.read_text() == "nothing here"
+
+
+def test_plots_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"pip install -e \.\[bench\]"):
+        main([*ARGUMENTS, "--plots", str(tmp_path)])
