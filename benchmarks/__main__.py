@@ -1,4 +1,4 @@
-"""`python -m benchmarks [latency] [bookkeeping] [memory] [--json FILE]`."""
+"""`python -m benchmarks [latency] [bookkeeping] [memory] [encodings] [--json FILE]`."""
 
 import argparse
 import json
@@ -13,9 +13,14 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import bookkeeping, latency, memory
+    from benchmarks import bookkeeping, encodings, latency, memory
 
-    suites = {"latency": latency, "bookkeeping": bookkeeping, "memory": memory}
+    suites = {
+        "latency": latency,
+        "bookkeeping": bookkeeping,
+        "memory": memory,
+        "encodings": encodings,
+    }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
     parser.add_argument("--json", help="also write the numbers to this file")

@@ -591,6 +591,7 @@ def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
+STATE_ENCODINGS = ("exact", "bf16", "int8")
 
 
 @dataclass
@@ -624,6 +625,11 @@ class InferenceConfig:
     kv_cache_dtype: torch.dtype | None = None
     """dtype of K and V in the pool; None: that of the model's parameters."""
 
+    state_encoding: str = "exact"
+    """How checkpoints hold recurrent states; convolution tails and live states are always exact.
+    "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per element,
+    a quarter of fp32's bytes, with errors about as large as those of bf16."""
+
     random_seed: int = 0
     """Where the seeds of requests come from that bring none."""
 
@@ -634,6 +640,10 @@ class InferenceConfig:
         if self.prefix_caching not in PREFIX_CACHING_MODES:
             raise ValueError(
                 f"prefix_caching is {self.prefix_caching!r}; use one of {PREFIX_CACHING_MODES}."
+            )
+        if self.state_encoding not in STATE_ENCODINGS:
+            raise ValueError(
+                f"state_encoding is {self.state_encoding!r}; use one of {STATE_ENCODINGS}."
             )
         for field in (
             "block_size_tokens",

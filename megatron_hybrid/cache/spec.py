@@ -74,6 +74,8 @@ class CacheSpec:
     """Recurrent states and convolution tails of one sequence; 0 for pure attention."""
     hidden_bytes: int
     """Last hidden state of one sequence; 0 where a prompt's end needs no logits."""
+    encoded_state_bytes: int | None = None
+    """`state_bytes` as a checkpoint holds them; None: in the same bytes."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -133,7 +135,9 @@ class CacheSpec:
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint without its local blocks: states, then the hidden state."""
-        return aligned(self.state_bytes) + aligned(self.hidden_bytes)
+        encoded = self.encoded_state_bytes
+        state = self.state_bytes if encoded is None else encoded
+        return aligned(state) + aligned(self.hidden_bytes)
 
     @cached_property
     def checkpoint_pages(self) -> int:

@@ -64,7 +64,8 @@ class DynamicInferenceEngine:
         dtype = config.kv_cache_dtype or parameter.dtype
         layers = model.cache_requirements()
         hidden_size = model.config.hidden_size
-        spec = cache_spec_of(layers, hidden_size, dtype, config.block_size_tokens)
+        encoding = config.state_encoding
+        spec = cache_spec_of(layers, hidden_size, dtype, config.block_size_tokens, encoding)
         num_pages = agree_on_minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(
@@ -74,7 +75,14 @@ class DynamicInferenceEngine:
             )
         self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
         self.memory = CacheMemory(
-            spec, layers, hidden_size, dtype, num_pages, config.max_requests, parameter.device
+            spec,
+            layers,
+            hidden_size,
+            dtype,
+            num_pages,
+            config.max_requests,
+            parameter.device,
+            encoding,
         )
         self.context = DynamicInferenceContext(
             self.memory, config.max_requests, config.max_sequence_length

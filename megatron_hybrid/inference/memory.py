@@ -3,7 +3,7 @@
 `cache/` decides which page holds what; this file moves the bytes. A page holds, for one block of
 tokens, the K and V of some layers of one attention group, or a piece of a checkpoint. A live slot
 is the contiguous per-request state that the kernels read and write; a checkpoint is such a slot's
-bytes cut into pages, so saving or restoring one is a single indexed copy whatever the layers are.
+bytes, encoded or as they are, cut into pages: one indexed copy whatever the layers are.
 
 Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup, aligned
+from megatron_hybrid.inference.state_layout import StateLayout
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return int(np.prod(shape)) * dtype.itemsize
-
-
 def cache_spec_of(
-    layers: list[LayerCache], hidden_size: int, dtype: torch.dtype, block_size_tokens: int
+    layers: list[LayerCache],
+    hidden_size: int,
+    dtype: torch.dtype,
+    block_size_tokens: int,
+    state_encoding: str = "exact",
 ) -> CacheSpec:
     """What the cache bookkeeping must know of a model.
 
@@ -31,27 +32,26 @@ def cache_spec_of(
         layers: what each layer keeps, on this rank (`model.cache_requirements()`).
         hidden_size: width of the last hidden state, kept with each checkpoint in `dtype`.
         dtype: of K, V and the hidden state.
+        state_encoding: how checkpoints hold the states, one of `STATE_ENCODINGS`.
     """
     shapes = _kv_shapes(layers)
+    layout = StateLayout(layers, hidden_size, dtype, state_encoding)
     return CacheSpec(
         block_size_tokens=block_size_tokens,
         groups=tuple(
             KVGroup(
                 num_layers=sum(layer.kv == shape for layer in layers),
-                bytes_per_token=_num_bytes(
-                    (shape.num_heads, shape.head_dim + shape.value_dim), dtype
-                ),
+                bytes_per_token=shape.num_heads
+                * (shape.head_dim + shape.value_dim)
+                * dtype.itemsize,
                 window=shape.window,
                 chunk=shape.chunk,
             )
             for shape in shapes
         ),
-        state_bytes=sum(
-            aligned(_num_bytes(state.shape, state.dtype))
-            for layer in layers
-            for state in layer.states
-        ),
-        hidden_bytes=aligned(_num_bytes((hidden_size,), dtype)),
+        state_bytes=layout.state_bytes,
+        hidden_bytes=aligned(layout.hidden.num_bytes),
+        encoded_state_bytes=layout.encoded_state_bytes,
     )
 
 
@@ -87,6 +87,7 @@ class CacheMemory:
         num_pages: pages of the pool, the null page 0 included.
         num_slots: live slots, one for each running request.
         device: where it all lives.
+        state_encoding: how checkpoints hold the states; the same that `spec` was made with.
     """
 
     def __init__(
@@ -98,22 +99,17 @@ class CacheMemory:
         num_pages: int,
         num_slots: int,
         device: torch.device,
+        state_encoding: str = "exact",
     ):
         self.spec = spec
         self.device = device
         # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
         self.pool = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
-        # A slot spans whole pages, so that a checkpoint is its bytes and nothing else.
-        slot_bytes = max(1, spec.checkpoint_pages) * spec.page_bytes
+        self._layout = StateLayout(layers, hidden_size, dtype, state_encoding)
+        # A slot spans whole pages, so that an exact checkpoint is its bytes and nothing else.
+        slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
+        slot_bytes = max(1, slot_pages) * spec.page_bytes
         self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
-
-        self._state_fields: dict[tuple[int, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
-        offset = 0
-        for number, layer in enumerate(layers, start=1):
-            for state in layer.states:
-                self._state_fields[number, state.name] = (offset, tuple(state.shape), state.dtype)
-                offset += aligned(_num_bytes(state.shape, state.dtype))
-        self._hidden_field = (offset, (hidden_size,), dtype)
 
         self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
         self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # local group, table column
@@ -146,23 +142,17 @@ class CacheMemory:
         pool). P is 0 where the layer keeps no values."""
         return self._kv_views[layer_number]
 
-    @staticmethod
-    def _field(slots: Tensor, field) -> Tensor:
-        offset, shape, dtype = field
-        end = offset + _num_bytes(shape, dtype)
-        return slots[:, offset:end].view(dtype).unflatten(1, shape)
-
     def state(self, layer_number: int, name: str, slots: Tensor | None = None) -> Tensor:
         """One state tensor of one layer in every live slot (or in `slots`), [S, *shape] view."""
         slots = self.slots if slots is None else slots
-        return self._field(slots, self._state_fields[layer_number, name])
+        return self._layout.fields[layer_number, name].view(slots)
 
     def state_names(self, layer_number: int) -> list[str]:
-        return [name for number, name in self._state_fields if number == layer_number]
+        return [name for number, name in self._layout.fields if number == layer_number]
 
     def hidden(self, slots: Tensor | None = None) -> Tensor:
         """The last hidden state in every live slot (or in `slots`), [S, hidden_size] view."""
-        return self._field(self.slots if slots is None else slots, self._hidden_field)
+        return self._layout.hidden.view(self.slots if slots is None else slots)
 
     def staging(self, count: int) -> Tensor:
         """Slot-shaped room for states captured inside a forward pass, uint8 [count, slot_bytes]."""
@@ -180,13 +170,18 @@ class CacheMemory:
         self.slots[target].copy_(self.slots[source])
 
     def save_checkpoint(self, state_bytes: Tensor, pages: np.ndarray) -> None:
-        """Copies a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
+        """Encodes a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
+        if not self._layout.is_exact:
+            state_bytes = self._layout.encode(state_bytes, len(pages) * self.spec.page_bytes)
         self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
 
     def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
-        """Copies checkpoint pages into a live slot."""
-        target = self.slots[slot].view(len(pages), -1)
-        torch.index_select(self.pool, 0, self._ids(pages), out=target)
+        """Decodes checkpoint pages into a live slot."""
+        if self._layout.is_exact:
+            target = self.slots[slot].view(len(pages), -1)
+            torch.index_select(self.pool, 0, self._ids(pages), out=target)
+        else:
+            self._layout.decode(self.pool[self._ids(pages)].flatten(), self.slots[slot])
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copies whole pages; rows past the valid ones are overwritten before anyone reads them."""

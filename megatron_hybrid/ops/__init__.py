@@ -21,10 +21,12 @@ from megatron_hybrid.ops.kimi_delta_attention import kimi_delta_attention
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.ssd import ssd_scan
+from megatron_hybrid.ops.state_codec import StatesCodec
 
 __all__ = [
     "AttentionPattern",
     "RaggedLayout",
+    "StatesCodec",
     "causal_conv1d",
     "gated_delta_rule",
     "kimi_delta_attention",

@@ -23,6 +23,9 @@ class StateTensor:
     """Shape per sequence, on this tensor-parallel rank."""
     dtype: torch.dtype
     """What it is stored in between calls."""
+    decay: Tensor | None = field(default=None, compare=False)
+    """What a token typically leaves of each element, 0 to 1, broadcastable to `shape`: an encoding
+    may then round the state, and knows which errors last. None: it is kept as it is."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,11 @@ class GatedDeltaNetMixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, N, P]."""
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
-        state = StateTensor("delta", shape, self.config.recurrent_state_dtype)
+        dt_H = F.softplus(self.dt_bias.detach().float())
+        decay_H = (-self.A_log.detach().float().exp() * dt_H).exp()
+        state = StateTensor(
+            "delta", shape, self.config.recurrent_state_dtype, decay_H[:, None, None]
+        )
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

@@ -111,7 +111,9 @@ class KimiDeltaAttentionMixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, N, P]."""
         shape = (self.num_heads, self.key_dim, self.value_dim)
-        state = StateTensor("delta", shape, self.config.recurrent_state_dtype)
+        dt_HN = F.softplus(self.dt_bias.detach().float()).view(self.num_heads, self.key_dim)
+        decay_HN = (-self.A_log.detach().float().exp()[:, None] * dt_HN).exp()
+        state = StateTensor("delta", shape, self.config.recurrent_state_dtype, decay_HN[:, :, None])
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

@@ -116,7 +116,9 @@ class Mamba1Mixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [C, N]."""
         shape = (self.num_channels, self.state_dim)
-        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype)
+        dt_C = F.softplus(self.dt_proj.bias.detach().float())
+        decay_CN = (-self.A_log.detach().float().exp() * dt_C[:, None]).exp()
+        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_CN)
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

@@ -114,7 +114,9 @@ class Mamba2Mixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, P, N]."""
         shape = (self.num_heads, self.head_dim, self.state_dim)
-        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype)
+        dt_H = F.softplus(self.dt_bias.detach().float())
+        decay_H = (-self.A_log.detach().float().exp() * dt_H).exp()
+        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_H[:, None, None])
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

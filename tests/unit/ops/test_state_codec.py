@@ -1,0 +1,223 @@
+"""States in one byte per element: how large errors are, where they fall, and what cannot happen."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_hybrid.ops.state_codec import HORIZON_TOKENS, StatesCodec, importance_of
+
+FORGETS = torch.zeros(1, 1)  # all elements of equal importance
+SHAPES = [(4, 64, 64), (2, 128, 128), (3, 64, 128), (512, 16), (2, 3, 40, 24)]
+ODD_SHAPES = [(1, 1), (1, 7), (2, 4, 3), (3, 5, 13), (65, 1), (4, 16, 8)]
+
+
+def normal(shape, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def written(shape, seed: int = 0) -> torch.Tensor:
+    """A state as a recurrence writes it: a decaying sum of outer products, keys with a mean."""
+    *heads, rows, columns = shape
+    count = 3 * max(rows, columns)
+    keys = normal((*heads, count, rows), seed) + 0.7
+    values = normal((*heads, count, columns), seed + 1)
+    decay = torch.linspace(0.5, 0.99, math.prod(heads)).reshape(*heads, 1, 1)
+    ages = torch.arange(count, dtype=torch.float32)[:, None]
+    return (keys * decay**ages).mT @ values
+
+
+def codec_of(shape, decay: torch.Tensor = FORGETS, **options) -> StatesCodec:
+    return StatesCodec([shape], [decay], **options)
+
+
+def through(codec: StatesCodec, *states: torch.Tensor) -> torch.Tensor:
+    """The first of the states, as it comes back."""
+    code = codec.encode(states)
+    assert (code.dtype, code.shape) == (torch.uint8, (codec.num_bytes,))
+    decoded = codec.decode(code)
+    assert [(d.shape, d.dtype) for d in decoded] == [(s.shape, torch.float32) for s in states]
+    return decoded[0]
+
+
+def relative_error(state: torch.Tensor, decoded: torch.Tensor) -> float:
+    return float((decoded - state).norm() / state.norm())
+
+
+def amax_error(state: torch.Tensor) -> float:
+    """Relative error of 255 levels and a scale per row or column, whichever is better."""
+    errors = []
+    for dim in (-1, -2):
+        scale = state.abs().amax(dim, keepdim=True) / 127
+        errors.append(relative_error(state, (state / scale).round() * scale))
+    return min(errors)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_byte_per_element_with_all_overheads(shape):
+    codec = codec_of(shape)
+    assert codec.num_bytes == math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_error_of_noise(shape):
+    """Nothing to exploit: no worse than 8 bits spent on a scale for each row."""
+    state = normal(shape)
+    assert relative_error(state, through(codec_of(shape), state)) < 0.009
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_error_of_written_states_is_a_part_of_plain_rounding(shape):
+    state = written(shape)
+    error = relative_error(state, through(codec_of(shape), state))
+    assert error < 0.25 * amax_error(state)
+    # What each idea gives: the single step with its codes, then the low rank.
+    without_parts = through(codec_of(shape, max_rank=0), state)
+    assert error < 0.6 * relative_error(state, without_parts) < 0.6 * amax_error(state)
+
+
+def test_the_error_is_the_same_everywhere_in_a_head():
+    """Rows of very different size have equal errors, spread evenly between plus and minus half a
+    step: the largest is sqrt(3) times the rms."""
+    state = normal((2, 64, 64)) * torch.logspace(0, 2, 64)[:, None]
+    error = through(codec_of(state.shape), state) - state
+    for head in error:
+        rms = head.square().mean().sqrt()
+        rows = head.square().mean(-1).sqrt() / rms
+        assert rows.min() > 0.7 and rows.max() < 1.3
+        assert head.abs().max() < 1.02 * math.sqrt(3) * rms
+
+
+def test_errors_of_heads_grow_with_the_root_of_their_size():
+    state = normal((2, 64, 64)) * torch.tensor([1.0, 100.0])[:, None, None]
+    error = through(codec_of(state.shape), state) - state
+    small, large = error.square().mean((1, 2)).sqrt()
+    assert 9 < large / small < 11
+
+
+def test_what_lasts_is_kept_more_exactly():
+    """Squared errors in inverse proportion to the number of outputs that feel them."""
+    state = normal((2, 64, 64))
+    for decay in (torch.zeros(2, 1, 1), torch.zeros(64, 1), torch.zeros(1, 64)):
+        decay.view(-1)[1::2] = 1.0
+        lasts = decay.bool().expand(state.shape)
+        error = through(codec_of(state.shape, decay), state) - state
+        ratio = error[~lasts].square().mean() / error[lasts].square().mean()
+        assert 0.8 * HORIZON_TOKENS < ratio < 1.2 * HORIZON_TOKENS
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 0.9, 0.999])
+def test_importance_is_a_sum_over_the_horizon(value):
+    total = sum(value ** (2 * t) for t in range(HORIZON_TOKENS))
+    assert float(importance_of(torch.tensor(value, dtype=torch.float64))) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+def test_small_and_odd_shapes(shape):
+    state = normal(shape)
+    codec = codec_of(shape, torch.rand(shape))
+    assert relative_error(state, through(codec, state)) < 0.02
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *ODD_SHAPES])
+def test_zeros_stay_zeros(shape):
+    codec = codec_of(shape)
+    assert not through(codec, torch.zeros(shape)).any()
+
+
+def test_a_single_element_among_zeros():
+    state = torch.zeros(2, 64, 64)
+    state[1, 5, 7] = -3e-5
+    decoded = through(codec_of(state.shape), state)
+    torch.testing.assert_close(decoded, state, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30, 3e38])
+def test_any_size_is_as_exact_as_any_other(size):
+    state = normal((2, 64, 64))
+    state = state / state.abs().max() * size
+    decoded = through(codec_of(state.shape), state)
+    assert ((decoded - state) / size).square().mean().sqrt() < 0.01 / 3
+
+
+def test_a_range_of_sixty_decades_is_finite_and_right_where_it_is_large():
+    state = normal((6, 32, 32)) * torch.logspace(-30, 30, 6)[:, None, None]
+    state[0] = 0
+    decoded = through(codec_of(state.shape), state)
+    assert decoded.isfinite().all() and not decoded[0].any()
+    assert relative_error(state[-1].double(), decoded[-1].double()) < 1e-3
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_head_with_an_inf_or_nan_comes_back_as_nan_and_no_other(bad):
+    state = written((4, 64, 64))
+    state[2, 0, 1] = bad
+    decoded = through(codec_of(state.shape), state)
+    assert decoded[2].isnan().all()
+    others = [0, 1, 3]
+    assert relative_error(state[others], decoded[others]) < 0.005
+
+
+def test_bytes_are_a_function_of_the_state_alone():
+    state = written((4, 64, 64))
+    codec = codec_of(state.shape)
+    code = codec.encode([state])
+    assert torch.equal(code, codec_of(state.shape).encode([state.clone()]))
+    strided = state.mT.contiguous().mT
+    assert torch.equal(code, codec.encode([strided]))
+    assert torch.equal(codec.encode([state.bfloat16()]), codec.encode([state.bfloat16().float()]))
+
+
+def test_all_of_the_bytes_are_used():
+    """A step smaller by 1 % would not fit: the space behind the last code is hardly there."""
+    for state in (normal((4, 64, 64)), written((4, 64, 64)), normal((64, 64)).exp() ** 3):
+        code = codec_of(state.shape).encode([state])
+        last = int(code.nonzero().max())
+        assert last > 0.99 * len(code)
+
+
+def test_fewer_bytes_are_less_exact():
+    state = written((4, 64, 64))
+    errors = []
+    for bits in (8, 6, 4):
+        codec = codec_of(state.shape, bytes_per_element=bits / 8)
+        assert codec.num_bytes == state.numel() * bits // 8
+        errors.append(relative_error(state, through(codec, state)))
+    assert 3 < errors[1] / errors[0] < 7 and 3 < errors[2] / errors[1] < 7
+
+
+def test_a_simple_state_leaves_bytes_to_another():
+    """Half of the difference in exactness goes: a quarter from each side."""
+    simple, other = written((2, 64, 64)), normal((2, 64, 64))
+    alone = {
+        name: relative_error(s, through(codec_of(s.shape), s))
+        for name, s in (("simple", simple), ("other", other))
+    }
+    both = StatesCodec([other.shape, simple.shape], [FORGETS, FORGETS])
+    assert both.num_bytes == other.numel() + simple.numel()
+    decoded = both.decode(both.encode([other, simple]))
+    errors = relative_error(other, decoded[0]), relative_error(simple, decoded[1])
+    quarter = (alone["other"] / alone["simple"]) ** 0.25
+    assert quarter > 1.2
+    assert alone["other"] / errors[0] == pytest.approx(quarter, rel=0.15)
+    assert errors[1] / alone["simple"] == pytest.approx(quarter, rel=0.15)
+
+
+def test_the_size_of_a_state_does_not_count_beside_others():
+    states = [written((2, 64, 64)), normal((2, 32, 64)), normal((64, 16))]
+    codec = StatesCodec([state.shape for state in states], [FORGETS] * 3)
+    factors = (1.0, 2.0**40, 2.0**-30)
+    scaled = codec.decode(codec.encode([s * factor for s, factor in zip(states, factors)]))
+    for plain, factor, other in zip(codec.decode(codec.encode(states)), factors, scaled):
+        torch.testing.assert_close(other / factor, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3)])
+def test_shapes_without_matrices_are_refused(shape):
+    with pytest.raises(ValueError, match=r"has no matrices to encode"):
+        codec_of(shape)
+
+
+def test_a_bit_per_element_is_refused():
+    with pytest.raises(ValueError, match=r"bytes_per_element is 0.125; .* 0.25"):
+        codec_of((64, 64), bytes_per_element=1 / 8)
