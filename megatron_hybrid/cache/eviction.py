@@ -1,11 +1,11 @@
-"""What to drop next. Two pure key functions, a lazy heap, and the loop that makes room.
+"""What to drop next. Pure key functions, a lazy heap, and the loop that makes room.
 
 Keys are tuples (class, value, last access); the least goes first.
 
 Class 0: KV that no checkpoint can reach, the tail of a leaf; by recency.
-Class 1: checkpoints, and where KV alone resumes also tails; by Greedy-Dual-Size-Frequency
-(Cherkasova 1998, without the frequency): value = clock at last use + tokens to rebuild without it
-/ pages. The clock is the value of the last victim, so what is not used sinks against what is.
+Class 1: checkpoints, and where KV alone resumes also tails. The value of a checkpoint is what it
+saves per page and request: uses to be expected per request (`ReuseModel`) x tokens to compute again
+without it / pages that go with it, its own and those of the KV that only leads to it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
+from megatron_hybrid.cache.reuse import ReuseModel
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
@@ -23,56 +24,76 @@ Key = tuple[int, float, int]
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
-    """Where a leaf's droppable tail starts: after its deepest checkpoint, and after that one's
-    block where there are blocks (cutting inside one frees nothing). `edge.end`: no tail."""
-    if edge.children or edge.parent is None:
-        return edge.end
-    deepest = max(edge.checkpoints, default=edge.start)
-    if spec.kv_pages_per_block and deepest > edge.start:
-        deepest = spec.num_blocks(deepest) * spec.block_size_tokens
-    return min(deepest, edge.end)
+    """Where a leaf's droppable KV starts: after its deepest state, and after that one's block
+    (cutting inside one frees nothing). `edge.held_end`: there is none."""
+    if edge.parent is None or not edge.is_held_leaf():
+        return edge.held_end
+    deepest = edge.deepest_checkpoint(edge.held_end)
+    if deepest is None:
+        return edge.start
+    return min(spec.num_blocks(deepest.position) * spec.block_size_tokens, edge.held_end)
 
 
-def tail_key(edge: Edge, spec: CacheSpec) -> Key | None:
+def tail_key(edge: Edge, spec: CacheSpec, now: int) -> Key | None:
     """Order of a leaf's tail; None: it has none."""
-    if tail_start(edge, spec) == edge.end:
+    if tail_start(edge, spec) == edge.held_end:
         return None
     if spec.needs_state or not spec.kv_pages_per_block:
         return 0, 0.0, edge.last_access
-    return 1, edge.clock + spec.block_size_tokens / spec.kv_pages_per_block, edge.last_access
+    # KV alone resumes: as if used once more after as long again as since its last use.
+    age = now - edge.last_access + 1
+    return 1, spec.block_size_tokens / spec.kv_pages_per_block / age, edge.last_access
 
 
-def rebuild_tokens(edge: Edge, position: int, needs_state: bool) -> int:
-    """Tokens to compute again to get to a position on an edge without a checkpoint there."""
+def rebuild_tokens(checkpoint: Checkpoint, needs_state: bool) -> int:
+    """Tokens to compute again to get to its position without it."""
     if not needs_state:
         return 1  # KV alone resumes; what is missing is the last hidden state
-    while edge.parent is not None:
-        below = edge.deepest_checkpoint(position - 1)
-        if below is not None:
-            return position - below.position
-        edge = edge.parent
-    return position
+    below = checkpoint.below()
+    return checkpoint.position - (below.position if below else 0)
 
 
-def checkpoint_value(tokens: int, num_pages: int) -> float:
-    """Tokens saved per page held."""
-    return tokens / max(1, num_pages)
+def exclusive_tokens(checkpoint: Checkpoint) -> int:
+    """Tokens whose KV only leads to this state: back to the next one, or to a fork with another."""
+    if checkpoint.is_covered():
+        return 0
+    edge = checkpoint.edge
+    below = edge.deepest_checkpoint(checkpoint.position - 1)
+    while below is None:
+        parent = edge.parent
+        others = parent.num_stored - edge.num_stored - len(parent.stored)
+        if parent.parent is None or others:
+            return checkpoint.position - edge.start
+        edge = parent
+        below = edge.deepest_checkpoint(edge.end)
+    return checkpoint.position - below.position
 
 
-def checkpoint_key(checkpoint: Checkpoint, spec: CacheSpec) -> Key | None:
-    """Order of a checkpoint; None: it was dropped."""
-    if checkpoint.edge is None:
-        return None
-    tokens = rebuild_tokens(checkpoint.edge, checkpoint.position, spec.needs_state)
-    pages = sum(held.size for held in checkpoint.page_lists())
-    return 1, checkpoint.clock + checkpoint_value(tokens, pages), checkpoint.last_access
+def value_per_page(rate: float, tokens: int, pages: int) -> float:
+    """Tokens saved per page and request."""
+    return rate * tokens / max(1, pages)
+
+
+def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
+    """What a stored state saves per page and request."""
+    tokens = rebuild_tokens(checkpoint, spec.needs_state)
+    pages = checkpoint.pages.size
+    if spec.needs_state:
+        pages += sum(held.size for held in checkpoint.local_pages)
+        pages += kv_pages(exclusive_tokens(checkpoint), spec)
+    return value_per_page(reuse.rate(checkpoint), tokens, pages)
+
+
+def kv_pages(tokens: int, spec: CacheSpec) -> int:
+    """Pages of full-attention KV of so many tokens, rounded."""
+    return tokens * spec.kv_pages_per_block // spec.block_size_tokens
 
 
 class EvictionQueue:
     """A heap of items whose keys change behind its back.
 
     An item's `queued` is the key of its one valid entry. A key that rose is noticed when the
-    entry surfaces; one that fell has to be told (`lowered`).
+    entry surfaces; one that fell has to be told (`lowered`), or waits for `refresh`.
     """
 
     def __init__(self, key: Callable[[object], Key | None]):
@@ -117,6 +138,13 @@ class EvictionQueue:
         item.queued = None
         return item
 
+    def refresh(self) -> None:
+        """Compute every key anew."""
+        items = [item for key, _, item in self._heap if item.queued == key]
+        self._heap.clear()
+        for item in items:
+            self._push(item, self._key(item))
+
     def clear(self) -> None:
         self._heap.clear()
 
@@ -130,17 +158,24 @@ class Evictor:
         index: PrefixIndex,
         allocator: PageAllocator,
         stats: CacheStats,
+        reuse: ReuseModel,
         tails: EvictionQueue,
         record: Callable[..., None],
     ):
-        self.clock = 0.0
         self.tails = tails
-        self.checkpoints = EvictionQueue(lambda checkpoint: checkpoint_key(checkpoint, spec))
+        self.checkpoints = EvictionQueue(self._key)
         self._spec = spec
         self._index = index
         self._allocator = allocator
         self._stats = stats
+        self._reuse = reuse
         self._record = record
+
+    def _key(self, checkpoint: Checkpoint) -> Key | None:
+        if checkpoint.pages is None:
+            return None
+        value = checkpoint_value(checkpoint, self._spec, self._reuse)
+        return 1, value, checkpoint.last_use
 
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
         """Evict until num_pages pages are free; whether they are.
@@ -158,54 +193,39 @@ class Evictor:
                 break
             else:
                 item = queue.pop()
-                if self._drop(item, num_pages):
-                    self.clock = max(self.clock, key[1])
-                else:
+                if not self._drop(item, num_pages):
                     pinned.append(item)
         for item in pinned:
             self.add(item)
         return self._allocator.num_free >= num_pages
 
-    def make_room_for(self, num_pages: int, value: float, tick: int) -> bool:
-        """Room for a checkpoint of this value (`checkpoint_value`), among what is worth less.
-
-        A refusal brings the clock forward by the value that it cost (as in Young's Landlord, 1998):
-        old things that nobody uses give way at last to small ones that keep asking.
-        """
+    def make_room_for(self, num_pages: int, value: float) -> bool:
+        """Room for a checkpoint of this value, among what is worth less."""
         if num_pages > self._allocator.num_free + self._allocator.num_evictable:
-            return False  # leases hold the room; that says nothing against what is cached
-        if self.make_room(num_pages, below=(1, self.clock + value, tick)):
-            return True
-        self.clock += value
-        return False
+            return False
+        return self.make_room(num_pages, below=(1, value, self._reuse.now))
 
     def add(self, item: Edge | Checkpoint) -> None:
-        """Enter an edge's tail or a checkpoint."""
+        """Enter an edge's tail or a stored checkpoint."""
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
 
-    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Enter a new checkpoint; those next above it on its paths are worth less now."""
+    def stored(self, checkpoint: Checkpoint) -> None:
+        """A state was published; the one below it on its path is worth less now."""
         self.checkpoints.add(checkpoint)
-        edge = checkpoint.edge
-        above = [p for p in edge.checkpoints if p > checkpoint.position]
-        if above:
-            self.checkpoints.lowered(edge.checkpoints[min(above)])
-            return
-        for child in edge.children.values():
-            if child.checkpoints:
-                self.checkpoints.lowered(child.checkpoints[min(child.checkpoints)])
+        below = checkpoint.below()
+        if below is not None:
+            self.checkpoints.lowered(below)
+
+    def refresh(self) -> None:
+        """Values changed with time and with what was learnt."""
+        self.checkpoints.refresh()
+        if not self._spec.needs_state:
+            self.tails.refresh()
 
     def clear(self) -> None:
         """The index was cleared."""
         self.tails.clear()
         self.checkpoints.clear()
-
-    def forget_tokens(self, limit: int) -> None:
-        """Where tails hold no pages, bound the tokens that the index keeps in host memory."""
-        while self._index.num_tokens > limit and self.tails.least() is not None:
-            edge = self.tails.pop()
-            self._record(EVICTED_TAIL, edge.start, edge.end, 0)
-            self._index.drop_tail(edge, tail_start(edge, self._spec))
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next. Tails without pages are not worth dropping for room."""
@@ -218,22 +238,27 @@ class Evictor:
     def _drop(self, item: Edge | Checkpoint, num_pages: int, force: bool = False) -> bool:
         """Drop a checkpoint, or as many blocks of a tail as are needed. False: it is pinned."""
         if isinstance(item, Checkpoint):
-            return self._drop_checkpoint(item, force)
+            return self.drop_checkpoint(item, force)
         return self._drop_blocks(item, num_pages - self._allocator.num_free, force)
 
-    def _drop_checkpoint(self, checkpoint: Checkpoint, force: bool) -> bool:
-        if checkpoint.edge is None:
+    def drop_checkpoint(self, checkpoint: Checkpoint, force: bool = False) -> bool:
+        """Drop a stored state. False: it is pinned by a lease that restores it."""
+        if checkpoint.pages is None:
             return True
         if not force and self._allocator.ref_counts[checkpoint.pages].any():
             return False
         self._record(EVICTED_STATE, checkpoint.position)
+        self._reuse.changes(checkpoint)
+        below = checkpoint.below()
+        if below is not None:
+            self._reuse.changes(below)
         self._index.drop_checkpoint(checkpoint)
         self._stats.checkpoints_evicted += 1
         return True
 
     def _drop_blocks(self, edge: Edge, wanted: int, force: bool) -> bool:
         start = tail_start(edge, self._spec)
-        if start == edge.end:
+        if start == edge.held_end:
             return True
         size = self._spec.block_size_tokens
         first = start // size  # the edge's start may lie inside a block
@@ -246,6 +271,6 @@ class Evictor:
             drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
         if drop:
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
-            self._index.drop_tail(edge, (first + len(rows) - drop) * size)
+            self._index.drop_kv(edge, (first + len(rows) - drop) * size)
             self._stats.kv_blocks_evicted += drop
         return drop > 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.cache.reuse import Kind
 
 NO_LOCAL_END = 1 << 62
 """Room of the local tables where there are none."""
@@ -78,6 +79,14 @@ class Lease:
     checkpoint_positions: tuple[int, ...] = ()
     """Ascending positions in (p, L] whose state this prefill should save: prompt end, junction,
     declared ones. For each in (start, end] of a chunk: `reserve_checkpoint`, then publish."""
+    wanted: dict[int, Kind] = field(default_factory=dict)
+    """What each of them is."""
+    turn: int = 0
+    """What its prompt goes on from: 1 the end of a prompt, 2 the end of an answer, 0 neither."""
+    again: int = 0
+    """A position in (p, q] whose state is gone and was used often; 0: there is none."""
+    unwatched: dict[int, Kind] = field(default_factory=dict)
+    """Those that the index does not know yet."""
     pins: list[np.ndarray] = field(default_factory=list)
     """Pages held only until `restored`: sources of copies, the checkpoint's pages."""
     reservations: list[Reservation] = field(default_factory=list)

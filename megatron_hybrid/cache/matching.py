@@ -42,7 +42,7 @@ def look_up(
     p = 0. restore: p is the deepest checkpoint <= q; where KV alone resumes p = q, save that the
     prompt's last token is computed for its logits if there is no checkpoint at its end."""
     if mode == "off":
-        return Hit(Path(None, [], 0, spec.block_size_tokens), 0, 0, None, MissReason.MODE)
+        return Hit(Path(None, [], 0, 0, spec.block_size_tokens), 0, 0, None, MissReason.MODE)
     path = index.walk(salt, tokens)
     shared = path.depth if spec.kv_pages_per_block else 0
     forced = MissReason.MODE if mode == "memory_only" else None
@@ -67,7 +67,7 @@ def miss_reason(
         return None
     if any(will_serve(lease, tokens, salt, skipped) for lease in leases):
         return MissReason.IN_FLIGHT
-    if path.tail_was_evicted(tokens):
+    if path.known > path.depth:
         return MissReason.KV_EVICTED
     if path.depth == 0:
         return MissReason.NO_SHARED_PREFIX

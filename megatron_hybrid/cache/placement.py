@@ -1,31 +1,65 @@
 """Which positions of a prompt deserve a checkpoint, and when to wait for another's. Pure functions.
 
-p: tokens skipped, q: tokens whose KV is shared, L: tokens of the prompt.
+p: tokens skipped, q: tokens that are known, L: tokens of the prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_hybrid.cache.reuse import Kind
+
+
+def tail_position(
+    prompt_tokens: int, skipped_tokens: int, weights: Iterable[tuple[int, float]]
+) -> int:
+    """The position near the end of a prompt that saves its successors most.
+
+    weights: `TailDistances.weights`. A state d tokens before the end serves the share of them that
+    part at most d before it, and saves each the tokens from p to there.
+    """
+    best, position = 0.0, prompt_tokens
+    for distance, share in weights:
+        gain = share * (prompt_tokens - distance - skipped_tokens)
+        if gain > best:
+            best, position = gain, prompt_tokens - distance
+    return position
+
 
 def prefill_positions(
     prompt_tokens: int,
     skipped_tokens: int,
-    shared_tokens: int,
+    known_tokens: int,
     declared: Iterable[int],
-    needs_state: bool,
-) -> tuple[int, ...]:
-    """Ascending positions in (p, L] whose state a prefill from p to L should save.
+    tail: int,
+    rung_tokens: int | None,
+) -> dict[int, Kind]:
+    """Positions in (p, L] whose state a prefill from p to L should save, and what they are.
 
-    The prompt's end L (where it ends the same prompt resumes with no forward at all), the junction
-    q where this prompt leaves a cached one deeper than any state, and what the caller declared.
-    Where KV alone resumes (needs_state False), only the prompt's end is worth anything.
+    The prompt's end; the junction where this prompt leaves what is known (known_tokens); what the
+    caller declared; the place near the end where its successors are likely to leave it
+    (`tail_position`); rungs at multiples of rung_tokens (None: none), for those that part earlier.
     """
-    wanted = {prompt_tokens}
-    if needs_state:
-        wanted.add(shared_tokens)
-        wanted.update(declared)
-    return tuple(sorted(p for p in wanted if skipped_tokens < p <= prompt_tokens))
+    wanted = {prompt_tokens: Kind.PROMPT_END}
+    for position in (known_tokens, *declared):
+        wanted.setdefault(position, Kind.JUNCTION)
+    wanted.setdefault(tail, Kind.TAIL)
+    if rung_tokens:
+        first = skipped_tokens // rung_tokens * rung_tokens + rung_tokens
+        for position in range(first, prompt_tokens, rung_tokens):
+            wanted.setdefault(position, Kind.RUNG)
+    return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
+
+
+def rung_distance(
+    checkpoint_bytes: int, kv_bytes_per_token: int, block_size_tokens: int
+) -> int | None:
+    """Tokens between rungs such that they cost no more memory than the KV that they make usable;
+    whole blocks. None where there is no KV to compare with."""
+    if not kv_bytes_per_token:
+        return None
+    tokens = -(-checkpoint_bytes // kv_bytes_per_token)
+    return max(1, -(-tokens // block_size_tokens)) * block_size_tokens
 
 
 def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:

@@ -7,17 +7,31 @@ the life of a request in calls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
 
-from megatron_hybrid.cache.eviction import EvictionQueue, Evictor, checkpoint_value, tail_key
+from megatron_hybrid.cache.eviction import (
+    EvictionQueue,
+    Evictor,
+    kv_pages,
+    rebuild_tokens,
+    tail_key,
+    value_per_page,
+)
+from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.lease import Lease, Match, Reservation
 from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_pages
 from megatron_hybrid.cache.matching import Hit, look_up
 from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.cache.placement import prefill_positions, saves_work
+from megatron_hybrid.cache.placement import (
+    prefill_positions,
+    rung_distance,
+    saves_work,
+    tail_position,
+)
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import (
     ADMITTED,
@@ -28,13 +42,19 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
+from megatron_hybrid.cache.reuse import Kind, ReuseModel
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
 MODES = ("off", "memory_only", "restore")
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
 this many per page of the pool (4 KiB of host memory)."""
+KNOWN_TOKENS = 1.5
+"""Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each); what was
+dropped still teaches where prompts part."""
+MIN_KNOWN_TOKENS = 1 << 20
+"""Tokens that it may know in any case."""
 
 
 class PrefixCache:
@@ -55,16 +75,33 @@ class PrefixCache:
         self.spec = spec
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
-        tails = EvictionQueue(lambda edge: tail_key(edge, spec))
+        self._reuse = ReuseModel()
+        tails = EvictionQueue(lambda edge: tail_key(edge, spec, self._tick))
         self._index = PrefixIndex(
             spec.block_size_tokens, spec.kv_pages_per_block, self.allocator, tails.add
         )
         self._stats = CacheStats()
-        self._evictor = Evictor(spec, self._index, self.allocator, self._stats, tails, self._record)
+        self._evictor = Evictor(
+            spec, self._index, self.allocator, self._stats, self._reuse, tails, self._record
+        )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._tick = 0
+        self._learn_at = self._refresh_at = 0
         self._digest = 0
+        self._lost_tokens: Counter[MissReason] = Counter()
+        if spec.kv_pages_per_block:
+            fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
+            self._known_limit = max(MIN_KNOWN_TOKENS, int(KNOWN_TOKENS * fits))
+        else:
+            self._known_limit = TOKENS_PER_PAGE * num_pages
+        self._rung_tokens = None
+        if spec.needs_state:
+            self._rung_tokens = rung_distance(
+                spec.checkpoint_bytes + spec.local_bytes,
+                spec.kv_bytes_per_token,
+                spec.block_size_tokens,
+            )
 
     # ---- before a request runs ----
 
@@ -89,6 +126,13 @@ class PrefixCache:
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
         return Match(len(tokens), hit.shared, hit.skipped, hit.reason)
+
+    def explain(self, tokens: np.ndarray, salt: str = "") -> Explanation:
+        """What `match` answers, and why: what is known of the prompt, where states are and were.
+        No side effects."""
+        tokens = as_tokens(tokens)
+        match = self.match(tokens, salt)
+        return explain(self._index.walk(salt, tokens), match)
 
     def acquire(
         self,
@@ -117,6 +161,7 @@ class PrefixCache:
         """
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
+        known = hit.path.known
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None and hit.path.depth and not self._leases:
             # Alone, and what is pinned to restore from is in the way: share whole blocks only.
@@ -129,13 +174,13 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         if self.mode == "restore":
-            lease.checkpoint_positions = prefill_positions(
-                len(tokens), hit.skipped, hit.path.depth, declared, self.spec.needs_state
-            )
+            self._place(lease, known, declared)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(tokens)
         self._stats.shared_tokens += lease.shared_tokens
         self._stats.skipped_tokens += lease.skipped_tokens
+        if lease.report.miss_reason is not None:
+            self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
         return lease
 
     def resume(
@@ -159,7 +204,7 @@ class PrefixCache:
         depth = self._look_up(tokens, salt, None).path.depth
         path = self._index.walk(salt, tokens[: depth // size * size])
         hit = Hit(path, path.depth, len(tokens), None, None)
-        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
         if lease is None:
             self._stats.refused += 1
         return lease
@@ -249,6 +294,8 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
+        if flush and self.mode == "restore" and num_tokens_done > lease.prompt_tokens:
+            lease.unwatched[num_tokens_done] = Kind.ANSWER_END
         self._publish_tokens(lease)
         self._pages.roll(lease)
         size = self.spec.block_size_tokens
@@ -272,22 +319,19 @@ class PrefixCache:
         needs_state = self.spec.needs_state
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
-        below = self._index.walk(lease.salt, lease.tokens[:position]).deepest_checkpoint()
+        path = self._index.walk(lease.salt, lease.tokens[:position])
+        below = path.deepest_checkpoint()
         if below is not None and below.position == position:
             return None
         local_rows = self._local_rows(lease, position)
-        needed = self.spec.checkpoint_pages
-        rebuild = position - (below.position if below else 0) if needs_state else 1
-        value = checkpoint_value(rebuild, needed + sum(rows.size for rows in local_rows))
-        self._tick += 1
-        if not self._evictor.make_room_for(needed, value, self._tick):
+        if not self._make_room_for_state(lease, position, path, below, local_rows):
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
             self._record(NOT_RESERVED, position)
             return None
         for rows in local_rows:
             self.allocator.retain(rows)
-        pages = self.allocator.allocate(needed)
+        pages = self.allocator.allocate(self.spec.checkpoint_pages)
         reservation = Reservation(lease, position, pages, local_rows)
         lease.reservations.append(reservation)
         self._record(RESERVED, position)
@@ -301,14 +345,15 @@ class PrefixCache:
         check_pending(reservation)
         if lease.done < position:
             raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
-        self._publish_tokens(lease, position)
-        edge = self._index.walk(lease.salt, lease.tokens[:position]).edges[-1]
-        first = position not in edge.checkpoints
+        path = self._publish_tokens(lease, position)
+        checkpoint = self._watch(lease, path, position, self._kind(lease, position))
+        first = checkpoint.pages is None
         if first:
-            checkpoint = Checkpoint(position, reservation.pages, reservation.local_pages)
-            checkpoint.last_access, checkpoint.clock = self._tick, self._evictor.clock
-            self._index.add_checkpoint(edge, checkpoint)
-            self._evictor.add_checkpoint(checkpoint)
+            below = checkpoint.below()
+            if below is not None:
+                self._reuse.changes(below)  # it is covered from now on
+            self._index.store(checkpoint, reservation.pages, reservation.local_pages)
+            self._evictor.stored(checkpoint)
             self._stats.checkpoints_saved += 1
             lease.report.checkpoints_saved += 1
         else:
@@ -351,7 +396,8 @@ class PrefixCache:
         self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (see `CacheStats`), and what the pool holds now."""
+        """Counters since the start (see `CacheStats`), and what the pool holds now.
+        lost_tokens_<`MissReason`>: prompt tokens that were known and had to be computed again."""
         pool = self.allocator
         return asdict(self._stats) | {
             "page_bytes": self.spec.page_bytes,
@@ -360,8 +406,10 @@ class PrefixCache:
             "pages_cached": pool.num_evictable,
             "pages_in_use": pool.num_pages - 1 - pool.num_free - pool.num_evictable,
             "checkpoints": self._index.num_checkpoints,
-            "cached_tokens": self._index.num_tokens,
+            "cached_tokens": self._index.num_held_tokens,
+            "known_tokens": self._index.num_tokens,
             "leases": len(self._leases),
+            **{f"lost_tokens_{reason.value}": self._lost_tokens[reason] for reason in MissReason},
         }
 
     def digest(self) -> int:
@@ -410,6 +458,7 @@ class PrefixCache:
         hit: Hit,
         capacity_tokens: int,
         chunk_tokens: int | None,
+        learn: bool = True,
     ) -> Lease | None:
         """A lease on what was found with room for the rest; None, and no change, without room."""
         path, checkpoint = hit.path, hit.checkpoint
@@ -430,9 +479,11 @@ class PrefixCache:
             self._pages.let_go(lease)
             return None
         self._tick += 1
-        self._index.touch(path, self._tick, self._evictor.clock)  # eviction may change the path
+        if learn:
+            lease.turn, lease.again = self._reuse.observe(path, checkpoint)
+            self._keep_up()
+        self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:
-            checkpoint.last_access, checkpoint.clock = self._tick, self._evictor.clock
             lease.checkpoint_pages = checkpoint.pages
         self._open(lease, capacity_tokens, end)
         return lease
@@ -443,17 +494,90 @@ class PrefixCache:
         self._pages.open(lease, capacity_tokens, end)
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 
-    def _publish_tokens(self, lease: Lease, num_tokens: int | None = None) -> None:
+    def _publish_tokens(self, lease: Lease, num_tokens: int | None = None) -> Path | None:
         """Make the lease's first num_tokens (default: all that are done) visible in the tree."""
         num_tokens = lease.done if num_tokens is None else num_tokens
         if self.mode == "off" or not num_tokens:
-            return
+            return None
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
-        self._index.insert(lease.salt, tokens, rows, self._tick, self._evictor.clock)
-        if not self.spec.kv_pages_per_block:
-            self._evictor.forget_tokens(TOKENS_PER_PAGE * self.allocator.num_pages)
+        path = self._index.insert(lease.salt, tokens, rows, self._tick)
+        for position in [p for p in lease.unwatched if p <= num_tokens]:
+            kind = lease.unwatched.pop(position)
+            self._watch(lease, path, position, kind)
+        self._index.forget(self._known_limit)
+        return path
+
+    def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
+        """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
+        turn = lease.turn if kind <= Kind.ANSWER_END else 0
+        return self._index.watch(edge_at(path, position), position, kind, self._reuse.now, turn)
+
+    def _kind(self, lease: Lease, position: int) -> Kind:
+        """What a position is in a request."""
+        if position >= lease.prompt_tokens:
+            return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
+        return lease.wanted.get(position, Kind.JUNCTION)
+
+    def _place(self, lease: Lease, known: int, declared: Sequence[int]) -> None:
+        """Choose the positions of a prefill whose state is worth saving."""
+        length, skipped = lease.prompt_tokens, lease.skipped_tokens
+        if not self.spec.needs_state:
+            lease.wanted = {length: Kind.PROMPT_END} if skipped < length else {}
+        else:
+            tail = tail_position(length, skipped, self._reuse.distances.weights())
+            lease.wanted = prefill_positions(
+                length, skipped, known, [*declared, lease.again], tail, self._rung_tokens
+            )
+        lease.unwatched = dict(lease.wanted)
+        lease.checkpoint_positions = tuple(sorted(lease.wanted))
+
+    def _keep_up(self) -> None:
+        """Now and then, learn from what became of all states and order them anew: often enough for
+        what is stored, and at a constant cost per request whatever the number of states."""
+        now = self._reuse.now
+        if now >= self._learn_at:
+            watched = list(self._index.checkpoints())
+            self._reuse.learn(watched)
+            self._learn_at = now + max(16, len(watched) // 16)
+        if now >= self._refresh_at:
+            self._evictor.refresh()
+            self._refresh_at = now + max(4, self._index.num_checkpoints // 8)
+
+    def _make_room_for_state(
+        self,
+        lease: Lease,
+        position: int,
+        path: Path,
+        below: Checkpoint | None,
+        local_rows: list[np.ndarray],
+    ) -> bool:
+        """Room for a state among what is worth less; or in place of the one below it, if that one
+        has no use of its own that is worth more than the tokens between them."""
+        spec, reuse = self.spec, self._reuse
+        watched = None
+        if path.known == position:
+            watched = edge_at(path, position).checkpoints.get(position)
+        if watched is None:
+            rate = reuse.new_rate(self._kind(lease, position), lease.turn)
+        else:
+            rate = reuse.rate(watched)
+        start = below.position if below else 0
+        needed = pages = spec.checkpoint_pages
+        rebuild = 1
+        if spec.needs_state:
+            rebuild = position - start
+            pages += sum(rows.size for rows in local_rows)
+            pages += kv_pages(max(0, position - max(start, lease.shared_tokens)), spec)
+        if self._evictor.make_room_for(needed, value_per_page(rate, rebuild, pages)):
+            return True
+        if below is None or not spec.needs_state or below.is_covered():
+            return False
+        if self.allocator.num_free + below.pages.size < needed:
+            return False
+        own = reuse.rate_if_covered(below) * rebuild_tokens(below, True)
+        return rate * rebuild > own and self._evictor.drop_checkpoint(below)
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
@@ -473,6 +597,14 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
         raise ValueError(f"tokens go up to {array.max()}; they must fit in int32")
     return narrow
+
+
+def edge_at(path: Path, position: int) -> Edge:
+    """The edge of a path that spans a position."""
+    for edge in reversed(path.edges):
+        if edge.start < position:
+            return edge
+    raise ValueError(f"position {position} is not on a path of {path.known} tokens")
 
 
 def check_live(lease: Lease) -> None:

@@ -6,23 +6,18 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.cache.tree import (
-    MAX_TRACES,
-    Checkpoint,
-    Edge,
-    Path,
-    common_prefix,
-    fingerprint,
-    remember,
-)
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, common_prefix
 
 MAX_EMPTY_ROOTS = 256
-"""Salts without an edge whose traces are kept."""
+"""Salts without an edge that are kept."""
+MAX_WATCHED = 32
+"""Positions without a stored state that one edge remembers; the longest unused goes first."""
 
 
 class PrefixIndex:
@@ -48,7 +43,9 @@ class PrefixIndex:
         self._on_tail = on_tail
         self._roots: dict[str, Edge] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
+        self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
         self.num_tokens = 0
+        self.num_held_tokens = 0
         self.num_checkpoints = 0
 
     # ---- reading ----
@@ -56,17 +53,20 @@ class PrefixIndex:
     def walk(self, salt: str, tokens: np.ndarray) -> Path:
         """The path of the longest prefix of tokens (int32) that is in the tree."""
         root = edge = self._roots.get(salt)
-        edges, depth, n = [], 0, len(tokens)
-        while edge is not None and depth < n:
-            edge = edge.children.get(int(tokens[depth]))
+        edges, depth, known, n = [], 0, 0, len(tokens)
+        while edge is not None and known < n:
+            edge = edge.children.get(int(tokens[known]))
             if edge is None:
                 break
             edges.append(edge)
-            same = common_prefix(edge.tokens, tokens[depth:])
-            depth += same
-            if depth < edge.end:
+            if depth == edge.start:
+                known += common_prefix(edge.tokens, tokens[known:])
+                depth = min(known, edge.held_end)
+            else:
+                known += common_prefix(edge.tokens, tokens[known:])
+            if known < edge.end:
                 break
-        return Path(root, edges, depth, self._block_size)
+        return Path(root, edges, depth, known, self._block_size)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge that is not a root, parents first."""
@@ -77,182 +77,283 @@ class PrefixIndex:
                 yield edge
             stack.extend(edge.children.values())
 
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """Every checkpoint, stored or not."""
+        for edge in self.edges():
+            yield from edge.checkpoints.values()
+
     # ---- growing ----
 
-    def insert(
-        self, salt: str, tokens: np.ndarray, pages: np.ndarray, tick: int, clock: float = 0.0
-    ) -> None:
-        """Make the tree hold all of tokens (int32 [n]).
+    def insert(self, salt: str, tokens: np.ndarray, pages: np.ndarray, tick: int) -> Path:
+        """Make the tree hold all of tokens (int32 [n]); returns their path.
 
         pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. Only those
         for the part that the tree lacks are taken; the others stay the caller's own.
         """
         path = self.walk(salt, tokens)
-        n, depth = len(tokens), path.depth
-        if depth == n:
-            return
+        n = len(tokens)
+        if path.depth == n:
+            return path
         if path.root is None:
             path.root = self._roots[salt] = Edge(None, 0, tokens[:0], pages[:0])
         elif not path.edges:  # keep salts in use behind the ones that are only remembered
             self._roots[salt] = self._roots.pop(salt)
         last = path.edges[-1] if path.edges else path.root
-        if depth < last.end:
-            last = path.edges[-1] = self._split(last, depth)
-        first = depth // self._block_size
-        if last.parent is not None and not last.children:
-            self._grow(last, tokens[depth:], pages[first:], first)
-        else:
-            path.edges.append(self._new_edge(last, tokens[depth:], pages[first:]))
-        path.depth = n
-        self.num_tokens += n - depth
-        self.touch(path, tick, clock)
+        if path.known < last.end:
+            last = path.edges[-1] = self._split(last, path.known)
+        for edge in path.edges:
+            if edge.held_end < edge.end:
+                self._hold_again(edge, pages)
+        if path.known < n:
+            self._extend(path, tokens, pages)
+        path.depth = path.known = n
+        self.touch(path, tick)
         self._on_tail(path.edges[-1])
+        return path
 
-    def touch(self, path: Path, tick: int, clock: float) -> None:
-        """Mark the matched tokens of a path as used now.
+    def touch(self, path: Path, tick: int) -> None:
+        """Mark the known tokens of a path as used now.
 
         An edge is one unit of recency: the last one is split where the match ends, and edges that
         have been used together again are joined.
         """
-        if path.edges and path.depth < path.edges[-1].end:
-            path.edges[-1] = self._split(path.edges[-1], path.depth)
-        for edge in path.edges:
-            edge.last_access, edge.clock = tick, clock
-        for edge in path.edges[:-1]:
+        edges = path.edges
+        if edges and path.known < edges[-1].end:
+            edges[-1] = self._split(edges[-1], path.known)
+        for edge in edges:
+            edge.last_access = tick
+        if edges and edges[-1] in self._forgettable:
+            self._forgettable.move_to_end(edges[-1])
+        for edge in edges[:-1]:
             if len(edge.children) == 1:
                 self._merge(edge)
-        path.edges = [edge for edge in path.edges if edge.parent is not None]
+        path.edges = [edge for edge in edges if edge.parent is not None]
+
+    def _extend(self, path: Path, tokens: np.ndarray, pages: np.ndarray) -> None:
+        known, n = path.known, len(tokens)
+        last = path.edges[-1] if path.edges else path.root
+        first = known // self._block_size
+        if last.parent is not None and not last.children:
+            self._grow(last, tokens[known:], pages[first:], first)
+        else:
+            path.edges.append(self._new_edge(last, tokens[known:], pages[first:]))
+        self.num_tokens += n - known
+        self.num_held_tokens += n - known
+        self._fades(path.edges[-1])
 
     def _new_edge(self, parent: Edge, tokens: np.ndarray, pages: np.ndarray) -> Edge:
         edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
         edge.first_block = edge.start // self._block_size
         parent.children[int(tokens[0])] = edge
         self._allocator.cache(pages)
+        self._forgettable.pop(parent, None)
         return edge
 
     def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
-        """Append to a leaf. Where its last block was partial, `pages` starts with a page that has
-        all of its rows and more: it takes the partial page's place."""
-        row, used = first - leaf.first_block, leaf.end - leaf.start
-        replaced = leaf.pages(self._block_size)[row:]
-        if not np.array_equal(replaced, pages[: len(replaced)]):
-            self._allocator.cache(pages)
-            self._allocator.uncache(replaced)
-        else:
-            self._allocator.cache(pages[len(replaced) :])
+        """Append to a leaf that is held whole."""
+        used = leaf.end - leaf.start
+        self._put_rows(leaf, pages, first)
         leaf._tokens = with_room(leaf._tokens, used, used + len(tokens))
         leaf._tokens[used : used + len(tokens)] = tokens
-        leaf._pages = with_room(leaf._pages, row, row + len(pages))
-        leaf._pages[row : row + len(pages)] = pages
         leaf.end += len(tokens)
+        leaf.held_end = leaf.end
+
+    def _hold_again(self, edge: Edge, pages: np.ndarray) -> None:
+        """Take the pages of what an edge knows but does not hold, from those of a whole path."""
+        first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
+        if edge.held_end == edge.start:
+            edge._pages = edge._pages[:0]
+        self._put_rows(edge, pages[first:end], first)
+        self.num_held_tokens += edge.end - edge.held_end
+        edge.held_end = edge.end
+        self._fades(edge)
+
+    def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
+        """Rows from block `first` on, behind those that are there. Where the last one was partial,
+        `pages` starts with a page that has all of its rows and more: it takes its place."""
+        row = first - edge.first_block
+        replaced = edge.pages(self._block_size)[row:]
+        if np.array_equal(replaced, pages[: len(replaced)]):
+            self._allocator.cache(pages[len(replaced) :])
+        else:
+            self._allocator.cache(pages)
+            self._allocator.uncache(replaced)
+        edge._pages = with_room(edge._pages, row, row + len(pages))
+        edge._pages[row : row + len(pages)] = pages
 
     def _split(self, edge: Edge, at: int) -> Edge:
         """Cut an edge at start < at < end; `edge` becomes the lower part, the upper is returned."""
         size = self._block_size
         cut = at - edge.start
-        row = at // size - edge.first_block
-        upper_rows = -(-at // size) - edge.first_block
-        upper = Edge(
-            edge.parent, edge.start, edge.tokens[:cut].copy(), edge._pages[:upper_rows].copy()
-        )
+        rows = edge.pages(size)
+        upper = Edge(edge.parent, edge.start, edge.tokens[:cut].copy(), rows[:0])
         upper.first_block = edge.first_block
-        upper.last_access, upper.clock = edge.last_access, edge.clock
-        if upper_rows > row:
-            self._allocator.cache(edge._pages[row:upper_rows])
-        edge._tokens, edge._pages = edge.tokens[cut:].copy(), edge.pages(size)[row:].copy()
-        edge.start, edge.first_block, edge.parent = at, at // size, upper
+        upper.last_access = edge.last_access
+        upper.held_end = min(edge.held_end, at)
+        upper.num_stored = edge.num_stored
+        upper._pages = rows[: upper.num_rows(size)].copy()
+        edge._tokens = edge.tokens[cut:].copy()
+        first, edge.first_block = edge.first_block, at // size
+        edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
+        kept = rows[edge.first_block - first :] if edge.held_end > at else rows[:0]
+        shared = len(upper._pages) + len(kept) - len(rows)
+        if shared > 0:  # the page of a block that both have tokens of
+            self._allocator.cache(kept[:shared])
+        edge._pages = kept.copy()
         upper.parent.children[int(upper._tokens[0])] = upper
         upper.children[int(edge._tokens[0])] = edge
-        for name in ("checkpoints", "evicted_states"):
-            marks = getattr(edge, name)
-            setattr(upper, name, {p: mark for p, mark in marks.items() if p <= at})
-            setattr(edge, name, {p: mark for p, mark in marks.items() if p > at})
+        upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
+        edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
+        upper.stored = {p: c for p, c in edge.stored.items() if p <= at}
+        edge.stored = {p: c for p, c in edge.stored.items() if p > at}
+        edge.num_stored -= len(upper.stored)
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
-        upper.evicted_tails = {tail: None for tail in edge.evicted_tails if tail[0] <= at}
-        edge.evicted_tails = {tail: None for tail in edge.evicted_tails if tail[0] > at}
         # What follows a checkpoint inside its block is no tail before the cut, and one after it.
         self._on_tail(edge)
+        self._on_tail(upper)
         return upper
 
-    def add_checkpoint(self, edge: Edge, checkpoint: Checkpoint) -> None:
-        """Publish a checkpoint at a position on this edge that has none."""
-        if checkpoint.position in edge.checkpoints:
+    def watch(self, edge: Edge, position: int, kind: int, now: int, turn: int = 0) -> Checkpoint:
+        """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
+        checkpoint = edge.checkpoints.get(position)
+        if checkpoint is None:
+            watched = [c for c in edge.checkpoints.values() if c.pages is None]
+            if len(watched) >= MAX_WATCHED:
+                oldest = min(watched, key=lambda c: (c.last_use, c.position))
+                del edge.checkpoints[oldest.position]
+                oldest.edge = None
+            checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
+        return checkpoint
+
+    def store(
+        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: list[np.ndarray]
+    ) -> None:
+        """Publish the state of a checkpoint that has none."""
+        if checkpoint.pages is not None:
             raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
-        checkpoint.edge = edge
-        edge.checkpoints[checkpoint.position] = checkpoint
-        edge.evicted_states.pop(checkpoint.position, None)
-        for pages in checkpoint.page_lists():
-            self._allocator.cache(pages)
-        self.num_checkpoints += 1
+        checkpoint.pages, checkpoint.local_pages = pages, local_pages
+        checkpoint.edge.stored[checkpoint.position] = checkpoint
+        for held in checkpoint.page_lists():
+            self._allocator.cache(held)
+        self._count_stored(checkpoint.edge, 1)
+        self._fades(checkpoint.edge)
 
     # ---- shrinking ----
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Forget a state; its position stays behind as a trace."""
-        edge = checkpoint.edge
-        self._detach(checkpoint)
-        remember(edge.evicted_states, checkpoint.position)
-        self._on_tail(edge)
-
-    def _detach(self, checkpoint: Checkpoint) -> None:
-        del checkpoint.edge.checkpoints[checkpoint.position]
-        checkpoint.edge = None
+        """Give a stored state's pages back; that it was there is remembered."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
-        self.num_checkpoints -= 1
+        checkpoint.pages, checkpoint.local_pages = None, []
+        del checkpoint.edge.stored[checkpoint.position]
+        checkpoint.was_stored, checkpoint.queued = True, None
+        self._count_stored(checkpoint.edge, -1)
+        self._on_tail(checkpoint.edge)
+        self._fades(checkpoint.edge)
 
-    def drop_tail(self, leaf: Edge, new_end: int) -> None:
-        """Forget what a leaf holds beyond new_end, checkpoints there too; all of it when new_end
-        is not beyond its start. The next tokens stay behind as a trace."""
-        if leaf.children:
-            raise RuntimeError("drop_tail of an edge with children")
-        new_end = max(new_end, leaf.start)
+    def _count_stored(self, edge: Edge, more: int) -> None:
+        self.num_checkpoints += more
+        while edge is not None:
+            edge.num_stored += more
+            edge = edge.parent
+
+    def drop_kv(self, edge: Edge, new_end: int) -> None:
+        """Give back the KV that a held leaf has beyond new_end, and states there too; all of its
+        KV when new_end is not beyond its start. Its tokens stay known."""
+        if not edge.is_held_leaf():
+            raise RuntimeError("drop_kv of an edge that is no leaf with KV")
+        new_end = max(new_end, edge.start)
+        for checkpoint in [c for p, c in edge.stored.items() if p > new_end]:
+            self.drop_checkpoint(checkpoint)
+        rows = edge.pages(self._block_size)
+        self.num_held_tokens -= edge.held_end - new_end
+        edge.held_end = new_end
+        kept = edge.num_rows(self._block_size)
+        self._allocator.uncache(rows[kept:])
+        edge._pages = rows[:kept].copy()
+        self._fades(edge)
+        self._on_tail(edge)
+        if edge.parent.parent is not None:
+            self._on_tail(edge.parent)
+
+    def _fades(self, edge: Edge) -> None:
+        """Note whether the end of an edge may be forgotten."""
+        if edge.parent is None or edge.children or self._needed_end(edge) == edge.end:
+            self._forgettable.pop(edge, None)
+        elif edge not in self._forgettable:
+            self._forgettable[edge] = None
+
+    def _needed_end(self, edge: Edge) -> int:
+        """Where the tokens of a leaf start that nothing needs: behind its KV, or where nothing
+        attends to everything behind its last state."""
+        if self._pages_per_block:
+            return edge.held_end
+        deepest = edge.deepest_checkpoint(edge.end)
+        return deepest.position if deepest else edge.start
+
+    def forget(self, limit: int) -> None:
+        """Forget known tokens, the longest unused first, until no more than `limit` are left or all
+        that are left are needed."""
+        while self.num_tokens > limit and self._forgettable:
+            leaf, _ = self._forgettable.popitem(last=False)
+            self._forget_tail(leaf)
+
+    def _forget_tail(self, leaf: Edge) -> None:
+        new_end = self._needed_end(leaf)
         for checkpoint in [c for p, c in leaf.checkpoints.items() if p > new_end]:
-            self._detach(checkpoint)
+            del leaf.checkpoints[checkpoint.position]
+            checkpoint.edge = None
         self.num_tokens -= leaf.end - new_end
-        kept = leaf if new_end > leaf.start else leaf.parent
-        rows = -(-new_end // self._block_size) - leaf.first_block if kept is leaf else 0
-        trace = (new_end, fingerprint(leaf.tokens[new_end - leaf.start :]))
-        self._allocator.uncache(leaf.pages(self._block_size)[rows:])
-        if kept is leaf:
-            leaf.end = new_end
-            if 2 * (new_end - leaf.start) < len(leaf._tokens):  # give the memory back
-                leaf._tokens, leaf._pages = leaf.tokens.copy(), leaf._pages[:rows].copy()
-            leaf.evicted_states = {p: None for p in leaf.evicted_states if p <= new_end}
-            leaf.evicted_tails = {t: None for t in leaf.evicted_tails if t[0] <= new_end}
-        else:
-            del kept.children[int(leaf._tokens[0])]
-            leaf.parent, leaf._tokens, leaf._pages = None, leaf._tokens[:0], leaf._pages[:0]
-        remember(kept.evicted_tails, trace)
-        if kept.parent is None:
-            if not kept.children:
+        if not self._pages_per_block:
+            self.num_held_tokens -= leaf.held_end - new_end
+        if new_end > leaf.start:
+            leaf._tokens = leaf._tokens[: new_end - leaf.start].copy()
+            leaf.end = leaf.held_end = new_end
+            if not self._pages_per_block:
+                leaf._pages = leaf._pages[: leaf.num_rows(self._block_size)].copy()
+            return
+        parent = leaf.parent
+        del parent.children[int(leaf._tokens[0])]
+        leaf.parent, leaf._tokens, leaf._pages = None, leaf._tokens[:0], leaf._pages[:0]
+        leaf.end = leaf.held_end = leaf.start
+        if parent.parent is None:
+            if not parent.children:
                 self._forget_old_roots()
             return
-        if len(kept.children) == 1:
-            (child,) = kept.children.values()
-            if child.last_access == kept.last_access:
-                self._merge(kept)
-        self._on_tail(kept)
+        if len(parent.children) == 1:
+            (child,) = parent.children.values()
+            if child.last_access == parent.last_access:
+                self._merge(parent)
+        self._fades(parent)
+        self._on_tail(parent)
 
     def _merge(self, edge: Edge) -> None:
         """Join an edge with its only child, which takes its place."""
         (child,) = edge.children.values()
-        rows = child.first_block - edge.first_block
-        self._allocator.uncache(edge.pages(self._block_size)[rows:])
+        size = self._block_size
+        rows, below = edge.pages(size), child.pages(size)
+        if len(below):
+            shared = child.first_block - edge.first_block
+            self._allocator.uncache(rows[shared:])
+            child._pages = np.concatenate([rows[:shared], below])
+        else:
+            child._pages = rows.copy()
+            child.held_end = edge.held_end
         child._tokens = np.concatenate([edge.tokens, child.tokens])
-        child._pages = np.concatenate([edge._pages[:rows], child.pages(self._block_size)])
         child.start, child.first_block, child.parent = edge.start, edge.first_block, edge.parent
+        child.num_stored = edge.num_stored
         child.parent.children[int(child._tokens[0])] = child
-        child.clock = edge.clock
         for checkpoint in edge.checkpoints.values():
             checkpoint.edge = child
-        child.checkpoints.update(edge.checkpoints)
-        for name in ("evicted_states", "evicted_tails"):
-            traces = {**getattr(edge, name), **getattr(child, name)}
-            setattr(child, name, dict(list(traces.items())[-MAX_TRACES:]))
-        edge.parent, edge.children, edge.checkpoints = None, {}, {}
+        child.checkpoints = {**edge.checkpoints, **child.checkpoints}
+        child.stored = {**edge.stored, **child.stored}
+        edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, {}
         edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
+        edge.end = edge.held_end = edge.start
+        self._forgettable.pop(edge, None)
+        self._fades(child)
+        self._on_tail(child)
 
     def _forget_old_roots(self) -> None:
         """Now and then, when the salts have doubled: it looks at all of them."""
@@ -263,35 +364,47 @@ class PrefixIndex:
             self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
-        """Forget everything, traces too."""
-        for edge in self.edges():
+        """Forget everything."""
+        for edge in list(self.edges()):
             self._allocator.uncache(edge.pages(self._block_size))
-            for checkpoint in edge.checkpoints.values():
-                checkpoint.edge = None
+            for checkpoint in edge.stored.values():
                 for pages in checkpoint.page_lists():
                     self._allocator.uncache(pages)
-        for edge in list(self.edges()):
+                checkpoint.pages = None
+            for checkpoint in edge.checkpoints.values():
+                checkpoint.edge = None
             edge.parent = None
         self._roots.clear()
-        self.num_tokens = self.num_checkpoints = 0
+        self._forgettable.clear()
+        self.num_tokens = self.num_held_tokens = self.num_checkpoints = 0
 
     def check_integrity(self) -> np.ndarray:
         """Raises RuntimeError on a broken tree; returns int32 [num_pages], each page's holders."""
         counts = np.zeros_like(self._allocator.cached_counts)
-        num_tokens = num_checkpoints = 0
+        num_tokens = num_held = num_checkpoints = 0
         for edge in self.edges():
             num_tokens += edge.end - edge.start
-            num_checkpoints += len(edge.checkpoints)
+            num_held += edge.held_end - edge.start
+            stored = [c for c in edge.checkpoints.values() if c.pages is not None]
+            listed = list(edge.stored.values())
+            num_checkpoints += len(stored)
             pages = edge.pages(self._block_size)
-            blocks = -(-edge.end // self._block_size) - edge.first_block
+            forgettable = not edge.children and self._needed_end(edge) < edge.end
             problems = {
                 "is empty": edge.end <= edge.start,
                 "has the wrong number of tokens": len(edge.tokens) != edge.end - edge.start,
-                "has the wrong number of pages": pages.shape != (blocks, self._pages_per_block),
+                "holds KV beyond its ends": not edge.start <= edge.held_end <= edge.end,
+                "has the wrong number of pages": (
+                    pages.shape != (edge.num_rows(self._block_size), self._pages_per_block)
+                ),
                 "starts at the wrong block": edge.first_block != edge.start // self._block_size,
                 "does not start at its parent's end": edge.start != edge.parent.end,
+                "holds KV that its parent lacks": (
+                    edge.held_end > edge.start and edge.parent.held_end < edge.parent.end
+                ),
                 "is filed under another token": (
-                    edge.parent.children.get(int(edge.tokens[0])) is not edge
+                    [edge.parent.children.get(token) for token in edge.tokens[:1].tolist()]
+                    != [edge]
                 ),
                 "should be one with its only child": any(
                     len(edge.children) == 1 and child.last_access >= edge.last_access
@@ -301,18 +414,30 @@ class PrefixIndex:
                     c.edge is not edge or c.position != p or not edge.start < p <= edge.end
                     for p, c in edge.checkpoints.items()
                 ),
+                "lists other states than it has": (
+                    set(map(id, stored)) != set(map(id, listed))
+                    or any(c.position != p for p, c in edge.stored.items())
+                ),
+                "has a state beyond its KV": any(c.position > edge.held_end for c in stored),
+                "miscounts the states beneath it": edge.num_stored
+                != len(stored) + sum(child.num_stored for child in edge.children.values()),
+                "may be forgotten, or not, and that is not noted": (
+                    forgettable != (edge in self._forgettable)
+                ),
             }
             for problem, found in problems.items():
                 if found:
                     raise RuntimeError(f"the edge at ({edge.start}, {edge.end}] {problem}")
             np.add.at(counts, pages.ravel(), 1)
-            for checkpoint in edge.checkpoints.values():
+            for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
-        if (num_tokens, num_checkpoints) != (self.num_tokens, self.num_checkpoints):
+        counted = (num_tokens, num_held, num_checkpoints)
+        if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(
-                f"the tree has {num_tokens} tokens and {num_checkpoints} checkpoints, counted "
-                f"{self.num_tokens} and {self.num_checkpoints}"
+                f"the tree has {num_tokens} tokens, {num_held} held, and {num_checkpoints} "
+                f"checkpoints, counted {self.num_tokens}, {self.num_held_tokens} and "
+                f"{self.num_checkpoints}"
             )
         return counts
 

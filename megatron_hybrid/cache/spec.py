@@ -145,6 +145,18 @@ class CacheSpec:
         return -(-self.checkpoint_bytes // self.page_bytes)
 
     @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all full-attention layers."""
+        groups = (self.groups[i] for i in self.full_groups)
+        return sum(group.num_layers * group.bytes_per_token for group in groups)
+
+    @cached_property
+    def local_bytes(self) -> int:
+        """K and V of all that one token sees in the local groups."""
+        groups = (self.groups[i] for i in self.local_groups)
+        return sum(group.num_layers * group.bytes_per_token * group.reach for group in groups)
+
+    @cached_property
     def needs_state(self) -> bool:
         """True where a prompt resumes only at checkpoints: a recurrent state or local KV."""
         return self.state_bytes > 0 or bool(self.local_groups)

@@ -1,39 +1,76 @@
 """The parts of the prefix index: edges with KV blocks along them, checkpoints, and paths.
 
-An edge spans the positions (start, end] of its path: it holds the tokens there, and one row of
-pages for each block that has at least one of them. A split inside a block leaves the page of that
-block with both edges, so the invariant holds for every position m on a path: the path has a page
-for each block index below ceil(m / B), with valid rows for all tokens < m (of two edges that hold
-the same block index, the deeper one's page is the one that counts).
+An edge spans the positions (start, end] of its path. It holds the tokens there, and KV up to
+`held_end`: one row of pages for each block that has at least one of these tokens. Behind held_end
+the tokens are only known: their KV was dropped, but where prompts part there, and which states were
+used, still teaches. KV is held from the root on: beneath an edge that lacks some there is none.
+
+A split inside a block leaves the page of that block with both edges, so the invariant holds for
+every held position m on a path: the path has a page for each block index below ceil(m / B), with
+valid rows for all tokens < m (of two edges that hold one block, the deeper one's page counts).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-FINGERPRINT_TOKENS = 16
-"""Tokens remembered of a dropped tail."""
-MAX_TRACES = 32
-"""Traces of dropped things that one edge keeps of each kind; the oldest go first."""
-
 
 class Checkpoint:
-    """A published state after `position` tokens, and what the eviction policy knows of it."""
+    """A position whose state was worth saving: what became of it; its pages while it is stored."""
 
-    __slots__ = ("clock", "edge", "last_access", "local_pages", "pages", "position", "queued")
+    __slots__ = (
+        "born",
+        "counted",
+        "edge",
+        "kind",
+        "last_use",
+        "local_pages",
+        "pages",
+        "passed",
+        "position",
+        "queued",
+        "turn",
+        "uses",
+        "was_stored",
+    )
 
-    def __init__(self, position: int, pages: np.ndarray, local_pages: list[np.ndarray]):
-        self.edge: Edge | None = None  # None: dropped
+    def __init__(self, edge: Edge, position: int, kind: int, now: int, turn: int = 0):
+        self.edge: Edge | None = edge  # None: its tokens were forgotten
         self.position = position
-        self.pages = pages
-        self.local_pages = local_pages
-        self.last_access = 0
-        self.clock = 0.0
+        self.kind = kind
+        self.turn = turn
+        self.pages: np.ndarray | None = None  # None: not stored
+        self.local_pages: list[np.ndarray] = []
+        self.was_stored = False
+        self.uses = 0
+        self.passed = False
+        self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
         """All that it holds, one flat array per kind (a page is in one of them only)."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
+
+    def is_covered(self) -> bool:
+        """Whether a deeper state is stored beneath it."""
+        edge = self.edge
+        others = edge.num_stored - (self.pages is not None)
+        if others:
+            others -= sum(position < self.position for position in edge.stored)
+        return others > 0
+
+    def is_fork(self) -> bool:
+        """Whether prompts part at its position."""
+        return self.position == self.edge.end and len(self.edge.children) > 1
+
+    def below(self) -> Checkpoint | None:
+        """The next stored state on the way back to the root."""
+        edge = self.edge
+        found = edge.deepest_checkpoint(self.position - 1)
+        while found is None and edge.parent is not None:
+            edge = edge.parent
+            found = edge.deepest_checkpoint(edge.end)
+        return found
 
 
 class Edge:
@@ -44,29 +81,27 @@ class Edge:
         "_tokens",
         "checkpoints",
         "children",
-        "clock",
         "end",
-        "evicted_states",
-        "evicted_tails",
         "first_block",
+        "held_end",
         "last_access",
+        "num_stored",
         "parent",
         "queued",
         "start",
+        "stored",
     )
 
     def __init__(self, parent: Edge | None, start: int, tokens: np.ndarray, pages: np.ndarray):
         self.parent = parent  # None: a root, or dropped
         self.children: dict[int, Edge] = {}
         self.start = start
-        self.end = start + len(tokens)
+        self.end = self.held_end = start + len(tokens)
         self.first_block = 0
-        self.checkpoints: dict[int, Checkpoint] = {}
-        self.evicted_states: dict[int, None] = {}
-        # (position, next tokens as bytes) of dropped tails, oldest first
-        self.evicted_tails: dict[tuple[int, bytes], None] = {}
+        self.checkpoints: dict[int, Checkpoint] = {}  # by position
+        self.stored: dict[int, Checkpoint] = {}  # those that have pages
+        self.num_stored = 0  # stored checkpoints here and beneath
         self.last_access = 0
-        self.clock = 0.0
         self.queued: tuple | None = None
         self._tokens = tokens
         self._pages = pages
@@ -76,40 +111,59 @@ class Edge:
         """int32 [end - start]."""
         return self._tokens[: self.end - self.start]
 
+    def num_rows(self, block_size: int) -> int:
+        """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""
+        if self.held_end == self.start:
+            return 0
+        return -(-self.held_end // block_size) - self.first_block
+
     def pages(self, block_size: int) -> np.ndarray:
-        """int32 [blocks, kv_pages_per_block]: rows of blocks first_block .. ceil(end / B) - 1."""
-        return self._pages[: -(-self.end // block_size) - self.first_block]
+        """int32 [num_rows, kv_pages_per_block]."""
+        return self._pages[: self.num_rows(block_size)]
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The last checkpoint on this edge at a position <= limit."""
-        position = max((p for p in self.checkpoints if p <= limit), default=None)
-        return None if position is None else self.checkpoints[position]
+        """The last stored checkpoint on this edge at a position <= limit."""
+        found = 0
+        for position in self.stored:
+            if found < position <= limit:
+                found = position
+        return self.stored[found] if found else None
+
+    def is_held_leaf(self) -> bool:
+        """Whether it holds KV and nothing beneath it does."""
+        return self.held_end > self.start and not any(
+            child.held_end > child.start for child in self.children.values()
+        )
 
 
 class Path:
     """How far a token sequence is in the tree. Valid until the tree changes."""
 
-    __slots__ = ("block_size", "depth", "edges", "root")
+    __slots__ = ("block_size", "depth", "edges", "known", "root")
 
-    def __init__(self, root: Edge | None, edges: list[Edge], depth: int, block_size: int):
+    def __init__(
+        self, root: Edge | None, edges: list[Edge], depth: int, known: int, block_size: int
+    ):
         self.root = root
         self.edges = edges
-        self.depth = depth  # tokens matched
+        self.depth = depth  # leading tokens whose KV is held
+        self.known = known  # leading tokens that are known; depth <= known
         self.block_size = block_size
 
     def pages(self, num_blocks: int) -> np.ndarray:
         """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
-        that the matched tokens touch."""
+        that the first `depth` tokens touch."""
+        held = [edge for edge in self.edges if edge.held_end > edge.start]
         rows = []
-        for edge, deeper in zip(self.edges, [*self.edges[1:], None]):
+        for edge, deeper in zip(held, [*held[1:], None]):
             end = num_blocks if deeper is None else min(num_blocks, deeper.first_block)
             rows.append(edge._pages[: max(0, end - edge.first_block)])
         return np.concatenate(rows)
 
     def deepest_checkpoint(self) -> Checkpoint | None:
-        """The last checkpoint at a matched position."""
+        """The last stored checkpoint at a held position."""
         for edge in reversed(self.edges):
-            if edge.checkpoints:
+            if edge.stored:
                 checkpoint = edge.deepest_checkpoint(self.depth)
                 if checkpoint is not None:
                     return checkpoint
@@ -117,17 +171,10 @@ class Path:
 
     def state_was_evicted(self, above: int) -> bool:
         """Whether a checkpoint in (above, depth] was dropped to make room."""
-        return any(above < p <= self.depth for edge in self.edges for p in edge.evicted_states)
-
-    def tail_was_evicted(self, tokens: np.ndarray) -> bool:
-        """Whether the tree once went on with the next of `tokens` after the matched ones."""
-        last = self.edges[-1] if self.edges else self.root
-        if last is None or not last.evicted_tails or self.depth >= len(tokens):
-            return False
-        following = fingerprint(tokens[self.depth :])
         return any(
-            position == self.depth and (following.startswith(tail) or tail.startswith(following))
-            for position, tail in last.evicted_tails
+            above < position <= self.depth and checkpoint.was_stored and checkpoint.pages is None
+            for edge in self.edges
+            for position, checkpoint in edge.checkpoints.items()
         )
 
 
@@ -139,16 +186,3 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     differ = a[:n] != b[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
-
-
-def fingerprint(tokens: np.ndarray) -> bytes:
-    """The first few tokens as bytes, to recognise a tail that was dropped."""
-    return tokens[:FINGERPRINT_TOKENS].tobytes()
-
-
-def remember(traces: dict, key) -> None:
-    """Add a key to an ordered set of at most MAX_TRACES; the oldest goes first."""
-    traces.pop(key, None)
-    traces[key] = None
-    if len(traces) > MAX_TRACES:
-        del traces[next(iter(traces))]

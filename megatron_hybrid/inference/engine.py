@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
@@ -315,6 +316,14 @@ class DynamicInferenceEngine:
         request.siblings = []
 
     # Inspection --------------------------------------------------------------------------------
+
+    def explain(self, prompt: Prompt, salt: str = "") -> Explanation:
+        """What of a prompt would be reused now, and why not more. `print` it.
+
+        Raises:
+            TypeError, ValueError: it is no prompt.
+        """
+        return self.cache.explain(self.intake.tokens_of(prompt, SamplingParams()), salt)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and sizes now."""

@@ -46,7 +46,7 @@ class Intake:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
         params = self._check_params(params)
-        tokens = self._check_prompt(prompt, params)
+        tokens = self.tokens_of(prompt, params)
         total = self._check_length(len(tokens), params)
         if not isinstance(salt, str):
             raise TypeError(f"salt must be a str, got {type(salt).__name__}")
@@ -94,7 +94,7 @@ class Intake:
         # A copy, checked anew: the caller may have changed fields, and may change them later.
         return dataclasses.replace(params)
 
-    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
+    def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids, int [L]."""
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)

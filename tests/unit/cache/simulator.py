@@ -15,6 +15,7 @@ import numpy as np
 from megatron_hybrid.cache.lease import Lease, PageCopy, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 GARBAGE = -1
 """What free pages are filled with."""
@@ -77,8 +78,14 @@ def seen_before(spec: CacheSpec, group: int, position: int) -> np.ndarray:
 
 
 def known_tokens(cache: PrefixCache, tokens, salt: str = "") -> int:
-    """How many leading tokens are in the tree."""
+    """How many leading tokens have KV in the tree."""
     return cache._index.walk(salt, np.array(tokens, dtype=np.int32)).depth
+
+
+def stored(edge: Edge) -> list[Checkpoint]:
+    """The states on an edge, by position."""
+    checkpoints = sorted(edge.checkpoints.items())
+    return [checkpoint for _, checkpoint in checkpoints if checkpoint.pages is not None]
 
 
 class Simulator:
@@ -282,8 +289,8 @@ class Simulator:
         visible = np.zeros_like(self.memory, dtype=bool)
         for edge in self.cache._index.edges():
             for block, pages in enumerate(edge.pages(size), start=edge.first_block):
-                visible[pages, : edge.end - block * size] = True
-            for checkpoint in edge.checkpoints.values():
+                visible[pages, : edge.held_end - block * size] = True
+            for checkpoint in stored(edge):
                 visible[checkpoint.pages] = True
                 for group, rows in zip(self.spec.local_groups, checkpoint.local_pages):
                     first = self.spec.first_local_block(group, checkpoint.position)
@@ -306,10 +313,11 @@ class Simulator:
         for salt, tokens, edge in cached_paths(cache):
             expected = prefix_hashes(tokens, salt)
             for block, pages in enumerate(edge.pages(size), start=edge.first_block):
-                rows = np.arange(block * size, min(edge.end, (block + 1) * size))
+                rows = np.arange(block * size, min(edge.held_end, (block + 1) * size))
                 for page in pages:
                     self._read(np.full(len(rows), page), rows % size, expected[rows + 1])
-            for position, checkpoint in edge.checkpoints.items():
+            for checkpoint in stored(edge):
+                position = checkpoint.position
                 assert (self.memory[checkpoint.pages] == expected[position]).all()
                 for group, blocks in zip(self.spec.local_groups, checkpoint.local_pages):
                     rows = seen_before(self.spec, group, position)

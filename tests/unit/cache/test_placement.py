@@ -2,33 +2,86 @@
 
 import pytest
 
-from megatron_hybrid.cache.placement import prefill_positions, saves_work, worth_waiting
+from megatron_hybrid.cache.placement import (
+    prefill_positions,
+    rung_distance,
+    saves_work,
+    tail_position,
+    worth_waiting,
+)
+from megatron_hybrid.cache.reuse import Kind
+
+END, JUNCTION, TAIL, RUNG = Kind.PROMPT_END, Kind.JUNCTION, Kind.TAIL, Kind.RUNG
 
 
 @pytest.mark.parametrize(
-    ("prompt", "skipped", "shared", "declared", "needs_state", "expected"),
+    ("skipped", "known", "declared", "tail", "rungs", "expected"),
     [
-        # a new prompt: its end
-        (100, 0, 0, (), True, (100,)),
-        # the junction where it leaves a cached prompt
-        (100, 0, 60, (), True, (60, 100)),
-        # a checkpoint is at the junction already
-        (100, 60, 60, (), True, (100,)),
-        (100, 40, 60, (), True, (60, 100)),
-        # all of it is cached: with and without the state at its end
-        (100, 100, 100, (), True, ()),
-        (100, 60, 100, (), True, (100,)),
-        # declared positions: in order, once, and only those that the prefill passes
-        (100, 0, 0, (70, 30, 70), True, (30, 70, 100)),
-        (100, 30, 60, (20, 30, 31, 100, 101, -5), True, (31, 60, 100)),
-        # KV alone resumes: only the last hidden state is worth keeping
-        (100, 60, 60, (80,), False, (100,)),
-        (100, 99, 100, (), False, (100,)),
-        (100, 100, 100, (), False, ()),
+        # a new prompt: its end, and where its successors will probably leave it
+        (0, 0, (), 100, None, {100: END}),
+        (0, 0, (), 68, None, {68: TAIL, 100: END}),
+        # the junction where it leaves a known prompt
+        (0, 60, (), 100, None, {60: JUNCTION, 100: END}),
+        (40, 60, (), 68, None, {60: JUNCTION, 68: TAIL, 100: END}),
+        # a state is at the junction already, or all is known: with and without the state at its end
+        (60, 60, (), 100, None, {100: END}),
+        (60, 100, (), 100, None, {100: END}),
+        (100, 100, (), 100, None, {}),
+        # declared positions, and only those that the prefill passes
+        (0, 0, (70, 30, 70), 100, None, {30: JUNCTION, 70: JUNCTION, 100: END}),
+        (30, 60, (20, 30, 31, 100, 101, -5), 100, None, {31: JUNCTION, 60: JUNCTION, 100: END}),
+        # a place that is two things is the first of: end, junction, tail, rung
+        (0, 60, (), 60, 30, {30: RUNG, 60: JUNCTION, 90: RUNG, 100: END}),
+        (0, 0, (), 60, 30, {30: RUNG, 60: TAIL, 90: RUNG, 100: END}),
+        # a tail that is skipped
+        (60, 60, (), 50, None, {100: END}),
+        # rungs: multiples of the distance beyond what is skipped, before the end
+        (0, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
+        (31, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
+        (32, 0, (), 100, 32, {64: RUNG, 96: RUNG, 100: END}),
+        (33, 0, (), 100, 32, {64: RUNG, 96: RUNG, 100: END}),
+        (0, 0, (), 100, 50, {50: RUNG, 100: END}),
+        (0, 0, (), 100, 128, {100: END}),
+        (100, 100, (), 100, 32, {}),
     ],
 )
-def test_prefill_positions(prompt, skipped, shared, declared, needs_state, expected):
-    assert prefill_positions(prompt, skipped, shared, declared, needs_state) == expected
+def test_prefill_positions(skipped, known, declared, tail, rungs, expected):
+    assert prefill_positions(100, skipped, known, declared, tail, rungs) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "skipped", "weights", "expected"),
+    [
+        (100, 0, [(0, 1.0)], 100),  # chats go on from the end
+        (100, 0, [(0, 0.1), (30, 1.0)], 70),  # questions of 30 tokens behind a document
+        (100, 0, [(0, 0.8), (30, 1.0)], 100),  # 0.8 * 100 against 1.0 * 70
+        (100, 0, [(0, 0.6), (30, 1.0)], 70),
+        (100, 60, [(0, 0.6), (30, 1.0)], 100),  # 0.6 * 40 against 1.0 * 10
+        (100, 0, [(0, 0.1), (10, 0.5), (40, 0.7), (80, 1.0)], 90),  # 10, 45, 42, 20
+        (20, 0, [(0, 0.1), (30, 1.0)], 20),  # it is not as long as that
+        (100, 100, [(0, 0.5), (30, 1.0)], 100),  # nothing to compute
+        (100, 0, [], 100),
+        (100, 0, [(0, 0.5), (50, 1.0)], 100),  # of equals the one nearest to the end
+    ],
+)
+def test_tail_position(prompt, skipped, weights, expected):
+    assert tail_position(prompt, skipped, weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_bytes", "kv_bytes_per_token", "block", "expected"),
+    [
+        (4096, 128, 16, 32),  # exactly as many bytes
+        (4097, 128, 16, 48),  # whole blocks, rounded up
+        (4097, 128, 256, 256),
+        (100, 128, 16, 16),
+        (0, 128, 16, 16),
+        (50_000_000, 4096, 256, 12_288),  # of 12,208
+        (4096, 0, 16, None),
+    ],
+)
+def test_rung_distance(checkpoint_bytes, kv_bytes_per_token, block, expected):
+    assert rung_distance(checkpoint_bytes, kv_bytes_per_token, block) == expected
 
 
 @pytest.mark.parametrize(

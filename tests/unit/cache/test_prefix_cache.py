@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from settled import settled
 from simulator import Simulator
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -24,7 +25,7 @@ def joined(*parts):
 
 
 def simulator(spec=HYBRID, num_pages=400, mode="restore"):
-    return Simulator(PrefixCache(spec, num_pages, mode))
+    return Simulator(settled(PrefixCache(spec, num_pages, mode)))
 
 
 # ---- bad input ----

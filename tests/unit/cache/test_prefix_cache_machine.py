@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulator import Simulator, cached_paths, known_tokens
+from simulator import Simulator, cached_paths, known_tokens, stored
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -52,8 +52,10 @@ def shared_length(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def used(edge):
-    return edge.last_access, edge.clock
+def fate(checkpoint):
+    """All that is known of a checkpoint."""
+    names = set(checkpoint.__slots__) - {"edge", "pages", "local_pages", "queued"}
+    return checkpoint.pages is None, *(getattr(checkpoint, name) for name in sorted(names))
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -61,10 +63,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         name=st.sampled_from(sorted(SPECS)),
         mode=st.sampled_from(MODES),
         num_pages=st.one_of(st.integers(2, 60), st.integers(60, 200)),
+        known_limit=st.sampled_from([100, 500, 1 << 20]),
     )
-    def make(self, name, mode, num_pages):
+    def make(self, name, mode, num_pages, known_limit=1 << 20):
         self.spec = SPECS[name]
         self.cache = PrefixCache(self.spec, num_pages, mode)
+        if self.spec.kv_pages_per_block:
+            self.cache._known_limit = known_limit
         self.sim = Simulator(self.cache)
         self.running = []
         self.parked = []
@@ -317,9 +322,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """q and p by a search through all that is in the tree."""
         q, restorable = 0, {0}
         for of, path, edge in cached_paths(self.cache):
-            if of == salt:
-                q = max(q, shared_length(prompt, path))
-                restorable |= {p for p in edge.checkpoints if path[:p] == tuple(prompt[:p])}
+            if of == salt and edge.held_end > edge.start:
+                q = max(q, shared_length(prompt, path[: edge.held_end]))
+                positions = [checkpoint.position for checkpoint in stored(edge)]
+                restorable |= {p for p in positions if path[:p] == tuple(prompt[:p])}
         if self.cache.mode == "off":
             return 0, 0
         forced = self.cache.mode == "memory_only" or log_probs
@@ -351,7 +357,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """All that decides the future, save the count of refusals."""
         pool = self.cache.allocator
         tree = [
-            (salt, path, edge.start, edge.pages(16).tolist(), sorted(edge.checkpoints), used(edge))
+            (
+                (salt, path, edge.start, edge.held_end, edge.pages(16).tolist(), edge.last_access),
+                [fate(edge.checkpoints[p]) for p in sorted(edge.checkpoints)],
+            )
             for salt, path, edge in cached_paths(self.cache)
         ]
         leases = [

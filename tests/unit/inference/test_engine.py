@@ -634,3 +634,17 @@ def test_a_greedy_engine_ignores_the_seed():
         for params in (greedy(4), sampled(4, temperature=0.0))
     ]
     assert {tuple(run.generated_tokens) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}
+
+
+def test_explain_tells_what_is_known_and_changes_nothing():
+    engine = tiny_engine(MODEL)
+    prompt = random_tokens(100)
+    engine.generate([prompt], greedy(3))
+    before = engine.stats(), engine.cache.digest()
+    explanation = engine.explain([*prompt, 1, 2])
+    assert explanation.match.skipped_tokens == 100
+    assert "100 of 102 prompt tokens are skipped" in str(explanation)
+    assert engine.explain(prompt, salt="another").match.skipped_tokens == 0
+    assert (engine.stats(), engine.cache.digest()) == before
+    with pytest.raises(ValueError, match=r"outside of the vocabulary"):
+        engine.explain([10**9])

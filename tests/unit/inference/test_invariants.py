@@ -110,8 +110,10 @@ def visible_bytes(engine) -> dict[tuple, bytes]:
         tokens = [*tokens, *edge.tokens.tolist()]
         if edge.parent is not None:
             full = [number for number, is_windowed in windowed.items() if not is_windowed]
-            rows(tokens, edge.first_block, edge.pages(block), edge.start, edge.end, full)
+            rows(tokens, edge.first_block, edge.pages(block), edge.start, edge.held_end, full)
             for position, checkpoint in edge.checkpoints.items():
+                if checkpoint.pages is None:
+                    continue
                 key = "state", tuple(checkpoint.pages.tolist()), tuple(tokens[:position])
                 seen[key] = memory.pool[checkpoint.pages].numpy().tobytes()
                 for group, pages in zip(engine.cache.spec.local_groups, checkpoint.local_pages):

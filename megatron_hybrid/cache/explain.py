@@ -1,0 +1,89 @@
+"""What the cache knows of a prompt, in words: what matched, where states are, why it stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hybrid.cache.lease import Match
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.cache.tree import Path
+
+_KINDS = {
+    Kind.PROMPT_END: "end of a prompt",
+    Kind.ANSWER_END: "end of an answer",
+    Kind.JUNCTION: "junction or declared",
+    Kind.TAIL: "before the end of a prompt",
+    Kind.RUNG: "rung",
+}
+_REASONS = {
+    MissReason.NO_SHARED_PREFIX: "nothing that starts like this prompt is known",
+    MissReason.MODE: "this prefix-caching mode computes every token",
+    MissReason.PROMPT_LOG_PROBS: "log-probs of the prompt need every token",
+    MissReason.STATE_NEVER_SAVED: "the tokens behind it are known, but no state was saved there",
+    MissReason.STATE_EVICTED: "a state behind it had to make room",
+    MissReason.KV_EVICTED: "the KV of the tokens that are known behind it had to make room",
+    MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
+}
+
+
+@dataclass(frozen=True)
+class KnownPosition:
+    """A position of the prompt whose state was worth saving."""
+
+    position: int
+    kind: Kind
+    is_stored: bool
+    was_stored: bool
+    """It was, and had to make room."""
+    uses: int
+    """Requests that it served, or would have served."""
+
+    def __str__(self) -> str:
+        fate = "stored" if self.is_stored else "evicted" if self.was_stored else "not stored"
+        used = f"used {self.uses} x" if self.uses else "not used yet"
+        return f"{self.position:>9,}  {fate:<10}  {_KINDS[self.kind]}, {used}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `match` would answer, and why. `str` draws it."""
+
+    match: Match
+    held_tokens: int
+    """Leading tokens whose KV is in the cache."""
+    known_tokens: int
+    """Leading tokens that are known, their KV in the cache or not."""
+    positions: tuple[KnownPosition, ...]
+    """All positions among the known tokens whose fate is watched, ascending."""
+
+    def __str__(self) -> str:
+        length, skipped = self.match.prompt_tokens, self.match.skipped_tokens
+        lines = [
+            f"{skipped:,} of {length:,} prompt tokens are skipped ({skipped / length:.1%}), KV of "
+            f"{self.match.shared_tokens:,} is shared",
+            f"{self.held_tokens:,} tokens are in the cache, {self.known_tokens:,} are known",
+        ]
+        if self.positions:
+            lines.append("states on the way:")
+            lines += [str(position) for position in self.positions]
+        if self.match.miss_reason is not None:
+            reason = self.match.miss_reason
+            lines.append(f"stops at {skipped:,} ({reason.value}): {_REASONS[reason]}")
+        elif skipped < length:
+            lines.append(f"stops at {skipped:,}: what follows is new")
+        return "\n".join(lines)
+
+
+def explain(path: Path, match: Match) -> Explanation:
+    """The explanation of a match that was found along this path."""
+    known = sorted(
+        (
+            KnownPosition(c.position, Kind(c.kind), c.pages is not None, c.was_stored, c.uses)
+            for edge in path.edges
+            for c in edge.checkpoints.values()
+            if c.position <= path.known
+        ),
+        key=lambda position: position.position,
+    )
+    return Explanation(match, path.depth, path.known, tuple(known))

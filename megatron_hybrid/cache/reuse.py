@@ -1,0 +1,267 @@
+"""How likely is a state used again? Learnt while serving, from what became of states like it.
+
+Time is counted in admitted requests. Every position whose state is saved, was saved or might have
+been is watched for as long as its tokens are known (`Checkpoint`, stored or not): each request that
+it would serve is a use, all the time in between is time at risk. Uses / time at risk by class and
+age is a hazard rate. From the hazards of a class follows, for each age, the best rate of uses per
+request that holding such a state from now on can bring, if it is given up at the best moment (the
+Gittins index of its waiting time, Gittins 1979; hit density by age and class as in LHD, Beckmann et
+al. 2018).
+
+Shape letters: C classes, A ages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import IntEnum
+
+import numpy as np
+
+from megatron_hybrid.cache.tail_distances import TailDistances
+from megatron_hybrid.cache.tree import Checkpoint, Path
+
+AGES = 34
+_EDGES = 2.0 ** (np.arange(AGES + 1) / 2) - 1
+"""Requests where each age class starts, two per octave; the last one has no end."""
+_BOUNDS = _EDGES.tolist()
+_HORIZON = 16
+"""Age classes that the search for the best moment looks ahead."""
+_AT_FIRST = 1e-3
+"""Uses per request of a state before anything is known."""
+_TYPICAL_GAP = 100.0
+"""Requests between uses that a state which was used once is credited with."""
+_CLASS_WEIGHT = 1.0
+"""Uses that speak for the mean of all classes in the mean of one class."""
+_AGE_WEIGHT = 3.0
+"""Uses that speak for the hazard of younger ones of a class in the hazard at an age."""
+_FADE = 0.8
+"""What the hazard is multiplied with from age class to age class where nobody has been yet."""
+_MEMORY = 1000
+"""Requests after which an observation counts half."""
+
+
+class Kind(IntEnum):
+    """What a position is in the request that computed it."""
+
+    PROMPT_END = 0
+    ANSWER_END = 1
+    JUNCTION = 2
+    """Where a prompt left a known one, or declared by the caller."""
+    TAIL = 3
+    """As far before the end of a prompt as successors usually leave it."""
+    RUNG = 4
+    """One of many at a distance."""
+
+
+_REPEATED = 8 * len(Kind)
+_TURNS = _REPEATED + 2
+CLASSES = _TURNS + 8
+_PARENTS = np.arange(CLASSES)
+_PARENTS[_TURNS:] = [
+    8 * kind + covered for _ in range(2) for kind in range(2) for covered in (0, 1)
+]
+"""The class that a class is part of, itself if none: it lends its mean to one with few members."""
+
+
+def class_of(checkpoint: Checkpoint) -> int:
+    """States of one class are expected to have one fate.
+
+    Used once or never: by kind, whether used, whether a later request went past it, and whether a
+    deeper state is stored beneath it. The ends of prompts and answers also by where their request
+    went on from: who continues prompts, not answers (a chat that drops its thinking) does it again.
+    Used more often: its own rate tells more; see `time_scale`.
+    """
+    if checkpoint.uses >= 2:
+        return _REPEATED + checkpoint.passed
+    if checkpoint.turn and not checkpoint.uses and not checkpoint.passed:
+        return _TURNS + 4 * (checkpoint.turn - 1) + 2 * checkpoint.kind + checkpoint.is_covered()
+    return (
+        8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + checkpoint.is_covered()
+    )
+
+
+def time_scale(checkpoint: Checkpoint, cls: int) -> float:
+    """Ages of states that were used repeatedly are measured in their own mean gap (times 32), so
+    that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
+    if not _REPEATED <= cls < _TURNS:
+        return 1.0
+    return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _TYPICAL_GAP)
+
+
+class ReuseModel:
+    """Uses and time at risk by class and age, and the rates that follow."""
+
+    def __init__(self):
+        self.now = 0
+        """Requests admitted so far."""
+        self.distances = TailDistances()
+        self._learnt = 0
+        self._uses_CA = np.zeros((CLASSES, AGES))
+        self._risk_CA = np.zeros((CLASSES, AGES))
+        self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
+
+    def observe(self, path: Path, resumed: Checkpoint | None) -> tuple[int, int]:
+        """A prompt was admitted. Counts which states it used or would have used, and how far before
+        the end of another prompt it left that one. Call it before the path changes.
+
+        Had it been there, the deepest known state would have served, and in its absence any at a
+        fork beyond the one that did: a system prompt's, say, behind which every chat lost its own.
+
+        Returns:
+            What the prompt goes on from (`Lease.turn`), and the most valuable lost one of these
+            forks (`Lease.again`).
+        """
+        self.now += 1
+        known = [
+            checkpoint
+            for edge in path.edges
+            for checkpoint in edge.checkpoints.values()
+            if checkpoint.position <= path.known
+        ]
+        if not known:
+            return 0, 0
+        deepest = max(known, key=lambda checkpoint: checkpoint.position)
+        start = resumed.position if resumed else 0
+        again, most = 0, 0.0
+        for checkpoint in known:
+            beyond = checkpoint.position - start
+            if checkpoint is deepest or checkpoint is resumed:
+                self.used(checkpoint)
+                continue
+            if beyond > 0 and checkpoint.is_fork():
+                self.used(checkpoint)
+                if checkpoint.uses >= 2 and self.rate(checkpoint) * beyond > most:
+                    again, most = checkpoint.position, self.rate(checkpoint) * beyond
+            self.passed(checkpoint)
+        self._observe_distance(path, known)
+        turn = deepest.kind + 1 if deepest.kind <= Kind.ANSWER_END else 0
+        return turn, again
+
+    def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
+        ends = [
+            checkpoint.position
+            for checkpoint in path.edges[-1].checkpoints.values()
+            if checkpoint.kind == Kind.PROMPT_END and checkpoint.position >= path.known
+        ]
+        if ends:
+            self.distances.observe(min(ends) - path.known)
+        elif any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
+            self.distances.observe(0)
+
+    def rate(self, checkpoint: Checkpoint) -> float:
+        """Uses per request to be expected of it."""
+        cls = class_of(checkpoint)
+        scale = time_scale(checkpoint, cls)
+        return self._rate_CA[cls][age_class((self.now - checkpoint.last_use) * scale)] * scale
+
+    def rate_if_covered(self, checkpoint: Checkpoint) -> float:
+        """`rate`, were a deeper state stored beneath it."""
+        cls = class_of(checkpoint)
+        if cls < _REPEATED or cls >= _TURNS:
+            cls |= 1
+        scale = time_scale(checkpoint, cls)
+        return self._rate_CA[cls][age_class((self.now - checkpoint.last_use) * scale)] * scale
+
+    def new_rate(self, kind: Kind, turn: int) -> float:
+        """Uses per request to be expected of a state that is about to be saved."""
+        turn = turn if kind <= Kind.ANSWER_END else 0
+        return self._rate_CA[_TURNS + 4 * (turn - 1) + 2 * kind if turn else 8 * kind][0]
+
+    def used(self, checkpoint: Checkpoint) -> None:
+        """A request resumed from it, or would have, had it been stored."""
+        self.changes(checkpoint)
+        cls = class_of(checkpoint)
+        age = (self.now - checkpoint.last_use) * time_scale(checkpoint, cls)
+        self._uses_CA[cls, age_class(age)] += 1
+        checkpoint.uses += 1
+        checkpoint.last_use = checkpoint.counted = self.now
+
+    def passed(self, checkpoint: Checkpoint) -> None:
+        """A request went past it."""
+        if not checkpoint.passed:
+            self.changes(checkpoint)
+            checkpoint.passed = True
+
+    def changes(self, checkpoint: Checkpoint) -> None:
+        """Call it before its class changes: its time at risk so far is counted."""
+        if checkpoint.counted == self.now:
+            return
+        cls = class_of(checkpoint)
+        scale = time_scale(checkpoint, cls)
+        start = (checkpoint.counted - checkpoint.last_use) * scale
+        end = (self.now - checkpoint.last_use) * scale
+        age = age_class(start)
+        while age < AGES - 1 and _BOUNDS[age + 1] < end:
+            self._risk_CA[cls, age] += _BOUNDS[age + 1] - start
+            age += 1
+            start = _BOUNDS[age]
+        self._risk_CA[cls, age] += end - start
+        checkpoint.counted = self.now
+
+    def _count(self, checkpoints: list[Checkpoint]) -> None:
+        """`changes` of many at once."""
+        classes = [class_of(checkpoint) for checkpoint in checkpoints]
+        scales = np.array([time_scale(c, cls) for c, cls in zip(checkpoints, classes)])
+        last = np.array([c.last_use for c in checkpoints])
+        since = (np.array([c.counted for c in checkpoints]) - last) * scales
+        until = (self.now - last) * scales
+        # Each edge's time on either side of it; the differences are the times in the age classes.
+        reached = np.minimum(until[:, None], _EDGES) - np.minimum(since[:, None], _EDGES)
+        reached[:, -1] = until - since
+        np.add.at(self._risk_CA, classes, np.diff(reached, axis=1))
+        for checkpoint in checkpoints:
+            checkpoint.counted = self.now
+
+    def learn(self, watched: Iterable[Checkpoint]) -> None:
+        """Bring the rates up to date. watched: every checkpoint whose tokens are known."""
+        self._count(list(watched))
+        self._rate_CA = best_rates(hazards(self._uses_CA, self._risk_CA)).tolist()
+        for counts in (self._uses_CA, self._risk_CA):
+            counts *= 0.5 ** ((self.now - self._learnt) / _MEMORY)
+        self._learnt = self.now
+
+
+def age_class(age: float) -> int:
+    """Index of an age in requests."""
+    return min(AGES - 1, int(2 * math.log2(age + 1) + 1e-9))
+
+
+def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:
+    """Uses per request at risk, [C, A]. Few observations lean on what is known of younger states of
+    the class, these on the class, and that on all classes."""
+    uses, risk = (np.bincount(_PARENTS, counts.sum(1), CLASSES) for counts in (uses_CA, risk_CA))
+    repeated = slice(_REPEATED, _TURNS)
+    overall = (uses.sum() - uses[repeated].sum() + 1) / (
+        risk.sum() - risk[repeated].sum() + 1 / _AT_FIRST
+    )
+    base = np.full(CLASSES, overall)
+    base[repeated] = 1 / 32  # in units of its own mean gap / 32
+    weight = _CLASS_WEIGHT
+    base = ((uses + weight) / (risk + weight / base))[_PARENTS]
+    younger = (uses_CA.sum(1) + weight) / (risk_CA.sum(1) + weight / base)
+    result = np.empty_like(uses_CA)
+    for age in range(uses_CA.shape[1]):
+        uses, risk = uses_CA[:, age], risk_CA[:, age]
+        hazard = (uses + _AGE_WEIGHT) / (risk + _AGE_WEIGHT / np.maximum(younger, 1e-9))
+        result[:, age] = hazard
+        younger = np.where(risk < 1, hazard * _FADE, hazard)
+    return result
+
+
+def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
+    """Per class and age, the largest rate of uses per request over all moments of giving up:
+    max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
+    width = np.diff(_EDGES)
+    used_CA = -np.expm1(-hazard_CA * width)
+    time_CA = used_CA / hazard_CA
+    best, uses, time = (np.zeros_like(hazard_CA) for _ in range(3))
+    alive = np.ones_like(hazard_CA)
+    for k in range(min(_HORIZON, hazard_CA.shape[1])):
+        n = hazard_CA.shape[1] - k
+        uses[:, :n] += alive[:, :n] * used_CA[:, k:]
+        time[:, :n] += alive[:, :n] * time_CA[:, k:]
+        alive[:, :n] *= 1 - used_CA[:, k:]
+        np.maximum(best[:, :n], uses[:, :n] / time[:, :n], out=best[:, :n])
+    return best

@@ -1,0 +1,49 @@
+"""How far before the end of a prompt its successors leave it, learnt from the last ones."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+
+_WINDOW = 256
+"""Observed distances that are remembered."""
+_AT_FIRST = (0, 32, 128, 512)
+"""Distances that are reckoned with before any was observed, a quarter of an observation each."""
+
+
+class TailDistances:
+    """How far before the end of a prompt its successors leave it: 0 where they go on from there.
+
+    A question behind a document, a last block that never returns: a state at the very end of such
+    prompts serves nobody, one that lies the usual distance before it serves most.
+    """
+
+    def __init__(self):
+        self._recent: deque[int] = deque()
+        self._counts: dict[int, float] = dict.fromkeys(_AT_FIRST, 0.25)
+        self._distances: list[int] = sorted(_AT_FIRST)  # the keys of _counts
+
+    def observe(self, distance: int) -> None:
+        """One prompt left another so many tokens before that one's end."""
+        self._recent.append(distance)
+        self._count(distance, 1)
+        if len(self._recent) > _WINDOW:
+            self._count(self._recent.popleft(), -1)
+
+    def _count(self, distance: int, more: int) -> None:
+        if distance not in self._counts:
+            self._counts[distance] = 0.0
+            insort(self._distances, distance)
+        self._counts[distance] += more
+        if not self._counts[distance]:
+            del self._counts[distance]
+            self._distances.remove(distance)
+
+    def weights(self) -> Iterator[tuple[int, float]]:
+        """(distance, share of the prompts that part there or later), ascending distances."""
+        total = len(self._recent) + 0.25 * len(_AT_FIRST)
+        share = 0.0
+        for distance in self._distances:
+            share += self._counts[distance] / total
+            yield distance, share
