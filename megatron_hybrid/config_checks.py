@@ -238,30 +238,24 @@ def _check_position_embedding(config: HybridConfig) -> None:
 
 
 def _check_window(config: HybridConfig) -> None:
-    if config.sliding_window is None:
-        raise ValueError(
-            f"layer_pattern {config.layer_pattern!r} has sliding-window layers (W), but "
-            "sliding_window is None. Set it to the number of positions that they see."
-        )
-    require_positive(config, "sliding_window")
+    _require_for_symbol(config, "sliding_window", "W", "the number of positions that they see")
 
 
 def _check_chunk(config: HybridConfig) -> None:
-    if config.attention_chunk_size is None:
+    _require_for_symbol(config, "attention_chunk_size", "L", "the number of positions of a chunk")
+
+
+def _require_for_symbol(config: HybridConfig, field: str, symbol: str, value: str) -> None:
+    if getattr(config, field) is None:
         raise ValueError(
-            f"layer_pattern {config.layer_pattern!r} has chunked-attention layers (L), but "
-            "attention_chunk_size is None. Set it to the number of positions of a chunk."
+            f"layer_pattern {config.layer_pattern!r} has layers of {KINDS[symbol].meaning} "
+            f"({symbol}), but {field} is None. Set it to {value}."
         )
-    require_positive(config, "attention_chunk_size")
+    require_positive(config, field)
 
 
 def _check_per_layer_input(config: HybridConfig) -> None:
-    if config.per_layer_input_size is None:
-        raise ValueError(
-            f"layer_pattern {config.layer_pattern!r} has layers of per-layer inputs (P), but "
-            "per_layer_input_size is None. Set it to the width of such an input."
-        )
-    require_positive(config, "per_layer_input_size")
+    _require_for_symbol(config, "per_layer_input_size", "P", "the width of such an input")
     if config.pipeline_model_parallel_size > 1:
         raise ValueError(
             "per-layer inputs (P) are made of the tokens, which the first pipeline stage alone "

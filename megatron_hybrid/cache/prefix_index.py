@@ -161,8 +161,6 @@ class PrefixIndex:
     def _hold_again(self, edge: Edge, pages: np.ndarray) -> None:
         """Take the pages of what an edge knows but does not hold, from those of a whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
-        if edge.held_end == edge.start:
-            edge._pages = edge._pages[:0]
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
         edge.held_end = edge.end

@@ -257,6 +257,15 @@ class TestEvictionQueue:
         queue.add(c)
         assert drain(queue) == [c]
 
+    def test_refresh_does_not_bring_back_what_was_taken_out(self):
+        queue, (a, b) = self.make(2.0, 3.0)
+        a.key = (0, 0.5, 0)
+        queue.lowered(a)  # its first entry stays behind
+        assert queue.least() == (0, 0.5, 0)
+        assert queue.pop() is a
+        queue.refresh()
+        assert drain(queue) == [b]
+
     def test_clear(self):
         queue, _ = self.make(1.0, 2.0)
         queue.clear()
@@ -401,10 +410,10 @@ class TestEvictor:
             room.add(part(32, start))
             room.save(part(32, start), rate)
         assert room.evictor.make_room_for(2, 0.0)  # two are free
-        assert not room.evictor.make_room_for(3, 7.9)
+        assert not room.evictor.make_room_for(3, 8.0)  # worth as much, used as lately
         assert len(room.stored()) == 1 and room.stats.checkpoints_evicted == 0
         room.rates.now = 1
-        assert room.evictor.make_room_for(3, 8.1)  # the first is worth 1.0 * 32 / 4
+        assert room.evictor.make_room_for(3, 8.0)  # the first: 1.0 * 32 / 4, but older
         assert room.stats.checkpoints_evicted == 1
         room.rates.now = 0
         assert not room.evictor.make_room_for(11, 1e9)  # there are not as many
