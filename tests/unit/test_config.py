@@ -65,7 +65,10 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"rotary_base": None}, "rotary_base is None; it must be a number"),
         ({"layer_overrides": {"W": {"rotary_base": "1e4"}}}, "rotary_base is '1e4'; it must be"),
         ({"num_query_groups": 3}, "num_attention_heads is 4, not a multiple of num_query_groups=3"),
-        ({"sliding_window": None}, "has layers of sliding-window attention (W), but sliding_window is None"),
+        (
+            {"sliding_window": None},
+            "has layers of sliding-window attention (W), but sliding_window is None",
+        ),
         ({"sliding_window": 0}, "sliding_window is 0; it must be"),
         ({"rotary_percent": 0.0}, "rotary_percent is 0.0; it must lie in (0, 1]"),
         ({"kv_channels": 15}, "RoPE rotates 15 of kv_channels=15 dimensions"),
