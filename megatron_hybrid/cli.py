@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
     generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
+    generate.add_argument(
+        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
+    )
     generate.set_defaults(command=_generate)
 
     convert = commands.add_parser(
@@ -76,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--model", required=True, help="model folder or config.json")
     plan.add_argument("--memory", type=float, required=True, help="of the device, in GB (10^9)")
     plan.add_argument("--context", default="8k", help="tokens of a request: 4096, 100k, 1M")
+    plan.add_argument(
+        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(command=_plan)
 
@@ -124,7 +130,11 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
         num_tokens_to_generate=options.tokens,
     )
-    config = InferenceConfig(prefix_caching=options.mode, cache_bytes=options.cache_mib << 20)
+    config = InferenceConfig(
+        prefix_caching=options.mode,
+        cache_bytes=options.cache_mib << 20,
+        state_encoding=options.state_encoding,
+    )
     model, tokenizer = _load(options.model)
     engine = DynamicInferenceEngine(model, tokenizer, config)
     for prompt in options.prompt:
@@ -155,7 +165,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     context = parse_count(options.context)
     config = read_model_config(options.model)
-    result = plan(config, int(options.memory * GB), context)
+    result = plan(config, int(options.memory * GB), context, options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.checkpoint import CONFIG_FILE, config_of, read_json
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -102,24 +102,29 @@ def parse_count(text: str) -> int:
     return count
 
 
-def plan(config: HybridConfig, memory_bytes: int, context: int) -> Plan:
+def plan(
+    config: HybridConfig, memory_bytes: int, context: int, state_encoding: str = "exact"
+) -> Plan:
     """How a model fits into one device's memory.
 
     Args:
         config: the model, with tensor_model_parallel_size 1.
         memory_bytes: of the device.
         context: tokens of a request, prompt and answer.
+        state_encoding: of checkpoints, as in InferenceConfig.
 
     Raises:
-        ValueError: the weights leave no room for one request.
+        ValueError: an unknown encoding, or the weights leave no room for one request.
     """
+    if state_encoding not in STATE_ENCODINGS:
+        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     with torch.device("meta"):
         model = build_hybrid_model(config)
     parameters = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     cache_bytes = int(memory_bytes * (1 - RESERVED)) - weight_bytes
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
-    spec = _spec(model, block)
+    spec = _spec(model, block, state_encoding)
     footprint = _footprint(spec, cache_bytes, context)
     if cache_bytes < footprint.request_bytes:
         raise ValueError(
@@ -143,6 +148,7 @@ def plan(config: HybridConfig, memory_bytes: int, context: int) -> Plan:
         settings={
             "prefix_caching": "restore",
             "block_size_tokens": block,
+            "state_encoding": state_encoding,
             "cache_bytes": cache_bytes - live,
             "max_requests": requests,
             "max_sequence_length": context,
@@ -150,9 +156,9 @@ def plan(config: HybridConfig, memory_bytes: int, context: int) -> Plan:
     )
 
 
-def _spec(model: HybridModel, block: int) -> CacheSpec:
-    config = model.config
-    return cache_spec_of(model.cache_requirements(), config.hidden_size, config.params_dtype, block)
+def _spec(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
+    layers, config = model.cache_requirements(), model.config
+    return cache_spec_of(layers, config.hidden_size, config.params_dtype, block, state_encoding)
 
 
 def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:

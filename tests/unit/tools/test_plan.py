@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
 from megatron_hybrid.models.checkpoint import CheckpointError
 from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
 
@@ -50,12 +50,17 @@ def test_nemotron_h_8b():
 
 
 @pytest.mark.parametrize("pattern", ["MG*-W-", "W-", "*-", "M-", "G*"])
-def test_the_engine_agrees(pattern):
+@pytest.mark.parametrize("encoding", STATE_ENCODINGS)
+def test_the_engine_agrees(pattern, encoding):
     """The recommended settings run, and the request of that context fits."""
     model = tiny_model(pattern)
-    result = plan(model.config, 4 << 20, 512)
+    result = plan(model.config, 4 << 20, 512, encoding)
     engine = tiny_engine(model, **{**result.settings, "max_requests": 2})
-    assert engine.cache.spec.state_bytes == result.model.state_bytes
+    spec = engine.cache.spec
+    assert spec.state_bytes == result.model.state_bytes
+    if spec.needs_state:
+        window = result.model.window_bytes
+        assert spec.checkpoint_bytes == result.model.checkpoint_bytes - window
     prompt = random_tokens(300)
     engine.generate([prompt])
     assert engine.generate([prompt])[0].prefix.skipped_tokens == 300
@@ -73,6 +78,23 @@ def test_windows_are_counted_up_to_the_context():
     assert long.checkpoints == (9 * (8 << 20) // 10 - plan(config, 8 << 20, 16).weight_bytes) // (
         long.checkpoint_bytes
     )
+
+
+@pytest.mark.parametrize(("encoding", "bytes_per_element"), [("bf16", 2), ("int8", 1)])
+def test_encoded_states(encoding, bytes_per_element):
+    exact, encoded = (
+        plan(NEMOTRON_H_8B, 80 * 10**9, 100_000, name).model for name in ("exact", encoding)
+    )
+    elements = 24 * 128 * 64 * 128
+    saved = exact.checkpoint_bytes - encoded.checkpoint_bytes
+    assert saved == pytest.approx(elements * (4 - bytes_per_element), rel=1e-3)
+    assert encoded.state_bytes == exact.state_bytes  # live ones stay as they are
+    assert encoded.checkpoints > exact.checkpoints * 4 // bytes_per_element * 0.9
+
+
+def test_unknown_encoding():
+    with pytest.raises(ValueError, match=r"state_encoding is 'fp4'; use one of"):
+        plan(NEMOTRON_H_8B, 80 * 10**9, 100_000, "fp4")
 
 
 def test_no_room():
