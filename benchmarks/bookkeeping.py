@@ -62,7 +62,7 @@ def _match() -> Iterator[Row]:
         cache = PrefixCache(spec, num_pages=length // 16 + 64)
         tokens = rng.integers(0, 120_000, length, dtype=np.int32)
         lease = cache.acquire(tokens, capacity_tokens=length)
-        cache.commit(lease, tokens, length, flush=True)
+        cache.commit(lease, tokens, length, answered=True)
         cache.release(lease)
         micros = []
         for _ in range(STEPS):

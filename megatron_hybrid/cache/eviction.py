@@ -35,10 +35,10 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
 
 
 def tail_key(edge: Edge, spec: CacheSpec, now: int) -> Key | None:
-    """Order of a leaf's tail; None: it has none."""
-    if tail_start(edge, spec) == edge.held_end:
+    """Order of a leaf's tail; None: it has none, or no pages."""
+    if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
-    if spec.needs_state or not spec.kv_pages_per_block:
+    if spec.needs_state:
         return 0, 0.0, edge.last_access
     # KV alone resumes: as if used once more after as long again as since its last use.
     age = now - edge.last_access + 1
@@ -228,9 +228,8 @@ class Evictor:
         self.checkpoints.clear()
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
-        """The queue whose top goes next. Tails without pages are not worth dropping for room."""
-        checkpoint = self.checkpoints.least()
-        tail = self.tails.least() if self._spec.kv_pages_per_block else None
+        """The queue whose top goes next."""
+        checkpoint, tail = self.checkpoints.least(), self.tails.least()
         if tail is not None and (checkpoint is None or tail < checkpoint):
             return self.tails, tail
         return (None, None) if checkpoint is None else (self.checkpoints, checkpoint)

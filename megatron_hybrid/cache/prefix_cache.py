@@ -169,7 +169,7 @@ class PrefixCache:
             path = self._index.walk(salt, tokens[: hit.shared // size * size])
             skipped = 0 if self.spec.needs_state else min(hit.skipped, path.depth)
             hit = Hit(path, path.depth, skipped, None, MissReason.NO_ROOM)
-            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
         if lease is None:
             self._stats.refused += 1
             return None
@@ -233,6 +233,7 @@ class PrefixCache:
             shared_tokens=num_tokens,
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
+            turn=lease.turn,
         )
         blocks = self.spec.num_blocks(num_tokens)
         self._pages.hold(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
@@ -273,15 +274,23 @@ class PrefixCache:
         return True
 
     def commit(
-        self, lease: Lease, tokens: np.ndarray, num_tokens_done: int, *, flush: bool = False
+        self,
+        lease: Lease,
+        tokens: np.ndarray,
+        num_tokens_done: int,
+        *,
+        flush: bool = False,
+        answered: bool = False,
     ) -> None:
         """The forward is done: the lease's blocks hold the rows of tokens[:num_tokens_done].
 
         Call it after every step. tokens: int32; the array must stay as it is up to there. They
         become visible to others when a block fills, after a forward of more than one token, with
-        flush=True (at the end of a request), and where a checkpoint is published. At the same
-        times local blocks that no later token sees are given back.
+        flush=True (when the lease is about to end), and where a checkpoint is published. At the
+        same times local blocks that no later token sees are given back. answered: the request is
+        complete; implies flush.
         """
+        flush = flush or answered
         before, lease.done = lease.done, num_tokens_done
         lease.tokens = tokens
         if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
@@ -294,8 +303,8 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
-        if flush and self.mode == "restore" and num_tokens_done > lease.prompt_tokens:
-            lease.unwatched[num_tokens_done] = Kind.ANSWER_END
+        if answered and self.mode == "restore" and self.spec.needs_state:
+            lease.unwatched.setdefault(num_tokens_done, self._kind(lease, num_tokens_done))
         self._publish_tokens(lease)
         self._pages.roll(lease)
         size = self.spec.block_size_tokens
@@ -379,6 +388,7 @@ class PrefixCache:
         self._pages.let_go(lease)
         del self._leases[lease]
         lease.released = True
+        self._index.forget(self._known_limit)
 
     # ---- the whole cache ----
 
@@ -480,7 +490,8 @@ class PrefixCache:
             return None
         self._tick += 1
         if learn:
-            lease.turn, lease.again = self._reuse.observe(path, checkpoint)
+            end_only = None if self.spec.needs_state else len(tokens)
+            lease.turn, lease.again = self._reuse.observe(path, checkpoint, end_only)
             self._keep_up()
         self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:
@@ -506,7 +517,6 @@ class PrefixCache:
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             kind = lease.unwatched.pop(position)
             self._watch(lease, path, position, kind)
-        self._index.forget(self._known_limit)
         return path
 
     def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
@@ -556,14 +566,16 @@ class PrefixCache:
         """Room for a state among what is worth less; or in place of the one below it, if that one
         has no use of its own that is worth more than the tokens between them."""
         spec, reuse = self.spec, self._reuse
-        watched = None
+        kind, watched = self._kind(lease, position), None
         if path.known == position:
             watched = edge_at(path, position).checkpoints.get(position)
         if watched is None:
-            rate = reuse.new_rate(self._kind(lease, position), lease.turn)
+            rate = reuse.new_rate(kind, lease.turn)
         else:
             rate = reuse.rate(watched)
         start = below.position if below else 0
+        if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
+            start = max([start, *(r.position for r in lease.reservations if r.position < position)])
         needed = pages = spec.checkpoint_pages
         rebuild = 1
         if spec.needs_state:
@@ -572,9 +584,7 @@ class PrefixCache:
             pages += kv_pages(max(0, position - max(start, lease.shared_tokens)), spec)
         if self._evictor.make_room_for(needed, value_per_page(rate, rebuild, pages)):
             return True
-        if below is None or not spec.needs_state or below.is_covered():
-            return False
-        if self.allocator.num_free + below.pages.size < needed:
+        if below is None or start > below.position or not spec.needs_state or below.is_covered():
             return False
         own = reuse.rate_if_covered(below) * rebuild_tokens(below, True)
         return rate * rebuild > own and self._evictor.drop_checkpoint(below)

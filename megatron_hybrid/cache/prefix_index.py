@@ -216,13 +216,19 @@ class PrefixIndex:
         """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
-            watched = [c for c in edge.checkpoints.values() if c.pages is None]
-            if len(watched) >= MAX_WATCHED:
-                oldest = min(watched, key=lambda c: (c.last_use, c.position))
-                del edge.checkpoints[oldest.position]
-                oldest.edge = None
+            self._trim_watched(edge, MAX_WATCHED - 1)
             checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
         return checkpoint
+
+    def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
+        """Forget positions without a state, the longest unused first, beyond the limit."""
+        more = len(edge.checkpoints) - len(edge.stored) - limit
+        if more > 0:
+            watched = [c for c in edge.checkpoints.values() if c.pages is None]
+            watched.sort(key=lambda c: (c.last_use, c.position))
+            for checkpoint in watched[:more]:
+                del edge.checkpoints[checkpoint.position]
+                checkpoint.edge = None
 
     def store(
         self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: list[np.ndarray]
@@ -246,9 +252,11 @@ class PrefixIndex:
         checkpoint.pages, checkpoint.local_pages = None, []
         del checkpoint.edge.stored[checkpoint.position]
         checkpoint.was_stored, checkpoint.queued = True, None
-        self._count_stored(checkpoint.edge, -1)
-        self._on_tail(checkpoint.edge)
-        self._fades(checkpoint.edge)
+        edge = checkpoint.edge
+        self._count_stored(edge, -1)
+        self._trim_watched(edge)
+        self._on_tail(edge)
+        self._fades(edge)
 
     def _count_stored(self, edge: Edge, more: int) -> None:
         self.num_checkpoints += more
@@ -346,6 +354,7 @@ class PrefixIndex:
             checkpoint.edge = child
         child.checkpoints = {**edge.checkpoints, **child.checkpoints}
         child.stored = {**edge.stored, **child.stored}
+        self._trim_watched(child)
         edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, {}
         edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
         edge.end = edge.held_end = edge.start

@@ -14,6 +14,7 @@ Shape letters: C classes, A ages.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -23,9 +24,9 @@ from megatron_hybrid.cache.tail_distances import TailDistances
 from megatron_hybrid.cache.tree import Checkpoint, Path
 
 AGES = 34
-_EDGES = 2.0 ** (np.arange(AGES + 1) / 2) - 1
+_BOUNDS = [2.0 ** (age // 2) * (math.sqrt(2.0) if age % 2 else 1.0) - 1 for age in range(AGES + 1)]
 """Requests where each age class starts, two per octave; the last one has no end."""
-_BOUNDS = _EDGES.tolist()
+_EDGES = np.array(_BOUNDS)
 _HORIZON = 16
 """Age classes that the search for the best moment looks ahead."""
 _AT_FIRST = 1e-3
@@ -102,12 +103,18 @@ class ReuseModel:
         self._risk_CA = np.zeros((CLASSES, AGES))
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
 
-    def observe(self, path: Path, resumed: Checkpoint | None) -> tuple[int, int]:
+    def observe(
+        self, path: Path, resumed: Checkpoint | None, end_only: int | None = None
+    ) -> tuple[int, int]:
         """A prompt was admitted. Counts which states it used or would have used, and how far before
         the end of another prompt it left that one. Call it before the path changes.
 
         Had it been there, the deepest known state would have served, and in its absence any at a
         fork beyond the one that did: a system prompt's, say, behind which every chat lost its own.
+
+        Args:
+            resumed: the state that the prompt is restored from.
+            end_only: length of the prompt, where KV alone resumes: a state serves at its end only.
 
         Returns:
             What the prompt goes on from (`Lease.turn`), and the most valuable lost one of these
@@ -121,6 +128,10 @@ class ReuseModel:
             if checkpoint.position <= path.known
         ]
         if not known:
+            return 0, 0
+        if end_only is not None:
+            for checkpoint in known:
+                (self.used if checkpoint.position == end_only else self.passed)(checkpoint)
             return 0, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
         start = resumed.position if resumed else 0
@@ -219,28 +230,29 @@ class ReuseModel:
         self._count(list(watched))
         self._rate_CA = best_rates(hazards(self._uses_CA, self._risk_CA)).tolist()
         for counts in (self._uses_CA, self._risk_CA):
-            counts *= 0.5 ** ((self.now - self._learnt) / _MEMORY)
+            counts *= _MEMORY / (_MEMORY + self.now - self._learnt)
         self._learnt = self.now
 
 
 def age_class(age: float) -> int:
     """Index of an age in requests."""
-    return min(AGES - 1, int(2 * math.log2(age + 1) + 1e-9))
+    return min(AGES, bisect_right(_BOUNDS, age)) - 1
 
 
 def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:
     """Uses per request at risk, [C, A]. Few observations lean on what is known of younger states of
     the class, these on the class, and that on all classes."""
-    uses, risk = (np.bincount(_PARENTS, counts.sum(1), CLASSES) for counts in (uses_CA, risk_CA))
+    # Python sums in one order; numpy's depend on the CPU.
+    uses_C, risk_C = (np.array([sum(row) for row in c.tolist()]) for c in (uses_CA, risk_CA))
+    uses, risk = (np.bincount(_PARENTS, counts_C, CLASSES) for counts_C in (uses_C, risk_C))
     repeated = slice(_REPEATED, _TURNS)
-    overall = (uses.sum() - uses[repeated].sum() + 1) / (
-        risk.sum() - risk[repeated].sum() + 1 / _AT_FIRST
-    )
+    uses_once, risk_once = (sum(c.tolist()) - sum(c[repeated].tolist()) for c in (uses, risk))
+    overall = (uses_once + 1) / (risk_once + 1 / _AT_FIRST)
     base = np.full(CLASSES, overall)
     base[repeated] = 1 / 32  # in units of its own mean gap / 32
     weight = _CLASS_WEIGHT
     base = ((uses + weight) / (risk + weight / base))[_PARENTS]
-    younger = (uses_CA.sum(1) + weight) / (risk_CA.sum(1) + weight / base)
+    younger = (uses_C + weight) / (risk_C + weight / base)
     result = np.empty_like(uses_CA)
     for age in range(uses_CA.shape[1]):
         uses, risk = uses_CA[:, age], risk_CA[:, age]
@@ -253,8 +265,11 @@ def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:
 def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
     """Per class and age, the largest rate of uses per request over all moments of giving up:
     max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
-    width = np.diff(_EDGES)
-    used_CA = -np.expm1(-hazard_CA * width)
+    # exp(-x) as (1 - x / 2^14)^(2^14): products have the same bits on every CPU, np.exp has not.
+    unused_CA = np.maximum(0.0, 1 - hazard_CA * np.diff(_EDGES) / 2**14)
+    for _ in range(14):
+        unused_CA *= unused_CA
+    used_CA = 1 - unused_CA
     time_CA = used_CA / hazard_CA
     best, uses, time = (np.zeros_like(hazard_CA) for _ in range(3))
     alive = np.ones_like(hazard_CA)

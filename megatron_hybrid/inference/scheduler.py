@@ -296,7 +296,9 @@ class Scheduler:
             reservation = self.cache.reserve_checkpoint(request.lease, request.num_computed)
             if reservation is not None:
                 self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
-                self.cache.commit(request.lease, request.tokens, request.num_computed, flush=True)
+                self.cache.commit(
+                    request.lease, request.tokens, request.num_computed, answered=True
+                )
                 self.cache.publish_checkpoint(reservation)
         self._retire(request)
 
@@ -315,7 +317,13 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def _give_up_lease(self, request: Request) -> None:
-        self.cache.commit(request.lease, request.tokens, request.num_computed, flush=True)
+        self.cache.commit(
+            request.lease,
+            request.tokens,
+            request.num_computed,
+            flush=True,
+            answered=request.done and request.num_computed == request.num_tokens,
+        )
         self.cache.release(request.lease)
         request.lease = None
         self.running.remove(request)

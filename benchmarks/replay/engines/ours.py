@@ -52,7 +52,7 @@ class Ours:
     def _generate(self, lease, tokens: np.ndarray) -> None:
         """The answer. Without room for all of it the request ends as if it were cancelled."""
         if self._compute(lease, tokens, len(tokens), ()):
-            self.cache.commit(lease, tokens, len(tokens), flush=True)
+            self.cache.commit(lease, tokens, len(tokens), answered=True)
             if reservation := self.cache.reserve_checkpoint(lease, len(tokens)):
                 self.cache.publish_checkpoint(reservation)
 

@@ -242,7 +242,7 @@ class Simulator:
         """Commit to the last token, save the state there, release."""
         if running.done:
             tokens = np.array(running.tokens, dtype=np.int32)
-            self.cache.commit(running.lease, tokens, running.done, flush=True)
+            self.cache.commit(running.lease, tokens, running.done, flush=True, answered=save)
             if save and (reservation := self.cache.reserve_checkpoint(running.lease, running.done)):
                 self.publish(running, reservation)
         self.cache.release(running.lease)

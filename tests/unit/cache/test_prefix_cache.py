@@ -482,3 +482,60 @@ def test_check_integrity_finds_a_lost_reference():
     sim.cache.allocator.cache(page)
     with pytest.raises(RuntimeError, match=f"the index holds page {page[0]} 1 times, counted 2"):
         sim.cache.check_integrity()
+
+
+def test_states_of_prompts_too_long_to_be_remembered():
+    """Where nothing attends to everything, the tokens of the states in the pool may be more than
+    the index is to know; what it needs, it keeps."""
+    spec = CacheSpec(16, (), state_bytes=3000, hidden_bytes=64)
+    sim = Simulator(settled(PrefixCache(spec, 4)))
+    for seed in range(4):
+        prompt = tokens(6000, seed)
+        assert sim.run(prompt).lease.report.checkpoints_saved == 1
+        assert sim.cache.match(prompt).skipped_tokens == 6000
+
+
+def test_the_heap_of_tails_does_not_grow_where_tails_hold_nothing():
+    sim = simulator(CacheSpec(16, (), state_bytes=3000, hidden_bytes=64), num_pages=10)
+    for seed in range(50):
+        sim.run(tokens(20, seed))
+    assert not sim.cache._evictor.tails._heap
+
+
+def test_states_of_one_forward_know_of_each_other():
+    """A state next to another that is being saved is worth the tokens between them, no more."""
+    sim = simulator(num_pages=30)
+    sim.run(tokens(64))
+    for _ in range(3):
+        assert sim.run(joined(tokens(64), tokens(5, 9))).lease.report.prompt_tokens == 69
+    kept = sim.cache.match(tokens(64)).skipped_tokens
+    assert kept == 64
+    sim.run(tokens(100, 1), declared=list(range(16, 100, 16)))
+    assert sim.cache.match(tokens(64)).skipped_tokens == kept
+
+
+def test_pure_attention_counts_a_state_as_used_at_the_end_of_a_prompt_only():
+    sim = simulator(PURE)
+    prompt = tokens(40)
+    sim.run(prompt)
+    for seed in range(3):
+        sim.run(joined(prompt, tokens(5, seed)))
+    uses = {p.position: p.uses for p in sim.cache.explain(prompt).positions}
+    assert uses == {40: 0}
+    sim.run(prompt)
+    assert {p.position: p.uses for p in sim.cache.explain(prompt).positions} == {40: 1}
+
+
+def test_a_preempted_request_ends_no_answer():
+    sim = simulator()
+    running = sim.start(tokens(20), room=30)
+    sim.forward(running, 20)
+    running.tokens += [1, 2, 3]
+    sim.forward(running, 3)
+    parked = sim.preempt(running)
+    assert [p.position for p in sim.cache.explain(tokens(20)).positions] == [20]
+    resumed = sim.resume(parked, room=10)
+    known = np.array(resumed.tokens, dtype=np.int32)
+    assert [p.position for p in sim.cache.explain(known).positions] == [20]
+    sim.finish(resumed)
+    assert [p.position for p in sim.cache.explain(known).positions] == [20, 23]

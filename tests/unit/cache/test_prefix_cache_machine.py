@@ -68,8 +68,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def make(self, name, mode, num_pages, known_limit=1 << 20):
         self.spec = SPECS[name]
         self.cache = PrefixCache(self.spec, num_pages, mode)
-        if self.spec.kv_pages_per_block:
-            self.cache._known_limit = known_limit
+        self.cache._known_limit = min(known_limit, self.cache._known_limit)
         self.sim = Simulator(self.cache)
         self.running = []
         self.parked = []
