@@ -18,10 +18,10 @@ from megatron_hybrid.models.adapters.fields import (
 )
 from megatron_hybrid.models.adapters.tensors import (
     latent_attention_tensors,
+    layer_norms,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    same,
 )
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
@@ -70,12 +70,9 @@ class DeepseekV3(Adapter):
         for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from layer_norms(mixer, mlp, theirs)
             yield from latent_attention_tensors(
                 config, f"{mixer}.self_attention", f"{theirs}.self_attn"
-            )
-            yield same(
-                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
             )
             yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
 

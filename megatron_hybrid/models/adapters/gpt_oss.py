@@ -19,6 +19,7 @@ from megatron_hybrid.models.adapters.fields import (
 from megatron_hybrid.models.adapters.layouts import SAME, alternating, chained, transposed
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
+    layer_norms,
     model_tensors,
     moe_tensors,
     same,
@@ -74,11 +75,9 @@ class GptOss(Adapter):
             theirs = f"model.layers.{i}"
             mixer, moe = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             attention = f"{mixer}.self_attention"
-            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from layer_norms(mixer, moe, theirs)
             yield from attention_tensors(config, attention, f"{theirs}.self_attn")
             yield same(f"{attention}.core_attention.softmax_offset", f"{theirs}.self_attn.sinks")
-            norm = f"{theirs}.post_attention_layernorm.weight"
-            yield same(f"{moe}.pre_mlp_layernorm.weight", norm)
             ours, theirs = f"{moe}.mlp", f"{theirs}.mlp"
             yield from moe_tensors(config, ours, theirs, router="router", projections=None)
             for projection, name, layout in (

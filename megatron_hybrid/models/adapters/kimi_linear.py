@@ -20,6 +20,7 @@ from megatron_hybrid.models.adapters.fields import (
 from megatron_hybrid.models.adapters.layouts import joined, reshaped
 from megatron_hybrid.models.adapters.tensors import (
     latent_attention_tensors,
+    layer_norms,
     mlp_tensors,
     model_tensors,
     moe_tensors,
@@ -79,25 +80,22 @@ class KimiLinear(Adapter):
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
         symbols = layer_symbols(config.layer_pattern)
-        for i, (mixer, mlp) in enumerate(zip(symbols[::2], symbols[1::2])):
+        for i, (mixer_kind, mlp_kind) in enumerate(zip(symbols[::2], symbols[1::2])):
             theirs = f"model.layers.{i}"
-            ours = f"decoder.layers.{2 * i}"
-            yield same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-            mixer_tensors = _delta_attention_tensors if mixer == "K" else latent_attention_tensors
-            yield from mixer_tensors(config, f"{ours}.self_attention", f"{theirs}.self_attn")
-            ours = f"decoder.layers.{2 * i + 1}"
-            yield same(
-                f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
-            )
-            if mlp == "E":
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield from layer_norms(mixer, mlp, theirs)
+            is_delta = mixer_kind == "K"
+            mixer_tensors = _delta_attention_tensors if is_delta else latent_attention_tensors
+            yield from mixer_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
+            if mlp_kind == "E":
                 yield from moe_tensors(
                     config,
-                    f"{ours}.mlp",
+                    f"{mlp}.mlp",
                     f"{theirs}.block_sparse_moe",
                     projections=("w1", "w3", "w2"),
                 )
             else:
-                yield from mlp_tensors(config, f"{ours}.mlp", f"{theirs}.mlp")
+                yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

@@ -18,6 +18,7 @@ from megatron_hybrid.models.adapters.fields import (
 from megatron_hybrid.models.adapters.layouts import transposed
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
+    layer_norms,
     mlp_tensors,
     model_tensors,
     moe_tensors,
@@ -67,10 +68,8 @@ class Llama4(Adapter):
         for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from layer_norms(mixer, mlp, theirs)
             yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            norm = f"{theirs}.post_attention_layernorm.weight"
-            yield same(f"{mlp}.pre_mlp_layernorm.weight", norm)
             ours, theirs = f"{mlp}.mlp", f"{theirs}.feed_forward"
             if symbol == "-":
                 yield from mlp_tensors(config, ours, theirs)

@@ -17,9 +17,9 @@ from megatron_hybrid.models.adapters.fields import (
 )
 from megatron_hybrid.models.adapters.tensors import (
     attention_tensors,
+    layer_norms,
     model_tensors,
     moe_tensors,
-    same,
 )
 
 
@@ -68,11 +68,8 @@ class MiniMaxM2(Adapter):
         for i in range(config.huggingface_config["num_hidden_layers"]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from layer_norms(mixer, mlp, theirs)
             yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            yield same(
-                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
-            )
             yield from moe_tensors(
                 config,
                 f"{mlp}.mlp",

@@ -35,6 +35,12 @@ def model_tensors(
         yield same("output_layer.weight", head)
 
 
+def layer_norms(mixer: str, mlp: str, theirs: str) -> Iterator[TensorMap]:
+    """The norms in front of the mixer and of the MLP of one of their layers, in Llama's names."""
+    yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+    yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+
+
 def attention_tensors(
     config: HybridConfig, ours: str, theirs: str, *, output: str = "o_proj", norm: str = "norm"
 ) -> Iterator[TensorMap]:

@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
-from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
+from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
 
@@ -65,16 +65,7 @@ class AttentionMixer(Mixer):
         tp_size = pg_collection.tp.size()
         self.num_groups = config.num_query_groups // tp_size
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
-        self.rotary = (
-            RotaryEmbedding(
-                config.rotary_dim,
-                config.rotary_base,
-                config.rotary_scaling,
-                config.rotary_interleaved,
-            )
-            if config.position_embedding_type == "rope"
-            else None
-        )
+        self.rotary = build_rotary(config, config.rotary_dim)
         queries = config.num_attention_heads * self.head_dim
         gates = queries if config.attention_output_gate else 0
         # Rows go group by group: its queries (and gates), its key, its value; so a plain cut works.

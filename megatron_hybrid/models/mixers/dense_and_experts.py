@@ -54,15 +54,12 @@ class DenseAndExpertsMixer(Mixer):
         dense_Th, bias = self.dense(self.pre_dense_layernorm(hidden_Th), context)
         if bias is not None:
             dense_Th = dense_Th + bias
-        layout = context.ragged_layout()
-        weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), layout.num_tokens)
+        num_tokens = context.ragged_layout().num_tokens
+        weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), num_tokens)
         y_Th = self.experts(
-            self.pre_experts_layernorm(hidden_Th)[: layout.num_tokens],
-            weights_nE * self.expert_scale.float(),
-            chosen_nE,
+            self.pre_experts_layernorm(hidden_Th), weights_nE * self.expert_scale.float(), chosen_nE
         )
-        y_Th = self.post_experts_layernorm(F.pad(y_Th, (0, 0, 0, layout.num_padding)))
-        return self.post_dense_layernorm(dense_Th) + y_Th, None
+        return self.post_dense_layernorm(dense_Th) + self.post_experts_layernorm(y_Th), None
 
     def _router_input(self, hidden_Th: Tensor) -> Tensor:
         """Rows with a mean square of 1, scaled."""

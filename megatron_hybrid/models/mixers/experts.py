@@ -83,16 +83,18 @@ class Experts(nn.Module):
         )
         self.linear_fc2 = StackedLinear(config, (num_experts, hidden, width), 2, pg_collection)
 
-    def forward(self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor) -> Tensor:
-        """[n, h] -> [n, h]; a row's result does not depend on what other rows there are.
+    def forward(self, hidden_Th: Tensor, weights_nE: Tensor, chosen_nE: Tensor) -> Tensor:
+        """[T, h] -> [T, h]; a row's result does not depend on what other rows there are.
 
         Args:
-            hidden_nh: the tokens.
+            hidden_Th: n tokens, then padding rows, which get zeros.
             weights_nE: of each expert, fp32.
             chosen_nE: which experts, bool, the same number k for each token.
         """
         # Each rank weighs its own part of every sum, so the gradients of both add up over ranks.
-        hidden_nh = copy_to_tensor_model_parallel_region(hidden_nh, self.tp_group)
+        hidden_nh = copy_to_tensor_model_parallel_region(
+            hidden_Th[: len(weights_nE)], self.tp_group
+        )
         weights_nE = copy_to_tensor_model_parallel_region(weights_nE, self.tp_group)
         expert_m, token_m = chosen_nE.t().nonzero(as_tuple=True)  # expert by expert
         x_mh = hidden_nh[token_m]
@@ -110,7 +112,8 @@ class Experts(nn.Module):
         y_nh = parts[0]
         for part in parts[1:]:
             y_nh = y_nh + part
-        return reduce_from_tensor_model_parallel_region(y_nh.to(hidden_nh.dtype), self.tp_group)
+        y_nh = reduce_from_tensor_model_parallel_region(y_nh.to(hidden_nh.dtype), self.tp_group)
+        return F.pad(y_nh, (0, 0, 0, len(hidden_Th) - len(y_nh)))
 
     def _mlp(
         self,

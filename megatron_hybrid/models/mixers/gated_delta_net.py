@@ -23,6 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.time_step import typical_decay
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import gated_delta_rule
 
@@ -103,8 +104,7 @@ class GatedDeltaNetMixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, N, P]."""
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
-        dt_H = F.softplus(self.dt_bias.detach().float())
-        decay_H = (-self.A_log.detach().float().exp() * dt_H).exp()
+        decay_H = typical_decay(self.A_log, self.dt_bias)
         state = StateTensor(
             "delta", shape, self.config.recurrent_state_dtype, decay_H[:, None, None]
         )

@@ -1,4 +1,4 @@
-"""RMS norm of a gated input, as a Mamba-2 mixer ends with."""
+"""The gate that a Mamba mixer ends with, and its RMS norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+
+
+def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
+    """y SiLU(z) in fp32, in the dtype of y."""
+    return (y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype)
 
 
 class GatedGroupNorm(nn.Module):

@@ -22,11 +22,11 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import kimi_delta_attention
 
 _A_RANGE = (1.0, 16.0)
-_DT_RANGE = (1e-3, 1e-1)
 
 
 class KimiDeltaAttentionMixer(Mixer):
@@ -92,9 +92,8 @@ class KimiDeltaAttentionMixer(Mixer):
         )
         decay = torch.empty(self.num_heads).uniform_(*_A_RANGE).log()
         self.A_log = nn.Parameter(decay.to(config.params_dtype))
-        low, high = torch.tensor(_DT_RANGE).log()
-        dt = (torch.rand(self.num_heads * self.key_dim) * (high - low) + low).exp()
-        self.dt_bias = nn.Parameter((dt + (-torch.expm1(-dt)).log()).to(config.params_dtype))
+        dt_bias = initial_dt_bias(self.num_heads * self.key_dim)
+        self.dt_bias = nn.Parameter(dt_bias.to(config.params_dtype))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
         self.out_norm = submodules.norm(
@@ -111,8 +110,8 @@ class KimiDeltaAttentionMixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, N, P]."""
         shape = (self.num_heads, self.key_dim, self.value_dim)
-        dt_HN = F.softplus(self.dt_bias.detach().float()).view(self.num_heads, self.key_dim)
-        decay_HN = (-self.A_log.detach().float().exp()[:, None] * dt_HN).exp()
+        dt_bias_HN = self.dt_bias.view(self.num_heads, self.key_dim)
+        decay_HN = typical_decay(self.A_log[:, None], dt_bias_HN)
         state = StateTensor("delta", shape, self.config.recurrent_state_dtype, decay_HN[:, :, None])
         return LayerCache(states=(self.conv1d.state(), state))
 

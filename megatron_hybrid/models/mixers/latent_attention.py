@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
-from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
+from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
 
 
@@ -61,16 +61,7 @@ class LatentAttentionMixer(Mixer):
             config.softmax_scale or sum(self.head_dims) ** -0.5,
             softcap=config.attention_logit_softcap,
         )
-        self.rotary = (
-            RotaryEmbedding(
-                config.qk_pos_emb_head_dim,
-                config.rotary_base,
-                config.rotary_scaling,
-                config.rotary_interleaved,
-            )
-            if config.position_embedding_type == "rope"
-            else None
-        )
+        self.rotary = build_rotary(config, config.qk_pos_emb_head_dim)
 
         def up_projection(input_size: int, width: int, name: str):
             return build_input_projection(

@@ -16,12 +16,13 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
+from megatron_hybrid.models.mixers.gated_norm import gated
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
-from megatron_hybrid.models.mixers.time_step import initial_dt_bias
+from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import selective_scan
 
@@ -116,8 +117,7 @@ class Mamba1Mixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [C, N]."""
         shape = (self.num_channels, self.state_dim)
-        dt_C = F.softplus(self.dt_proj.bias.detach().float())
-        decay_CN = (-self.A_log.detach().float().exp() * dt_C[:, None]).exp()
+        decay_CN = typical_decay(self.A_log, self.dt_proj.bias[:, None])
         state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_CN)
         return LayerCache(states=(self.conv1d.state(), state))
 
@@ -146,7 +146,7 @@ class Mamba1Mixer(Mixer):
             self.config.mamba1_chunk_size,
         )
         context.write_state(self.layer_number, "ssm", final, captured)
-        return self.out_proj((y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype))
+        return self.out_proj(gated(y_TC, z_TC))
 
     def _build_norm(self, size: int) -> nn.Module:
         """The norm of dt, B or C: an RMS norm whatever `normalization` says, or nothing."""

@@ -15,13 +15,13 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
-from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
+from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
-from megatron_hybrid.models.mixers.time_step import initial_dt_bias
+from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import ssd_scan
 
@@ -114,8 +114,7 @@ class Mamba2Mixer(Mixer):
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, [H, P, N]."""
         shape = (self.num_heads, self.head_dim, self.state_dim)
-        dt_H = F.softplus(self.dt_bias.detach().float())
-        decay_H = (-self.A_log.detach().float().exp() * dt_H).exp()
+        decay_H = typical_decay(self.A_log, self.dt_bias)
         state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_H[:, None, None])
         return LayerCache(states=(self.conv1d.state(), state))
 
@@ -147,9 +146,5 @@ class Mamba2Mixer(Mixer):
             self.config.mamba_chunk_size,
         )
         context.write_state(self.layer_number, "ssm", final, captured)
-        return self.out_proj(self._gate(y_THP.flatten(1), z))
-
-    def _gate(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
-        if self.norm is not None:
-            return self.norm(y_TC, z_TC)
-        return (y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype)
+        gate = gated if self.norm is None else self.norm
+        return self.out_proj(gate(y_THP.flatten(1), z))

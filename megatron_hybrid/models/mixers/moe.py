@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -52,12 +51,10 @@ class MoEMixer(Mixer):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
         """[T, hidden] -> (output [T, hidden], None); padding rows get the shared expert alone."""
-        layout = context.ragged_layout()
-        weights_nE, chosen_nE = self.router(hidden_Th, layout.num_tokens)
+        weights_nE, chosen_nE = self.router(hidden_Th, context.ragged_layout().num_tokens)
         latent = self.config.moe_latent_size is not None
         x_Th = self.fc1_latent_proj(hidden_Th) if latent else hidden_Th
-        y_Th = self.experts(x_Th[: layout.num_tokens], weights_nE, chosen_nE)
-        y_Th = F.pad(y_Th, (0, 0, 0, layout.num_padding))
+        y_Th = self.experts(x_Th, weights_nE, chosen_nE)
         if latent:
             y_Th = self.fc2_latent_proj(y_Th)
         if self.shared_experts is not None:

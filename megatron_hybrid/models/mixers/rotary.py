@@ -10,10 +10,13 @@ import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_hybrid.config import HybridConfig  # which imports this file
 
 _SMALLEST_TABLE = 1024
 
@@ -98,6 +101,15 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
 def yarn_scale(factor: float, mscale: float) -> float:
     """YaRN's temperature: the factor of cos and sin that makes up for longer contexts."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def build_rotary(config: HybridConfig, dim: int) -> RotaryEmbedding | None:
+    """What an attention layer rotates `dim` dimensions of its heads with; None without RoPE."""
+    if config.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(
+        dim, config.rotary_base, config.rotary_scaling, config.rotary_interleaved
+    )
 
 
 class RotaryEmbedding:

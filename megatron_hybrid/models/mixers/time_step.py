@@ -1,10 +1,11 @@
-"""Initial time steps of Mamba layers (arXiv 2312.00752, section 3.6)."""
+"""Time steps of the recurrent layers: where they start, and what they leave of a state."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _RANGE = (1e-3, 1e-1)
@@ -12,7 +13,15 @@ _FLOOR = 1e-4
 
 
 def initial_dt_bias(size: int) -> Tensor:
-    """[size] fp32 such that softplus of it is log-uniform over the usual range of time steps."""
+    """[size] fp32 such that softplus of it is log-uniform over the usual range of time steps
+    (arXiv 2312.00752, section 3.6)."""
     low, high = (math.log(limit) for limit in _RANGE)
     dt = torch.empty(size).uniform_(low, high).exp().clamp(min=_FLOOR)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+def typical_decay(A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """exp(-exp(A_log) dt) for the time step that the bias alone gives: what a token typically
+    leaves of a state, 0 to 1, fp32, broadcast over both shapes. See `StateTensor.decay`."""
+    dt = F.softplus(dt_bias.detach().float())
+    return (-A_log.detach().float().exp() * dt).exp()
