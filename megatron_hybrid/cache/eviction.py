@@ -77,9 +77,8 @@ def value_per_page(rate: float, tokens: int, pages: int) -> float:
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
     tokens = rebuild_tokens(checkpoint, spec.needs_state)
-    pages = checkpoint.pages.size
+    pages = sum(held.size for held in checkpoint.page_lists())
     if spec.needs_state:
-        pages += sum(held.size for held in checkpoint.local_pages)
         pages += kv_pages(exclusive_tokens(checkpoint), spec)
     return value_per_page(reuse.rate(checkpoint), tokens, pages)
 

@@ -77,8 +77,8 @@ class Lease:
     """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
     the slot starts from zeros (p == 0, or a model without recurrent state)."""
     checkpoint_positions: tuple[int, ...] = ()
-    """Ascending positions in (p, L] whose state this prefill should save: prompt end, junction,
-    declared ones. For each in (start, end] of a chunk: `reserve_checkpoint`, then publish."""
+    """Ascending positions in (p, L] whose state this prefill should save, those of `wanted`. For
+    each in (start, end] of a chunk: `reserve_checkpoint`, then publish."""
     wanted: dict[int, Kind] = field(default_factory=dict)
     """What each of them is."""
     turn: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.cache.lease import Lease, Match
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec
@@ -19,7 +19,7 @@ class Hit:
     """What one walk down the tree found. Valid until the tree changes."""
 
     path: Path
-    """Its depth: how many tokens are known."""
+    """How far the prompt's tokens are known, and their KV held."""
     shared: int
     """q: the path's depth, or p where there is no KV of full attention to share."""
     skipped: int
@@ -27,6 +27,10 @@ class Hit:
     checkpoint: Checkpoint | None
     """To be restored; its position is p."""
     reason: MissReason | None
+
+    def match(self, prompt_tokens: int) -> Match:
+        """What of it a caller may see."""
+        return Match(prompt_tokens, self.shared, self.skipped, self.reason)
 
 
 def look_up(

@@ -124,15 +124,14 @@ class PrefixCache:
     ) -> Match:
         """What of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
         tokens = as_tokens(tokens)
-        hit = self._look_up(tokens, salt, recompute_reason)
-        return Match(len(tokens), hit.shared, hit.skipped, hit.reason)
+        return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
 
     def explain(self, tokens: np.ndarray, salt: str = "") -> Explanation:
         """What `match` answers, and why: what is known of the prompt, where states are and were.
         No side effects."""
         tokens = as_tokens(tokens)
-        match = self.match(tokens, salt)
-        return explain(self._index.walk(salt, tokens), match)
+        hit = self._look_up(tokens, salt, None)
+        return explain(hit.path, hit.match(len(tokens)))
 
     def acquire(
         self,

@@ -59,11 +59,9 @@ class PrefixIndex:
             if edge is None:
                 break
             edges.append(edge)
+            known += common_prefix(edge.tokens, tokens[known:])
             if depth == edge.start:
-                known += common_prefix(edge.tokens, tokens[known:])
                 depth = min(known, edge.held_end)
-            else:
-                known += common_prefix(edge.tokens, tokens[known:])
             if known < edge.end:
                 break
         return Path(root, edges, depth, known, self._block_size)

@@ -76,11 +76,16 @@ def class_of(checkpoint: Checkpoint) -> int:
     """
     if checkpoint.uses >= 2:
         return _REPEATED + checkpoint.passed
-    if checkpoint.turn and not checkpoint.uses and not checkpoint.passed:
-        return _TURNS + 4 * (checkpoint.turn - 1) + 2 * checkpoint.kind + checkpoint.is_covered()
-    return (
-        8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + checkpoint.is_covered()
-    )
+    if checkpoint.uses or checkpoint.passed:
+        first = 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed
+    else:
+        first = _new_class(checkpoint.kind, checkpoint.turn)
+    return first + checkpoint.is_covered()
+
+
+def _new_class(kind: int, turn: int) -> int:
+    """Of a state that was neither used nor passed, and has no deeper one beneath it."""
+    return _TURNS + 4 * (turn - 1) + 2 * kind if turn else 8 * kind
 
 
 def time_scale(checkpoint: Checkpoint, cls: int) -> float:
@@ -143,8 +148,8 @@ class ReuseModel:
                 continue
             if beyond > 0 and checkpoint.is_fork():
                 self.used(checkpoint)
-                if checkpoint.uses >= 2 and self.rate(checkpoint) * beyond > most:
-                    again, most = checkpoint.position, self.rate(checkpoint) * beyond
+                if checkpoint.uses >= 2 and (saved := self.rate(checkpoint) * beyond) > most:
+                    again, most = checkpoint.position, saved
             self.passed(checkpoint)
         self._observe_distance(path, known)
         turn = deepest.kind + 1 if deepest.kind <= Kind.ANSWER_END else 0
@@ -163,22 +168,22 @@ class ReuseModel:
 
     def rate(self, checkpoint: Checkpoint) -> float:
         """Uses per request to be expected of it."""
-        cls = class_of(checkpoint)
-        scale = time_scale(checkpoint, cls)
-        return self._rate_CA[cls][age_class((self.now - checkpoint.last_use) * scale)] * scale
+        return self._rate_in(class_of(checkpoint), checkpoint)
 
     def rate_if_covered(self, checkpoint: Checkpoint) -> float:
         """`rate`, were a deeper state stored beneath it."""
         cls = class_of(checkpoint)
         if cls < _REPEATED or cls >= _TURNS:
             cls |= 1
+        return self._rate_in(cls, checkpoint)
+
+    def _rate_in(self, cls: int, checkpoint: Checkpoint) -> float:
         scale = time_scale(checkpoint, cls)
         return self._rate_CA[cls][age_class((self.now - checkpoint.last_use) * scale)] * scale
 
     def new_rate(self, kind: Kind, turn: int) -> float:
         """Uses per request to be expected of a state that is about to be saved."""
-        turn = turn if kind <= Kind.ANSWER_END else 0
-        return self._rate_CA[_TURNS + 4 * (turn - 1) + 2 * kind if turn else 8 * kind][0]
+        return self._rate_CA[_new_class(kind, turn if kind <= Kind.ANSWER_END else 0)][0]
 
     def used(self, checkpoint: Checkpoint) -> None:
         """A request resumed from it, or would have, had it been stored."""
