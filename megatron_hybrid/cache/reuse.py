@@ -26,7 +26,6 @@ from megatron_hybrid.cache.tree import Checkpoint, Path
 AGES = 34
 _BOUNDS = [2.0 ** (age // 2) * (math.sqrt(2.0) if age % 2 else 1.0) - 1 for age in range(AGES + 1)]
 """Requests where each age class starts, two per octave; the last one has no end."""
-_EDGES = np.array(_BOUNDS)
 _HORIZON = 16
 """Age classes that the search for the best moment looks ahead."""
 _AT_FIRST = 1e-3
@@ -216,23 +215,10 @@ class ReuseModel:
         self._risk_CA[cls, age] += end - start
         checkpoint.counted = self.now
 
-    def _count(self, checkpoints: list[Checkpoint]) -> None:
-        """`changes` of many at once."""
-        classes = [class_of(checkpoint) for checkpoint in checkpoints]
-        scales = np.array([time_scale(c, cls) for c, cls in zip(checkpoints, classes)])
-        last = np.array([c.last_use for c in checkpoints])
-        since = (np.array([c.counted for c in checkpoints]) - last) * scales
-        until = (self.now - last) * scales
-        # Each edge's time on either side of it; the differences are the times in the age classes.
-        reached = np.minimum(until[:, None], _EDGES) - np.minimum(since[:, None], _EDGES)
-        reached[:, -1] = until - since
-        np.add.at(self._risk_CA, classes, np.diff(reached, axis=1))
-        for checkpoint in checkpoints:
-            checkpoint.counted = self.now
-
     def learn(self, watched: Iterable[Checkpoint]) -> None:
         """Bring the rates up to date. watched: every checkpoint whose tokens are known."""
-        self._count(list(watched))
+        for checkpoint in watched:
+            self.changes(checkpoint)
         self._rate_CA = best_rates(hazards(self._uses_CA, self._risk_CA)).tolist()
         for counts in (self._uses_CA, self._risk_CA):
             counts *= _MEMORY / (_MEMORY + self.now - self._learnt)
@@ -271,7 +257,7 @@ def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
     """Per class and age, the largest rate of uses per request over all moments of giving up:
     max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
     # exp(-x) as (1 - x / 2^14)^(2^14): products have the same bits on every CPU, np.exp has not.
-    unused_CA = np.maximum(0.0, 1 - hazard_CA * np.diff(_EDGES) / 2**14)
+    unused_CA = np.maximum(0.0, 1 - hazard_CA * np.diff(_BOUNDS) / 2**14)
     for _ in range(14):
         unused_CA *= unused_CA
     used_CA = 1 - unused_CA

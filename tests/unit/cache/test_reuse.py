@@ -291,7 +291,8 @@ def test_time_at_risk_equals_a_loop_over_requests():
         expected += naive_risk((0, 7), cls, time_scale(state, cls))
     assert model._risk_CA == pytest.approx(expected)
     model.now = 300
-    model._count(states)
+    for state in states:
+        model.changes(state)
     for state in states:
         cls = class_of(state)
         expected += naive_risk((7, 300), cls, time_scale(state, cls))
@@ -308,11 +309,10 @@ def test_time_at_risk_equals_a_loop_over_requests():
     assert model._risk_CA[class_of(states[0])].sum() == pytest.approx(2000)
 
 
-@pytest.mark.parametrize("count", [ReuseModel.changes, lambda model, state: model._count([state])])
-def test_the_oldest_age_has_no_end(count):
+def test_the_oldest_age_has_no_end():
     model, old = ReuseModel(), checkpoint()
     model.now = 1_000_000
-    count(model, old)
+    model.changes(old)
     assert model._risk_CA.sum() == pytest.approx(1_000_000)
     assert model._risk_CA[0, -1] == pytest.approx(1_000_000 - EDGES[-1])
 
