@@ -387,7 +387,7 @@ class PrefixCache:
         self._pages.let_go(lease)
         del self._leases[lease]
         lease.released = True
-        self._index.forget(self._known_limit)
+        self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     # ---- the whole cache ----
 

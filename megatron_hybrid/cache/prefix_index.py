@@ -296,12 +296,14 @@ class PrefixIndex:
         deepest = edge.deepest_checkpoint(edge.end)
         return deepest.position if deepest else edge.start
 
-    def forget(self, limit: int) -> None:
+    def forget(self, limit: int) -> int:
         """Forget known tokens, the longest unused first, until no more than `limit` are left or all
-        that are left are needed."""
+        that are left are needed. Returns how many went."""
+        before = self.num_tokens
         while self.num_tokens > limit and self._forgettable:
             leaf, _ = self._forgettable.popitem(last=False)
             self._forget_tail(leaf)
+        return before - self.num_tokens
 
     def _forget_tail(self, leaf: Edge) -> None:
         new_end = self._needed_end(leaf)

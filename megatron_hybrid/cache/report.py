@@ -70,3 +70,6 @@ class CacheStats:
     """Saved twice by requests that ran side by side; the second copy was given back."""
     checkpoints_evicted: int = 0
     kv_blocks_evicted: int = 0
+    tokens_forgotten: int = 0
+    """Known tokens that were dropped from the index; where nothing attends to everything they are
+    all that a prompt can be matched by."""

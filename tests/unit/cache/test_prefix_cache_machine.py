@@ -308,7 +308,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Until something was evicted, all that was ever finished is found in full."""
         if not hasattr(self, "sim") or self.cleared or self.cache.stats()["kv_blocks_evicted"]:
             return
-        if not self.spec.kv_pages_per_block and self.cache.stats()["checkpoints_evicted"]:
+        if not self.spec.kv_pages_per_block and self.cache.stats()["tokens_forgotten"]:
             return
         for salt, *prompt in self.committed:
             match = self.cache.match(np.array(prompt, dtype=np.int32), salt)
@@ -396,6 +396,20 @@ def test_long_random_run(name, mode):
 
 
 LONG_RUN_STEPS = 60
+
+
+def test_tokens_without_a_state_are_forgotten_where_they_are_all_that_is_kept():
+    """Where nothing attends to everything, the bound on known tokens takes what no state needs."""
+    machine = PrefixCacheMachine()
+    machine.make(name="chunks only", mode="restore", num_pages=7, known_limit=100)
+    machine.serve(of=0, part=0.0, length=51, pattern=1, chunk=1, answer=0)
+    machine.nothing_is_lost_without_need()
+    machine.serve(of=0, part=0.0, length=50, pattern=0, chunk=1, answer=0)
+    machine.nothing_is_lost_without_need()
+    stats = machine.cache.stats()
+    assert (stats["tokens_forgotten"], stats["checkpoints_evicted"]) == (51, 0)
+    assert stats["known_tokens"] == 50
+    machine.teardown()
 
 
 def random_step(machine: PrefixCacheMachine, random: np.random.Generator) -> None:
