@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -630,6 +631,16 @@ class InferenceConfig:
     "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per element,
     a quarter of fp32's bytes, with errors about as large as those of bf16."""
 
+    host_cache_bytes: int = 0
+    """Bytes of host memory on each rank for what the page pool has no room for; 0: none."""
+
+    cache_dir: str | PathLike | None = None
+    """Folder for what host memory (or the pool) has no room for. It outlives the engine: the next
+    one with the same model and configuration goes on with what is there."""
+
+    disk_cache_bytes: int = 64 << 30
+    """Most bytes in `cache_dir`, for each rank."""
+
     random_seed: int = 0
     """Where the seeds of requests come from that bring none."""
 
@@ -651,10 +662,21 @@ class InferenceConfig:
             "max_requests",
             "max_tokens",
             "max_sequence_length",
+            "disk_cache_bytes",
+            "host_cache_bytes",
         ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of 1 or more.")
+            value, least = getattr(self, field), int(field != "host_cache_bytes")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"{field} is {value!r}; it must be a whole number of {least} or more."
+                )
+        if self.cache_dir is not None and not isinstance(self.cache_dir, (str, PathLike)):
+            raise ValueError(f"cache_dir is {self.cache_dir!r}; it must be a path.")
+        if (self.host_cache_bytes or self.cache_dir) and self.prefix_caching != "restore":
+            raise ValueError(
+                f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
+                f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
+            )
         if not isinstance(self.random_seed, int):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
         block = self.block_size_tokens

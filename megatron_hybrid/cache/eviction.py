@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Protocol
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import PrefixIndex
@@ -148,6 +149,17 @@ class EvictionQueue:
         self._heap.clear()
 
 
+class Leaving(Protocol):
+    """Told what leaves the pool while its pages still hold it."""
+
+    def state_leaves(self, checkpoint: Checkpoint) -> None:
+        """A stored state makes room."""
+
+    def blocks_leave(self, edge: Edge, end: int) -> None:
+        """Where KV alone resumes: blocks at the end of an edge make room; the last full one of them
+        ends at `end`."""
+
+
 class Evictor:
     """Makes room in the pool by dropping what is worth least."""
 
@@ -163,6 +175,7 @@ class Evictor:
     ):
         self.tails = tails
         self.checkpoints = EvictionQueue(self._key)
+        self.leaving: Leaving | None = None
         self._spec = spec
         self._index = index
         self._allocator = allocator
@@ -245,6 +258,8 @@ class Evictor:
             return True
         if not force and self._allocator.ref_counts[checkpoint.pages].any():
             return False
+        if self.leaving is not None:
+            self.leaving.state_leaves(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
         self._reuse.changes(checkpoint)
         below = checkpoint.below()
@@ -268,6 +283,8 @@ class Evictor:
             free = int(held.argmax()) if held.any() else len(rows)
             drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
         if drop:
+            if self.leaving is not None and not self._spec.needs_state:
+                self.leaving.blocks_leave(edge, edge.held_end // size * size)
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
             self._index.drop_kv(edge, (first + len(rows) - drop) * size)
             self._stats.kv_blocks_evicted += drop

@@ -7,6 +7,7 @@ the life of a request in calls.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +17,8 @@ import numpy as np
 from megatron_hybrid.cache.eviction import (
     EvictionQueue,
     Evictor,
+    Leaving,
+    checkpoint_value,
     kv_pages,
     rebuild_tokens,
     tail_key,
@@ -309,9 +312,12 @@ class PrefixCache:
         size = self.spec.block_size_tokens
         lease.next_flush = (lease.done // size + 1) * size
 
-    def reserve_checkpoint(self, lease: Lease, position: int) -> Reservation | None:
+    def reserve_checkpoint(
+        self, lease: Lease, position: int, *, wanted: bool = False
+    ) -> Reservation | None:
         """Room to save the state after `position` tokens. Call it before the forward that passes
         `position` (after `extend`), or with position == lease.done for the state as it is.
+        wanted: a request waits for it, so it goes before all that nobody holds.
 
         None, never an error, when there is no room among less valuable things (counted), when the
         mode is not "restore", and when it is there already or would save nothing.
@@ -332,14 +338,19 @@ class PrefixCache:
         if below is not None and below.position == position:
             return None
         local_rows = self._local_rows(lease, position)
-        if not self._make_room_for_state(lease, position, path, below, local_rows):
+        pages = self.spec.checkpoint_pages
+        if wanted:
+            room = self._evictor.make_room_for(pages, math.inf)
+        else:
+            room = self._make_room_for_state(lease, position, path, below, local_rows)
+        if not room:
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
             self._record(NOT_RESERVED, position)
             return None
         for rows in local_rows:
             self.allocator.retain(rows)
-        pages = self.allocator.allocate(self.spec.checkpoint_pages)
+        pages = self.allocator.allocate(pages)
         reservation = Reservation(lease, position, pages, local_rows)
         lease.reservations.append(reservation)
         self._record(RESERVED, position)
@@ -388,6 +399,28 @@ class PrefixCache:
         del self._leases[lease]
         lease.released = True
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
+
+    # ---- the memories below ----
+
+    def watch_evictions(self, leaving: Leaving | None) -> None:
+        """`leaving` is told from now on what is evicted, before it goes."""
+        self._evictor.leaving = leaving
+
+    def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
+        """Salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
+        kv_pages_per_block]) of what is held on the way to a position on an edge."""
+        salt, tokens, path = self._index.prefix(edge, position)
+        return salt, tokens, path.pages(self.spec.num_blocks(position))
+
+    def stored_checkpoints(self) -> list[Checkpoint]:
+        """All states in the pool, the most valuable first."""
+        found = [c for c in self._index.checkpoints() if c.pages is not None]
+        return sorted(found, key=lambda c: -checkpoint_value(c, self.spec, self._reuse))
+
+    def held_leaves(self) -> list[Edge]:
+        """The edges where held KV ends, the last used first."""
+        found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
+        return sorted(found, key=lambda edge: -edge.last_access)
 
     # ---- the whole cache ----
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, common_prefix
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, Root, common_prefix
 
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge that are kept."""
@@ -41,7 +41,7 @@ class PrefixIndex:
         self._pages_per_block = pages_per_block
         self._allocator = allocator
         self._on_tail = on_tail
-        self._roots: dict[str, Edge] = {}
+        self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
         self.num_tokens = 0
@@ -65,6 +65,17 @@ class PrefixIndex:
             if known < edge.end:
                 break
         return Path(root, edges, depth, known, self._block_size)
+
+    def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
+        """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to
+        and along an edge; their KV is held."""
+        edges = []
+        while edge.parent is not None:
+            edges.append(edge)
+            edge = edge.parent
+        edges.reverse()
+        tokens = np.concatenate([edge.tokens for edge in edges])[:position]
+        return edge.salt, tokens, Path(edge, edges, position, position, self._block_size)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge that is not a root, parents first."""
@@ -93,7 +104,7 @@ class PrefixIndex:
         if path.depth == n:
             return path
         if path.root is None:
-            path.root = self._roots[salt] = Edge(None, 0, tokens[:0], pages[:0])
+            path.root = self._roots[salt] = Root(salt, tokens[:0], pages[:0])
         elif not path.edges:  # keep salts in use behind the ones that are only remembered
             self._roots[salt] = self._roots.pop(salt)
         last = path.edges[-1] if path.edges else path.root

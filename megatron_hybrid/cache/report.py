@@ -47,6 +47,8 @@ class PrefixReport:
     checkpoints_saved: int = 0
     checkpoints_skipped: int = 0
     """Checkpoints that were wanted and found no room."""
+    fetched_tokens: int = 0
+    """Of the skipped tokens those that host memory or the disk had, and the pool had not."""
 
     @property
     def computed_tokens(self) -> int:

@@ -136,6 +136,16 @@ class Edge:
         )
 
 
+class Root(Edge):
+    """Where the prefixes of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str, tokens: np.ndarray, pages: np.ndarray):
+        super().__init__(None, 0, tokens, pages)
+        self.salt = salt
+
+
 class Path:
     """How far a token sequence is in the tree. Valid until the tree changes."""
 

@@ -89,6 +89,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
         self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # what `_tables` holds
         self._captured: list[Reservation] = []
+        self._staging = memory.staging(0)
 
     # Laying out a step -------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ What is shared and kept is the cache's business, what runs next the scheduler's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,10 +18,13 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
+from megatron_hybrid.inference.disk_store import DiskStore
+from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.intake import Intake, Prompt, is_int, spread
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.offload import Offload, disk_tier
 from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks
+from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
@@ -32,6 +37,15 @@ class StreamEvent:
     tokens: list[int]
     text: str
     result: GenerationResult | None = None  # set on the last event
+
+
+@dataclass(frozen=True)
+class CacheSaved:
+    """What a cache folder holds on this rank after `save_cache`."""
+
+    states: int
+    kv_blocks: int
+    num_bytes: int
 
 
 class DynamicInferenceEngine:
@@ -63,6 +77,7 @@ class DynamicInferenceEngine:
         self.model = model.eval()
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
+        self._dtype = dtype
         layers = model.cache_requirements()
         hidden_size = model.config.hidden_size
         encoding = config.state_encoding
@@ -88,7 +103,14 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(
             self.memory, config.max_requests, config.max_sequence_length
         )
-        self.scheduler = Scheduler(self.cache, self.context, config.max_requests, config.max_tokens)
+        self._fingerprint: dict[str, str] | None = None
+        disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
+        self.offload = Offload(
+            self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
+        )
+        self.scheduler = Scheduler(
+            self.cache, self.context, self.offload, config.max_requests, config.max_tokens
+        )
         self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
         self.output = OutputProcessor(tokenizer)
         self.num_steps = 0
@@ -136,7 +158,9 @@ class DynamicInferenceEngine:
         """
         plan = self.scheduler.schedule()
         if not plan:
-            if self.scheduler.waiting:
+            if self.offload.is_busy:
+                self.offload.wait()
+            elif self.scheduler.waiting:
                 raise RuntimeError(
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"
@@ -315,6 +339,45 @@ class DynamicInferenceEngine:
             self.scheduler.cancel(sample_)
         request.siblings = []
 
+    # What outlives the engine ------------------------------------------------------------------
+
+    def save_cache(self, folder: str | PathLike | None = None) -> CacheSaved:
+        """Writes all that is cached into a folder, the most valuable first; an engine with the same
+        model and configuration that has it as its `cache_dir` goes on with it.
+
+        folder: default `config.cache_dir`. What it holds already stays.
+
+        Raises:
+            ValueError: no folder, or it holds something else (`CacheFolderError`).
+            OSError: writing failed.
+        """
+        if folder is None and self.offload.disk is None:
+            raise ValueError("save_cache needs a folder: there is no config.cache_dir")
+        own = self.config.cache_dir
+        if folder is None or (own is not None and Path(folder).resolve() == Path(own).resolve()):
+            tier = self.offload.disk
+            self.offload.save_to(tier)
+        else:
+            store = self._open_disk(folder)
+            try:
+                tier = disk_tier(store, self.cache.spec, self.config.disk_cache_bytes)
+                self.offload.save_to(tier)
+            finally:
+                store.close()
+        return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
+
+    def _open_disk(self, folder: str | PathLike) -> DiskStore:
+        if self._fingerprint is None:
+            encoding = self.config.state_encoding
+            self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
+        page_bytes = self.cache.spec.page_bytes
+        return DiskStore(Path(folder) / rank_name(), page_bytes, self._fingerprint)
+
+    def close(self) -> None:
+        """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
+        goes no further than the pool from now on."""
+        self.offload.close()
+
     # Inspection --------------------------------------------------------------------------------
 
     def explain(self, prompt: Prompt, salt: str = "") -> Explanation:
@@ -338,6 +401,7 @@ class DynamicInferenceEngine:
             "pool_bytes": self.memory.pool.numel(),
             "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
+            **self.offload.counters(),
             "parked_bytes": sum(
                 request.parked.num_bytes for request in self.scheduler.waiting if request.parked
             ),

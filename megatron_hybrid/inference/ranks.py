@@ -34,6 +34,23 @@ def agree_on_minimum(value: int) -> int:
     return int(tensor)
 
 
+def agree_on_all(answer: bool) -> bool:
+    """Whether all ranks say yes."""
+    return bool(agree_on_minimum(int(answer)))
+
+
+def agree_on_one(value: int) -> bool:
+    """Whether the `value` of all ranks is the same."""
+    return agree_on_minimum(value) == -agree_on_minimum(-value)
+
+
+def rank_name() -> str:
+    """Which part of the model this rank holds, for names of files: "rank-0-of-1"."""
+    group = _model_parallel_group()
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    return f"rank-{rank}-of-{size}"
+
+
 def check_equal_on_ranks(digest: int, when: str) -> None:
     """Raises RuntimeError if the ranks' digests of their decisions differ (debug mode)."""
     group = _model_parallel_group()

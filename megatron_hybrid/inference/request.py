@@ -9,6 +9,7 @@ import numpy as np
 from megatron_hybrid.cache.prefix_cache import Lease
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.memory import ParkedRequest
+from megatron_hybrid.inference.offload import Fetch
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
 
 
@@ -71,6 +72,8 @@ class Request:
     checkpoint_positions: list[int] = field(default_factory=list)
     waits_for: "tuple[Request, int] | None" = None
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
+    was_looked_up: bool = False  # in the memories below the pool
+    fetch: Fetch | None = None  # what they had of it
     parked: ParkedRequest | None = None
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only

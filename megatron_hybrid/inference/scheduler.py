@@ -17,6 +17,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_index import common_prefix
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
+from megatron_hybrid.inference.offload import Offload
 from megatron_hybrid.inference.request import Request, RequestStatus
 
 
@@ -26,6 +27,7 @@ class Scheduler:
     Args:
         cache: decides what is shared and kept.
         context: holds the tensors; told here which bytes to move.
+        offload: fetches from the memories below the pool.
         max_requests: live slots.
         max_tokens: tokens of one forward pass.
     """
@@ -34,12 +36,14 @@ class Scheduler:
         self,
         cache: PrefixCache,
         context: DynamicInferenceContext,
+        offload: Offload,
         max_requests: int,
         max_tokens: int,
     ):
         self.cache = cache
         self.context = context
         self.memory = context.memory
+        self.offload = offload
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
         self.waiting: deque[Request] = deque()
@@ -67,11 +71,12 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(plan, request)
+        self.offload.poll()
         blocked = False
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             # Also asked of requests that cannot start yet: it is the running prefill that must know
             # early where they will part from it.
-            if self._waits_for_other(request) or blocked:
+            if self._waits_for_other(request) or self._waits_for_fetch(request) or blocked:
                 continue
             # First come, first served: nobody overtakes a request that lacks room.
             blocked = (
@@ -141,6 +146,9 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         self._start(request, lease)
+        if request.fetch is not None:
+            lease.report.fetched_tokens = self.offload.count(request.fetch, lease.skipped_tokens)
+            request.fetch = None
         if lease.checkpoint_pages is not None:
             self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
         else:
@@ -176,6 +184,19 @@ class Scheduler:
                 np.concatenate([copy.dst_pages for copy in lease.copies]),
             )
         self.cache.restored(lease)
+
+    # Fetching ----------------------------------------------------------------------------------
+
+    def _waits_for_fetch(self, request: Request) -> bool:
+        """Whether a part of its prompt is on its way from host memory or disk."""
+        if not self.offload.tiers or request.parked or request.params.needs_prompt_logits:
+            return False
+        while not request.was_looked_up or (request.fetch and request.fetch.has_failed):
+            request.was_looked_up = True
+            tokens = request.tokens[: request.num_tokens]
+            request.fetch = self.offload.start(tokens, request.salt)
+            self.offload.poll()
+        return request.fetch is not None and not request.fetch.is_over
 
     # Single flight -----------------------------------------------------------------------------
 

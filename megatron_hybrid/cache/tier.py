@@ -1,0 +1,317 @@
+"""Tier: what a memory below the pool (host memory, a disk) holds, and what goes first there.
+
+It keeps records: the KV of one full block, or a state with the rows of its own partial block. A
+record's parent is the block before it, so a tier is a forest, and what is reached in it can be used
+without the pool: all blocks in front of a record are there too.
+
+What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
+priority = clock + uses x tokens that it saves / bytes that go with it, where the clock is the
+priority of the last one that went. Static keys, so an eviction is a heap operation. The bytes
+themselves are the store's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from megatron_hybrid.cache.eviction import EvictionQueue, Key
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.spec import CacheSpec
+
+
+class Record:
+    """One block or one state."""
+
+    __slots__ = (
+        "cost_bytes",
+        "is_state",
+        "key",
+        "num_bytes",
+        "num_children",
+        "parent",
+        "pins",
+        "position",
+        "priority",
+        "queued",
+        "saved_tokens",
+        "states",
+        "uses",
+    )
+
+    def __init__(
+        self, key: bytes, parent: Record | None, position: int, num_bytes: int, is_state: bool
+    ):
+        self.key = key
+        self.parent = parent  # the block before it; None: it is the first
+        self.position = position  # tokens up to its end
+        self.num_bytes = num_bytes
+        self.is_state = is_state
+        self.saved_tokens = 0  # tokens to compute again without it
+        self.cost_bytes = num_bytes  # its own, and those of the blocks that came with it
+        self.uses = 1
+        self.priority = 0.0
+        self.num_children = 0
+        self.states: list[Record] = []  # those of its children that are states
+        self.pins = 0
+        self.queued: Key | None = None
+
+    def chain(self) -> list[Record]:
+        """The blocks that lead to it, first to last, itself too if it is one."""
+        found = []
+        record = self.parent if self.is_state else self
+        while record is not None:
+            found.append(record)
+            record = record.parent
+        return found[::-1]
+
+
+class RecordStore(Protocol):
+    """Where the bytes of a tier are. `data` is whatever the store takes and gives."""
+
+    def accepts(self) -> bool:
+        """Whether it takes more now (a writer that cannot keep up does not)."""
+
+    def put(self, record: Record, data: Any) -> None:
+        """Keep a record's bytes."""
+
+    def get(self, record: Record) -> Any:
+        """A record's bytes, or the promise of them."""
+
+    def drop(self, record: Record) -> None:
+        """Forget a record's bytes."""
+
+
+class Source(Protocol):
+    """Where the bytes of a state or of blocks come from."""
+
+    def blocks(self, indices: list[int]) -> Iterable[Any]:
+        """Data of these blocks."""
+
+    def state(self) -> Any:
+        """Data of the state."""
+
+
+class Tier:
+    """The records of one memory.
+
+    Args:
+        name: "host" or "disk", for messages and counters.
+        spec: sizes.
+        capacity_bytes: most bytes of all records together.
+        store: holds their bytes.
+        leaves: called with each record that has to make room, before it goes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: CacheSpec,
+        capacity_bytes: int,
+        store: RecordStore,
+        leaves: Callable[[Record], None] = lambda record: None,
+    ):
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.store = store
+        self.used_bytes = 0
+        self.num_states = self.num_evicted = 0
+        self._spec = spec
+        self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
+        self._leaves = leaves
+        self._records: dict[bytes, Record] = {}
+        self._clock = 0.0
+        self._queue = EvictionQueue(self._key)
+
+    # ---- reading ----
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._records) - self.num_states
+
+    def records(self) -> list[Record]:
+        """All records, in the order in which they came."""
+        return list(self._records.values())
+
+    def find(self, keys: PrefixKeys) -> Record | None:
+        """The deepest record that a prompt with these keys can go on from: a state, or where KV
+        alone resumes a block. None: there is none."""
+        found = None
+        for index in range(keys.num_tokens // self._spec.block_size_tokens):
+            record = self._records.get(keys.block(index))
+            if record is None:
+                break
+            if not self._spec.needs_state:
+                found = record
+            reached = [
+                state
+                for state in record.states
+                if state.position <= keys.num_tokens and keys.state(state.position) == state.key
+            ]
+            found = max(reached, key=lambda state: state.position, default=found)
+        return found
+
+    # ---- changing ----
+
+    def keep(
+        self,
+        blocks: list[bytes],
+        source: Source,
+        *,
+        state: bytes | None = None,
+        position: int = 0,
+        saved_tokens: int = 0,
+        uses: int = 1,
+    ) -> bool:
+        """Take in a state, or blocks of KV, if they are worth more than what has to go for them.
+
+        Args:
+            blocks: keys of all full blocks up to there; those that are here are not copied again.
+            source: gives the bytes of what is missing.
+            state: key of the state after `position` tokens; None: only the blocks.
+            saved_tokens: tokens to compute again without the state.
+            uses: how often it was of use, this time included.
+        Returns:
+            Whether all of it is here now.
+        """
+        known = 0
+        while known < len(blocks) and blocks[known] in self._records:
+            known += 1
+        if known == len(blocks) and (state is None or state in self._records):
+            self.used(self._records[state or blocks[-1]])
+            return True
+        if not self.store.accepts():
+            return False
+        spec = self._spec
+        missing = list(range(known, len(blocks)))
+        cost = len(missing) * self._block_bytes
+        if state is None:
+            saved_tokens = len(missing) * spec.block_size_tokens
+        else:
+            cost += state_record_pages(spec, position) * spec.page_bytes
+        joint = last = self._records[blocks[known - 1]] if known else None
+        if joint is not None:
+            joint.pins += 1
+        fits = self._make_room(cost, uses * saved_tokens / max(1, cost))
+        if fits:
+            for index, data in zip(missing, source.blocks(missing)):
+                end = (index + 1) * spec.block_size_tokens
+                last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
+                last.saved_tokens = spec.block_size_tokens
+                self.add(last, data)
+            if state is not None:
+                num_bytes = cost - len(missing) * self._block_bytes
+                record = Record(state, last, position, num_bytes, is_state=True)
+                record.saved_tokens, record.cost_bytes, record.uses = saved_tokens, cost, uses
+                self.add(record, source.state())
+        if joint is not None:
+            self.unpin(joint)
+        return fits
+
+    def add(self, record: Record, data: Any = None) -> None:
+        """Enter a record. data: its bytes; None: the store has them already."""
+        self._records[record.key] = record
+        if data is not None:
+            self.store.put(record, data)
+        self.used_bytes += record.num_bytes
+        if record.parent is not None:
+            record.parent.num_children += 1
+            if record.is_state:
+                record.parent.states.append(record)
+        self.num_states += record.is_state
+        self._prioritise(record)
+        self._queue.add(record)
+
+    def used(self, record: Record) -> None:
+        """A prompt goes on from this record."""
+        record.uses += 1
+        for each in [record] if self._spec.needs_state else record.chain():
+            self._prioritise(each)
+
+    def remove(self, record: Record) -> None:
+        """Forget a record, all that follows it, and blocks in front that lead nowhere any more."""
+        doomed = {id(record)}
+        removed = [record]
+        if record.num_children:  # only a damaged one: children come after their parents
+            for other in self._records.values():
+                if id(other.parent) in doomed:
+                    doomed.add(id(other))
+                    removed.append(other)
+        for each in reversed(removed):
+            self._forget(each)
+        parent = record.parent
+        while parent is not None and not parent.num_children and not parent.pins:
+            if not self._spec.needs_state:
+                self._queue.add(parent)
+                break
+            self._forget(parent)
+            parent = parent.parent
+
+    def pin(self, record: Record) -> None:
+        """Keep a record, and so all that leads to it, until `unpin`."""
+        record.pins += 1
+
+    def unpin(self, record: Record) -> None:
+        """It may go again; what it led to may have gone meanwhile."""
+        record.pins -= 1
+        if record.pins or record.key not in self._records or record.num_children:
+            return
+        if record.is_state or not self._spec.needs_state:
+            self._queue.add(record)
+        else:
+            self.remove(record)
+
+    def shrink(self) -> None:
+        """Drop the least valuable until the rest fits (a directory from a larger one)."""
+        self._make_room(0, float("inf"))
+
+    # ---- within ----
+
+    def _key(self, record: Record) -> Key | None:
+        if record.num_children or record.pins or record.key not in self._records:
+            return None
+        if self._spec.needs_state and not record.is_state:
+            return None  # it goes with the last state behind it
+        return 0, record.priority, record.position
+
+    def _prioritise(self, record: Record) -> None:
+        saved = record.saved_tokens / max(1, record.cost_bytes)
+        record.priority = self._clock + record.uses * saved
+
+    def _make_room(self, num_bytes: int, value: float) -> bool:
+        if num_bytes > self.capacity_bytes:
+            return False
+        while self.used_bytes + num_bytes > self.capacity_bytes:
+            least = self._queue.least()
+            if least is None or least[1] > self._clock + value:
+                return False
+            record = self._queue.pop()
+            self._clock = least[1]
+            self._leaves(record)
+            self.num_evicted += 1
+            self.remove(record)
+        return True
+
+    def _forget(self, record: Record) -> None:
+        del self._records[record.key]
+        self.store.drop(record)
+        self.used_bytes -= record.num_bytes
+        self.num_states -= record.is_state
+        if record.parent is not None:
+            record.parent.num_children -= 1
+            if record.is_state:
+                record.parent.states.remove(record)
+
+
+def state_record_pages(spec: CacheSpec, position: int) -> int:
+    """Pages of a state's record: its own, its local blocks, and the KV of its partial block."""
+    pages = spec.checkpoint_pages
+    for group in spec.local_groups:
+        blocks = spec.local_blocks(group, position)
+        pages += (blocks.stop - blocks.start) * spec.pages_per_block[group]
+    if position % spec.block_size_tokens:
+        pages += spec.kv_pages_per_block
+    return pages

@@ -1,0 +1,370 @@
+"""DiskStore: the bytes of the disk tier's records, in a folder that outlives the process.
+
+    cache.json   what the records are good for (`fingerprint.py`), and the size of a page
+    pages.bin    pages, a record in any of them
+    index.log    one line for each record that came or went: a checksum, then JSON
+    lock         held by the engine that uses the folder
+
+A record counts from the moment its line is complete, and its pages are written before that; a line
+that says that a record went is written before its pages are used again. So a process may die at any
+moment: what it loses are the records that were on their way. Every line and every record has a
+checksum: what does not fit it is named and never used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_hybrid.cache.tier import Record
+from megatron_hybrid.inference.page_mover import HostPages
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MAX_WAITING_BYTES = 1 << 30
+"""Bytes on their way to the disk beyond which nothing more is taken in."""
+_HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
+
+
+class CacheFolderError(ValueError):
+    """The folder of a cache cannot be used; the message says which file, and why."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a record lies."""
+
+    slots: np.ndarray
+    """int64 [n]: pages of pages.bin."""
+    checksum: str
+
+
+class DiskStore:
+    """Records' pages in a folder.
+
+    Args:
+        folder: made if it does not exist.
+        page_bytes: bytes of a page.
+        fingerprint: what the records are good for.
+
+    Raises:
+        CacheFolderError: it holds something else, was made for another model or configuration, or
+            another engine uses it. Nothing in it has changed.
+    """
+
+    def __init__(self, folder: str | Path, page_bytes: int, fingerprint: dict[str, str]):
+        self.folder = Path(folder)
+        self.page_bytes = page_bytes
+        self._head = {"format": FORMAT, "page_bytes": page_bytes, **fingerprint}
+        self._placed: dict[bytes, Placed] = {}
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
+        self._waiting: dict[bytes, HostPages] = {}
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._error: OSError | None = None
+        self.problems: list[str] = []
+        """What was damaged and left out, and what could not be written; logged too."""
+        self._lock = self._open_folder()
+        self._pages = os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
+        self._log: int | None = None
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="cache-disk-read")
+        self._writer = threading.Thread(target=self._write_jobs, name="cache-disk", daemon=True)
+
+    # ---- opening ----
+
+    def _open_folder(self) -> int:
+        folder = self.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CacheFolderError(f"{folder} cannot be used as a cache folder: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise CacheFolderError(
+                f"{folder} is in use by another engine; give each its own folder"
+            ) from None
+        try:
+            self._check_head()
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def _check_head(self) -> None:
+        path = self.folder / _HEAD
+        if not path.exists():
+            others = {entry.name for entry in self.folder.iterdir()} - {_LOCK, f"{_HEAD}.new"}
+            if others:
+                raise CacheFolderError(
+                    f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
+                    f"folder; name a new or an empty one"
+                )
+            _write_whole(path, json.dumps(self._head, indent=1).encode())
+            return
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CacheFolderError(f"{path} is damaged ({error}); remove {self.folder}") from None
+        if not isinstance(found, dict):
+            raise CacheFolderError(f"{path} is damaged (no JSON object); remove {self.folder}")
+        for name, expected in self._head.items():
+            if found.get(name) != expected:
+                raise CacheFolderError(
+                    f"{path} was written for another {name.replace('_', ' ')}: {found.get(name)!r} "
+                    f"there, {expected!r} here; use another folder"
+                )
+
+    def load(self) -> list[tuple[Record, bytes | None]]:
+        """The records that the folder holds, parents first, each with its parent's key; writing
+        starts. Call it once, before anything else."""
+        entries: dict[bytes, dict] = {}
+        for line_number, entry in self._read_log():
+            key = bytes.fromhex(entry["key"])
+            if entry["op"] == "put":
+                entries[key] = {**entry, "line": line_number}
+            else:
+                entries.pop(key, None)
+        size = os.fstat(self._pages).st_size // self.page_bytes
+        found, taken = [], np.zeros(size, dtype=bool)
+        for key, entry in reversed(entries.items()):  # of two that claim a page the later one wrote
+            slots = np.array(
+                [slot for first, n in entry["slots"] for slot in range(first, first + n)],
+                dtype=np.int64,
+            )
+            if (slots >= size).any() or taken[slots].any():
+                self._warn(f"{_LOG} line {entry['line']}", "its pages are not there")
+                continue
+            taken[slots] = True
+            self._placed[key] = Placed(slots, entry["sum"])
+            parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
+            num_bytes = len(slots) * self.page_bytes
+            record = Record(key, None, entry["position"], num_bytes, entry["state"])
+            record.saved_tokens, record.cost_bytes = entry["saved"], entry["cost"]
+            found.append((record, parent))
+        found.reverse()
+        self._num_slots = size
+        self._free = np.flatnonzero(~taken)[::-1].tolist()
+        self._rewrite_log(found)
+        self._writer.start()
+        return found
+
+    def _read_log(self) -> Iterator[tuple[int, dict]]:
+        path = self.folder / _LOG
+        if not path.exists():
+            return
+        *lines, torn = path.read_bytes().split(b"\n")
+        if torn:
+            self._warn(f"{_LOG} line {len(lines) + 1}", "it is incomplete")
+        for number, line in enumerate(lines, start=1):
+            checksum, _, text = line.partition(b" ")
+            if checksum != b"%08x" % zlib.crc32(text):
+                self._warn(f"{_LOG} line {number}", "its checksum does not fit")
+                continue
+            yield number, json.loads(text)
+
+    def _rewrite_log(self, found: list[tuple[Record, bytes | None]]) -> None:
+        """The log without what has gone; the old one stays until the new one is complete."""
+        path = self.folder / _LOG
+        lines = [self._line(record, parent, self._placed[record.key]) for record, parent in found]
+        _write_whole(path, b"".join(lines))
+        self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def _warn(self, what: str, why: str) -> None:
+        problem = f"{self.folder / what} is not used: {why}"
+        self.problems.append(problem)
+        logger.warning(problem)
+
+    # ---- as the store of a tier ----
+
+    def accepts(self) -> bool:
+        return self._error is None and self._waiting_bytes < MAX_WAITING_BYTES
+
+    def put(self, record: Record, data: HostPages) -> None:
+        with self._changed:
+            self._waiting[record.key] = data
+            self._waiting_bytes += record.num_bytes
+            self._jobs.append(("put", record, data))
+            self._changed.notify_all()
+
+    def drop(self, record: Record) -> None:
+        with self._changed:
+            self._jobs.append(("drop", record, None))
+            self._changed.notify_all()
+
+    def get(self, record: Record) -> Future[HostPages | None]:
+        """Its pages; None if they are damaged."""
+        waiting = self._waiting.get(record.key)
+        if waiting is not None:
+            future: Future[HostPages | None] = Future()
+            future.set_result(waiting)
+            return future
+        return self._readers.submit(self._read, record)
+
+    def _read(self, record: Record) -> HostPages | None:
+        placed = self._placed.get(record.key)
+        if placed is None:  # writing it failed
+            return None
+        data = torch.empty(len(placed.slots), self.page_bytes, dtype=torch.uint8)
+        target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
+        for row, slot, count in _runs(placed.slots):
+            part = target[row * self.page_bytes : (row + count) * self.page_bytes]
+            read = os.preadv(self._pages, [part], slot * self.page_bytes)
+            if read < len(part):
+                self._warn(f"{_PAGES} page {slot}", "the file ends before it")
+                return None
+        if _checksum(data.numpy()) != placed.checksum:
+            what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
+            self._warn(what, "their checksum does not fit")
+            return None
+        return HostPages(data)
+
+    # ---- writing, in a thread ----
+
+    def _write_jobs(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                operation, record, data = self._jobs[0]
+            try:
+                if self._error is None:
+                    if operation == "put":
+                        self._write(record, data)
+                    else:
+                        self._forget(record)
+            except OSError as error:
+                self._error = error
+                self._warn(_PAGES, f"writing to it failed, nothing more is written ({error})")
+            with self._changed:
+                self._jobs.popleft()
+                if operation == "put":
+                    self._waiting_bytes -= record.num_bytes
+                    if self._waiting.get(record.key) is data:
+                        del self._waiting[record.key]
+                self._changed.notify_all()
+
+    def _write(self, record: Record, data: HostPages) -> None:
+        pages = data.numpy()
+        slots = self._take(len(pages))
+        for row, slot, count in _runs(slots):
+            part = memoryview(pages[row : row + count]).cast("B")
+            offset = slot * self.page_bytes
+            while part:
+                written = os.pwrite(self._pages, part, offset)
+                part, offset = part[written:], offset + written
+        placed = Placed(slots, _checksum(pages))
+        parent = record.parent.key if record.parent is not None else None
+        _write_all(self._log, self._line(record, parent, placed))
+        self._placed[record.key] = placed
+
+    def _take(self, count: int) -> np.ndarray:
+        more = max(0, count - len(self._free))
+        new = range(self._num_slots, self._num_slots + more)
+        self._num_slots += more
+        reused = [self._free.pop() for _ in range(count - more)]
+        return np.array(sorted([*reused, *new]), dtype=np.int64)
+
+    def _forget(self, record: Record) -> None:
+        placed = self._placed.pop(record.key, None)
+        if placed is not None:
+            _write_all(self._log, _log_line({"op": "drop", "key": record.key.hex()}))
+            self._free += placed.slots[::-1].tolist()
+
+    def _line(self, record: Record, parent: bytes | None, placed: Placed) -> bytes:
+        return _log_line(
+            {
+                "op": "put",
+                "key": record.key.hex(),
+                "parent": parent.hex() if parent else "",
+                "state": record.is_state,
+                "position": record.position,
+                "saved": record.saved_tokens,
+                "cost": record.cost_bytes,
+                "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
+                "sum": placed.checksum,
+            }
+        )
+
+    # ---- ending ----
+
+    def flush(self) -> None:
+        """Returns when all that was put is on the disk, also after a loss of power.
+
+        Raises:
+            OSError: writing failed.
+        """
+        with self._changed:
+            while self._jobs:
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._pages)
+        os.fsync(self._log)
+
+    def close(self) -> None:
+        """Writes what waits and lets the folder go."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._writer.is_alive():
+            self._writer.join()
+        self._readers.shutdown()
+        for descriptor in (self._pages, self._log, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _log_line(entry: dict) -> bytes:
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(row, first slot, count) of each run of neighbouring slots."""
+    if not len(slots):
+        return
+    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    for start, end in zip(starts, [*starts[1:], len(slots)]):
+        yield int(start), int(slots[start]), int(end - start)
+
+
+def _checksum(pages: np.ndarray) -> str:
+    return blake2b(np.ascontiguousarray(pages), digest_size=16).hexdigest()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """The file has its old content or the new one, whenever the process dies."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)

@@ -1,0 +1,60 @@
+"""What cached bytes are good for: the weights, the configuration and the layout that made them."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.cache.spec import CacheSpec
+
+_CHUNK = 1 << 24
+"""Elements that are summed at a time, 256 MiB in int64 with their product."""
+
+
+def fingerprint(
+    model, spec: CacheSpec, kv_dtype: torch.dtype, state_encoding: str
+) -> dict[str, str]:
+    """Hashes of all that cached states, keys and values depend on, on this rank, by name."""
+    configuration = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return {
+        "weights": weights_hash(model),
+        "model_configuration": _hash(configuration),
+        "memory_layout": _hash(repr(spec)),
+        "kv_dtype": str(kv_dtype),
+        "state_encoding": state_encoding,
+    }
+
+
+def weights_hash(model) -> str:
+    """Of the names, shapes, dtypes and bits of all parameters and buffers. Bits are summed, and
+    summed times an odd factor of their place, modulo 2^64, on the device where they are: integers
+    add up to the same in any order."""
+    digest = blake2b(digest_size=16)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(" ".join(map(str, _sums(tensor))).encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> tuple[int, int]:
+    flat = tensor.detach().contiguous().flatten()
+    if not flat.numel():
+        return 0, 0
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(width)
+    plain = placed = 0
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + len(part), device=part.device, dtype=torch.int64)
+        plain += int(part.sum())
+        placed += int((part * (place * 2 + 1)).sum())
+    return plain % 2**64, placed % 2**64
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()

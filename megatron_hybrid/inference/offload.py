@@ -1,0 +1,366 @@
+"""Offload: the memories below the pool, host memory and a disk, and the ways between them.
+
+Down: what the pool evicts is offered to the first tier, what that one evicts to the next; each
+takes it if it is worth more than what it would have to drop. Up: a waiting request whose prompt
+goes on deeper in a tier than in the pool has that part fetched, while others run; it comes back as
+if a request had computed it, and from then on the pool is all that anybody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+
+from megatron_hybrid.cache.lease import Lease, Reservation
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.tier import Record, Tier, state_record_pages
+from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.inference.disk_store import DiskStore
+from megatron_hybrid.inference.host_store import HostStore
+from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
+from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
+
+
+@dataclass
+class OffloadStats:
+    """Counters since the engine was made."""
+
+    fetches: int = 0
+    fetched_tokens: int = 0
+    """Prompt tokens that need no computing because a tier had them."""
+    fetches_failed: int = 0
+    """Found, and then damaged."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Part of a prompt on its way from a tier into the pool."""
+
+    tokens: np.ndarray  # int32 [p]
+    salt: str
+    tier: Tier
+    record: Record
+    first_block: int  # the blocks before it were in the pool
+    chain: list[Record]
+    skipped_before: int  # tokens that the pool alone would have skipped
+    reads: list[Future]  # pages of the chain's blocks from first_block on, then of the state
+    lease: Lease | None = None
+    reservation: Reservation | None = None
+    arrival: Arrival | None = None
+    is_over: bool = False
+    has_failed: bool = False  # damaged, and not there any more
+
+    @property
+    def position(self) -> int:
+        """p: where a prefill could start when it is there."""
+        return self.record.position
+
+
+class Offload:
+    """Moves what is cached between the pool and the tiers.
+
+    Args:
+        cache, pool: the pool's bookkeeping and its bytes, uint8 [num_pages, page_bytes].
+        host_bytes: of the host tier; 0: there is none.
+        disk: an opened folder; None: there is no disk tier.
+        disk_bytes: of the disk tier.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, pool, host_bytes: int, disk: DiskStore | None, disk_bytes: int
+    ):
+        self.cache = cache
+        self.spec = cache.spec
+        self.stats = OffloadStats()
+        self.tiers: list[Tier] = []
+        self._mover = PageMover(pool)
+        self._fetches: dict[bytes, Fetch] = {}  # by the record's key
+        if disk is not None:
+            self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
+        if host_bytes:
+            leaves = partial(self._host_to, self.tiers[-1]) if self.tiers else lambda record: None
+            host = Tier("host", self.spec, host_bytes, HostStore(), leaves)
+            self.tiers.insert(0, host)
+        if self.tiers:
+            cache.watch_evictions(self)
+
+    @property
+    def disk(self) -> Tier | None:
+        """The disk tier."""
+        return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
+
+    def counters(self) -> dict[str, int]:
+        """Counters since the start, and what the tiers hold now."""
+        held = {}
+        for name in ("host", "disk"):
+            tier = next((tier for tier in self.tiers if tier.name == name), None)
+            held[f"{name}_bytes"] = tier.used_bytes if tier else 0
+            held[f"{name}_states"] = tier.num_states if tier else 0
+            held[f"{name}_kv_blocks"] = tier.num_blocks if tier else 0
+            held[f"{name}_records_evicted"] = tier.num_evicted if tier else 0
+        return {**asdict(self.stats), **held}
+
+    def close(self) -> None:
+        """Writes what is on its way to the disk; nothing is kept from now on."""
+        if self.disk is not None:
+            self.disk.store.close()
+        self.tiers.clear()
+        self.cache.watch_evictions(None)
+
+    # ---- down ----
+
+    def state_leaves(self, checkpoint: Checkpoint) -> None:
+        """The pool evicts a state (`eviction.Leaving`)."""
+        if self.spec.needs_state:
+            self._keep_state(self.tiers[0], checkpoint)
+
+    def blocks_leave(self, edge: Edge, end: int) -> None:
+        """The pool evicts KV that resumes by itself (`eviction.Leaving`)."""
+        self._keep_blocks(self.tiers[0], edge, end)
+
+    def _keep_state(self, tier: Tier, checkpoint: Checkpoint) -> None:
+        """Offers a stored state, with the KV before it, to a tier."""
+        size, position = self.spec.block_size_tokens, checkpoint.position
+        if position < size:
+            return  # less than a block is sooner computed
+        salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
+        keys = PrefixKeys(tokens, salt, size)
+        full = position // size
+        pages = np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
+        below = checkpoint.below()
+        tier.keep(
+            keys.blocks(full),
+            PoolSource(self._mover, rows, pages),
+            state=keys.state(position),
+            position=position,
+            saved_tokens=position - (below.position if below else 0),
+            uses=checkpoint.uses + 1,
+        )
+
+    def _keep_blocks(self, tier: Tier, edge: Edge, end: int) -> None:
+        size = self.spec.block_size_tokens
+        if end < size:
+            return
+        salt, tokens, rows = self.cache.prefix(edge, end)
+        keys = PrefixKeys(tokens, salt, size)
+        tier.keep(keys.blocks(end // size), PoolSource(self._mover, rows, rows[:0]))
+
+    def _host_to(self, lower: Tier, record: Record) -> None:
+        """The host tier evicts a record."""
+        host = self.tiers[0]
+        chain = record.chain()
+        blocks = [block.key for block in chain]
+        source = HostSource(host.store, chain, record)
+        if record.is_state:
+            lower.keep(
+                blocks,
+                source,
+                state=record.key,
+                position=record.position,
+                saved_tokens=record.saved_tokens,
+                uses=record.uses,
+            )
+        else:
+            lower.keep(blocks, source, uses=record.uses)
+
+    # ---- up ----
+
+    def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
+        """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
+        match = self.cache.match(tokens, salt)
+        size = self.spec.block_size_tokens
+        keys = PrefixKeys(tokens, salt, size)
+        found, tier = None, None
+        for each in self.tiers:
+            record = each.find(keys)
+            if record is not None and (found is None or record.position > found.position):
+                found, tier = record, each
+        position = found.position if found else 0
+        # The ranks' disks may differ: without agreement nobody fetches.
+        if not agree_on_one(position):
+            return None
+        if position < match.skipped_tokens + size:
+            return None
+        fetch = self._fetches.get(found.key)
+        if fetch is None:
+            chain = found.chain()
+            first = min(match.shared_tokens // size, len(chain))
+            wanted = chain[first:] + ([found] if found.is_state else [])
+            tier.pin(found)
+            reads = [tier.store.get(record) for record in wanted]
+            fetch = Fetch(
+                tokens[:position].copy(),
+                salt,
+                tier,
+                found,
+                first,
+                chain,
+                match.skipped_tokens,
+                reads,
+            )
+            self._fetches[found.key] = fetch
+        return fetch
+
+    def poll(self) -> None:
+        """Takes every fetch as far as it goes without waiting. Call it before requests start."""
+        for fetch in list(self._fetches.values()):
+            if fetch.lease is None and agree_on_all(all(read.done() for read in fetch.reads)):
+                self._to_pool(fetch)
+            if fetch.arrival is not None and agree_on_all(fetch.arrival.is_done()):
+                self._publish(fetch)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._fetches)
+
+    def wait(self) -> None:
+        """Waits until a fetch can go on."""
+        fetch = next(iter(self._fetches.values()))
+        wait(fetch.reads)
+        if fetch.arrival is not None and fetch.arrival.event is not None:
+            fetch.arrival.event.synchronize()
+
+    def _to_pool(self, fetch: Fetch) -> None:
+        """All is in host memory: starts the way into the pool, if there is room."""
+        pages = [read.result() for read in fetch.reads]
+        if not agree_on_all(all(part is not None for part in pages)):
+            read = [*fetch.chain[fetch.first_block :], fetch.record]
+            damaged = [record for record, part in zip(read, pages) if part is None]
+            if damaged:
+                fetch.tier.remove(damaged[0])  # and what follows it
+            self.stats.fetches_failed += 1
+            fetch.has_failed = True
+            self._end(fetch)
+            return
+        size, position = self.spec.block_size_tokens, fetch.position
+        lease = self.cache.resume(fetch.tokens, fetch.salt, capacity_tokens=position)
+        if lease is None:
+            return  # what runs holds the pool; again later
+        shared = lease.shared_tokens // size
+        if shared < fetch.first_block:  # the pool has evicted some of what it had: read that too
+            self.cache.release(lease)
+            more = fetch.chain[shared : fetch.first_block]
+            fetch.reads[:0] = [fetch.tier.store.get(record) for record in more]
+            fetch.first_block = shared
+            return
+        targets = list(lease.block_table[shared : len(fetch.chain)])
+        sources = pages[shared - fetch.first_block : len(fetch.chain) - fetch.first_block]
+        if fetch.record.is_state:
+            own, local, partial_block = self._split_state(pages[-1], position)
+            fetch.reservation = self.cache.reserve_checkpoint(lease, position, wanted=True)
+            if fetch.reservation is not None:
+                targets.append(fetch.reservation.pages)
+                sources.append(own)
+            for group, table, part in zip(self.spec.local_groups, lease.local_tables, local):
+                targets.append(table[self.spec.local_blocks(group, position)].ravel())
+                sources.append(part)
+            if position % size:
+                targets.append(lease.block_table[position // size])
+                sources.append(partial_block)
+        fetch.lease = lease
+        fetch.arrival = self._mover.to_pool(targets, sources)
+
+    def _split_state(
+        self, pages: HostPages, position: int
+    ) -> tuple[HostPages, list[HostPages], HostPages]:
+        """The parts of a state's record: the state, local blocks by group, the partial block."""
+        spec = self.spec
+        sizes = [spec.checkpoint_pages]
+        for group in spec.local_groups:
+            blocks = spec.local_blocks(group, position)
+            sizes.append((blocks.stop - blocks.start) * spec.pages_per_block[group])
+        sizes.append(state_record_pages(spec, position) - sum(sizes))
+        own, *local, rest = (HostPages(part, pages.arrived) for part in pages.data.split(sizes))
+        return own, local, rest
+
+    def _publish(self, fetch: Fetch) -> None:
+        """All is in the pool: from now on it is found there."""
+        self.cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
+        if fetch.reservation is not None:
+            self.cache.publish_checkpoint(fetch.reservation)
+        self.cache.release(fetch.lease)
+        fetch.tier.used(fetch.record)
+        self.stats.fetches += 1
+        self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        fetch.is_over = True
+        fetch.tier.unpin(fetch.record)
+        del self._fetches[fetch.record.key]
+
+    def count(self, fetch: Fetch, skipped_tokens: int) -> int:
+        """A request that waited for a fetch was admitted; tokens that it skips thanks to it."""
+        tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
+        self.stats.fetched_tokens += tokens
+        return tokens
+
+    # ---- all of it ----
+
+    def save_to(self, tier: Tier) -> None:
+        """Copies all that is cached, in the pool and above `tier`, into it; the most valuable first
+        as long as there is room."""
+        if self.spec.needs_state:
+            for checkpoint in self.cache.stored_checkpoints():
+                self._keep_state(tier, checkpoint)
+                tier.store.flush()
+        else:
+            for edge in self.cache.held_leaves():
+                size = self.spec.block_size_tokens
+                self._keep_blocks(tier, edge, edge.held_end // size * size)
+                tier.store.flush()
+        for upper in self.tiers:
+            if upper is tier:
+                break
+            for record in upper.records():
+                if record.is_state or not (self.spec.needs_state or record.num_children):
+                    self._host_to(tier, record)
+                    tier.store.flush()
+
+
+class PoolSource:
+    """Bytes of a state and its blocks in the pool (`tier.Source`)."""
+
+    def __init__(self, mover: PageMover, rows: np.ndarray, state_pages: np.ndarray):
+        self._mover, self._rows, self._state_pages = mover, rows, state_pages
+
+    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
+        return self._mover.to_host(list(self._rows[indices]))
+
+    def state(self) -> HostPages:
+        return self._mover.to_host([self._state_pages.ravel()])[0]
+
+
+class HostSource:
+    """Bytes of a record of the host tier, and of the blocks before it (`tier.Source`)."""
+
+    def __init__(self, store: HostStore, chain: list[Record], record: Record):
+        self._store, self._chain, self._record = store, chain, record
+
+    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
+        return [self._store.pages(self._chain[index]) for index in indices]
+
+    def state(self) -> HostPages:
+        return self._store.pages(self._record)
+
+
+def disk_tier(store: DiskStore, spec, capacity_bytes: int) -> Tier:
+    """A tier with what a folder holds; the least valuable goes if there is less room now."""
+    tier = Tier("disk", spec, capacity_bytes, store)
+    records: dict[bytes, Record] = {}
+    for record, parent in store.load():
+        if parent is not None and parent not in records:
+            store.drop(record)  # what it follows was damaged
+            continue
+        record.parent = records.get(parent)
+        records[record.key] = record
+        tier.add(record)
+    for record in reversed(records.values()):
+        if spec.needs_state and not record.is_state and not record.num_children:
+            tier.remove(record)  # it led to a state that was damaged
+    tier.shrink()
+    return tier
