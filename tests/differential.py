@@ -5,6 +5,8 @@ common, and the order in which requests come, run and are cancelled. It can be r
 """
 
 import contextlib
+import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,6 +140,7 @@ class RandomRun:
         longest_prompt, longest_answer: tokens.
         patterns: half of the layer patterns come from these, the others are random.
         crowded: many requests in a pool for one, so that they preempt each other.
+        tiers: with host memory, a disk, or both below the pool.
     """
 
     seed: int
@@ -146,6 +149,7 @@ class RandomRun:
     longest_answer: int = 40
     patterns: tuple[str, ...] = PATTERNS
     crowded: bool = False
+    tiers: bool = False
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
@@ -187,6 +191,7 @@ class RandomRun:
         self.fields = self._draw_sizes()
         self.engine = tiny_engine(self.model, **self.fields)
         self.recorder = LogitsRecorder(self.engine)
+        self.stats: Counter[str] = Counter()
 
     def _chance(self, probability: float) -> bool:
         return bool(self.random.random() < probability)
@@ -219,6 +224,14 @@ class RandomRun:
             more = 4 if self.crowded else pages + 2 * spec.checkpoint_pages
             pages += int(self.random.integers(0, more))
             fields["cache_bytes"] = pages * spec.page_bytes
+        if self.tiers:
+            fields["prefix_caching"] = "restore"
+            most = self._choose([100_000, 1_000_000, 1 << 30])
+            fields["host_cache_bytes"] = int(self._choose([0, most, most]))
+            if not fields["host_cache_bytes"] or self._chance(0.4):
+                self.folder = tempfile.TemporaryDirectory()
+                fields["cache_dir"] = self.folder.name
+                fields["disk_cache_bytes"] = int(self._choose([200_000, 1 << 30]))
         return fields
 
     def _prompt(self) -> list[int]:
@@ -262,6 +275,18 @@ class RandomRun:
             self.engine.step()
         self.engine.check_integrity()
 
+    def restart(self) -> None:
+        """The cache is saved, and a new engine goes on with it."""
+        self.engine.save_cache()
+        self.engine.close()
+        for request in self.requests:
+            if not request.closed:
+                self.engine.cancel(request)
+        self.recorder.check(self.model)
+        self.stats.update(self.engine.stats())
+        self.engine = tiny_engine(self.model, **self.fields)
+        self.recorder = LogitsRecorder(self.engine)
+
     def cancel(self) -> None:
         open_requests = [r for r in self.requests if not r.closed and r.samples]
         if open_requests:
@@ -282,6 +307,8 @@ class RandomRun:
                 self.engine.cache.evict(int(self.random.integers(1, 20)))
             elif self._chance(0.01):
                 self.engine.cache.clear()
+            elif "cache_dir" in self.fields and self._chance(0.01):
+                self.restart()
             else:
                 self.step()
         self.check()
@@ -296,3 +323,7 @@ class RandomRun:
             assert 0 <= report.skipped_tokens <= report.shared_tokens <= request.num_prompt_tokens
         assert not self.engine.cache.allocator.ref_counts.any()
         assert self.engine.stats()["leases"] == 0
+        self.stats.update(self.engine.stats())
+        self.engine.close()
+        if "cache_dir" in self.fields:
+            self.folder.cleanup()

@@ -156,8 +156,8 @@ class Leaving(Protocol):
         """A stored state makes room."""
 
     def blocks_leave(self, edge: Edge, end: int) -> None:
-        """Where KV alone resumes: blocks at the end of an edge make room; the last full one of them
-        ends at `end`."""
+        """Where KV alone resumes: blocks at the end of an edge, which holds KV up to `end`, make
+        room."""
 
 
 class Evictor:
@@ -284,7 +284,7 @@ class Evictor:
             drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
         if drop:
             if self.leaving is not None and not self._spec.needs_state:
-                self.leaving.blocks_leave(edge, edge.held_end // size * size)
+                self.leaving.blocks_leave(edge, edge.held_end)
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
             self._index.drop_kv(edge, (first + len(rows) - drop) * size)
             self._stats.kv_blocks_evicted += drop

@@ -225,6 +225,22 @@ class Tier:
         self._prioritise(record)
         self._queue.add(record)
 
+    def load(self, found: list[tuple[Record, bytes | None]]) -> None:
+        """Enter records whose bytes the store has, each with its parent's key, parents first. What
+        follows a missing one is dropped, and so are blocks that lead nowhere; if there is less room
+        than they take, the least valuable go."""
+        for record, parent in found:
+            if parent is not None and parent not in self._records:
+                self.store.drop(record)
+                continue
+            record.parent = self._records.get(parent)
+            self.add(record)
+        if self._spec.needs_state:
+            for record in self.records():
+                if not record.is_state and not record.num_children:
+                    self.remove(record)
+        self._make_room(0, float("inf"))
+
     def used(self, record: Record) -> None:
         """A prompt goes on from this record."""
         record.uses += 1
@@ -263,10 +279,6 @@ class Tier:
             self._queue.add(record)
         else:
             self.remove(record)
-
-    def shrink(self) -> None:
-        """Drop the least valuable until the rest fits (a directory from a larger one)."""
-        self._make_room(0, float("inf"))
 
     # ---- within ----
 

@@ -1,9 +1,9 @@
 """Offload: the memories below the pool, host memory and a disk, and the ways between them.
 
-Down: what the pool evicts is offered to the first tier, what that one evicts to the next; each
-takes it if it is worth more than what it would have to drop. Up: a waiting request whose prompt
-goes on deeper in a tier than in the pool has that part fetched, while others run; it comes back as
-if a request had computed it, and from then on the pool is all that anybody looks at.
+Down: what the pool evicts is offered to the first tier, what that one refuses or evicts to the
+next; each takes it if it is worth more than what it would have to drop. Up: a waiting request whose
+prompt goes on deeper in a tier than in the pool has that part fetched, while others run; it comes
+back as if a request had computed it, and from then on the pool is all that anybody looks at.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tier import Record, Tier, state_record_pages
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 from megatron_hybrid.inference.disk_store import DiskStore
@@ -117,23 +118,27 @@ class Offload:
     def state_leaves(self, checkpoint: Checkpoint) -> None:
         """The pool evicts a state (`eviction.Leaving`)."""
         if self.spec.needs_state:
-            self._keep_state(self.tiers[0], checkpoint)
+            for tier in self.tiers:
+                if self._keep_state(tier, checkpoint):
+                    break
 
     def blocks_leave(self, edge: Edge, end: int) -> None:
         """The pool evicts KV that resumes by itself (`eviction.Leaving`)."""
-        self._keep_blocks(self.tiers[0], edge, end)
+        for tier in self.tiers:
+            if self._keep_blocks(tier, edge, end):
+                break
 
-    def _keep_state(self, tier: Tier, checkpoint: Checkpoint) -> None:
-        """Offers a stored state, with the KV before it, to a tier."""
+    def _keep_state(self, tier: Tier, checkpoint: Checkpoint) -> bool:
+        """Offers a stored state, with the KV before it, to a tier; whether it took it."""
         size, position = self.spec.block_size_tokens, checkpoint.position
         if position < size:
-            return  # less than a block is sooner computed
+            return False  # less than a block is sooner computed
         salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
         keys = PrefixKeys(tokens, salt, size)
         full = position // size
         pages = np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
         below = checkpoint.below()
-        tier.keep(
+        return tier.keep(
             keys.blocks(full),
             PoolSource(self._mover, rows, pages),
             state=keys.state(position),
@@ -142,13 +147,16 @@ class Offload:
             uses=checkpoint.uses + 1,
         )
 
-    def _keep_blocks(self, tier: Tier, edge: Edge, end: int) -> None:
+    def _keep_blocks(self, tier: Tier, edge: Edge, end: int) -> bool:
+        """Offers the KV of the full blocks of the first `end` tokens on the way to and along an
+        edge to a tier."""
         size = self.spec.block_size_tokens
-        if end < size:
-            return
+        end = end // size * size
+        if not end:
+            return False
         salt, tokens, rows = self.cache.prefix(edge, end)
         keys = PrefixKeys(tokens, salt, size)
-        tier.keep(keys.blocks(end // size), PoolSource(self._mover, rows, rows[:0]))
+        return tier.keep(keys.blocks(end // size), PoolSource(self._mover, rows, rows[:0]))
 
     def _host_to(self, lower: Tier, record: Record) -> None:
         """The host tier evicts a record."""
@@ -302,24 +310,29 @@ class Offload:
     # ---- all of it ----
 
     def save_to(self, tier: Tier) -> None:
-        """Copies all that is cached, in the pool and above `tier`, into it; the most valuable first
-        as long as there is room."""
+        """Copies all that is cached, in the pool and in host memory, to a disk tier; the most
+        valuable first, as long as there is room.
+
+        Raises:
+            OSError: writing failed.
+        """
+        offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():
-                self._keep_state(tier, checkpoint)
-                tier.store.flush()
+                offers.append(partial(self._keep_state, tier, checkpoint))
         else:
             for edge in self.cache.held_leaves():
-                size = self.spec.block_size_tokens
-                self._keep_blocks(tier, edge, edge.held_end // size * size)
-                tier.store.flush()
+                offers.append(partial(self._keep_blocks, tier, edge, edge.held_end))
         for upper in self.tiers:
-            if upper is tier:
-                break
-            for record in upper.records():
-                if record.is_state or not (self.spec.needs_state or record.num_children):
-                    self._host_to(tier, record)
-                    tier.store.flush()
+            if upper.name == "host":
+                for record in upper.records():
+                    if record.is_state or not (self.spec.needs_state or record.num_children):
+                        offers.append(partial(self._host_to, tier, record))
+        for offer in offers:
+            if not tier.store.accepts():
+                tier.store.flush()
+            offer()
+        tier.store.flush()
 
 
 class PoolSource:
@@ -348,19 +361,8 @@ class HostSource:
         return self._store.pages(self._record)
 
 
-def disk_tier(store: DiskStore, spec, capacity_bytes: int) -> Tier:
+def disk_tier(store: DiskStore, spec: CacheSpec, capacity_bytes: int) -> Tier:
     """A tier with what a folder holds; the least valuable goes if there is less room now."""
     tier = Tier("disk", spec, capacity_bytes, store)
-    records: dict[bytes, Record] = {}
-    for record, parent in store.load():
-        if parent is not None and parent not in records:
-            store.drop(record)  # what it follows was damaged
-            continue
-        record.parent = records.get(parent)
-        records[record.key] = record
-        tier.add(record)
-    for record in reversed(records.values()):
-        if spec.needs_state and not record.is_state and not record.num_children:
-            tier.remove(record)  # it led to a state that was damaged
-    tier.shrink()
+    tier.load(store.load())
     return tier

@@ -57,3 +57,26 @@ def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=tolerance, rtol=0)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
+    model = on_gpu("local", torch.bfloat16)
+    below = {"host_cache_bytes": 64 << 20} if tier == "host" else {"cache_dir": tmp_path}
+    config = InferenceConfig(cache_bytes=8 << 20, max_tokens=64, **below)
+    engine = DynamicInferenceEngine(model, None, config)
+    prompts = [random_tokens(150 + 7 * seed, seed=seed) for seed in range(4)]
+    params = SamplingParams(
+        top_k=1, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True
+    )
+    first = [engine.generate([prompt], params)[0] for prompt in prompts]
+    warm = [engine.generate([prompt], params)[0] for prompt in prompts]  # from the pool
+    engine.cache.evict(10**6)
+    engine.memory.pool.fill_(0xFF)
+    again = engine.generate(prompts, params)
+    for prompt, before, pool, after in zip(prompts, first, warm, again):
+        assert after.prefix.skipped_tokens == after.prefix.fetched_tokens == len(prompt)
+        assert after.generated_tokens == before.generated_tokens
+        assert after.log_probs[0] == pool.log_probs[0]  # from the same saved hidden state
+    engine.check_integrity()
+    engine.close()

@@ -3,15 +3,17 @@
 A failing run is repeated by its number: `RandomRun(seed, ...).run()`.
 """
 
+from collections import Counter
+
 import pytest
 from differential import RandomRun
 
 RUNS = 20  # in one test
 
 
-def run_all(first_seed: int, **sizes) -> dict[str, int]:
+def run_all(first_seed: int, **sizes) -> Counter[str]:
     """Runs seeds first_seed .. first_seed + RUNS; returns the sums of their counters."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + RUNS):
         run = RandomRun(seed, **sizes)
         try:
@@ -20,8 +22,7 @@ def run_all(first_seed: int, **sizes) -> dict[str, int]:
             raise AssertionError(
                 f"RandomRun({seed}, **{sizes}), {run.pattern} with {run.fields}: {error}"
             ) from error
-        for name, value in run.engine.stats().items():
-            totals[name] = totals.get(name, 0) + value
+        totals.update(run.stats)
     return totals
 
 
@@ -42,3 +43,11 @@ def test_crowded_runs(first_seed):
 def test_long_prompts(first_seed):
     totals = run_all(first_seed, longest_prompt=700, longest_answer=30)
     assert totals["skipped_tokens"] > 10_000
+
+
+@pytest.mark.parametrize("first_seed", range(4000, 4000 + 2 * RUNS, RUNS))
+def test_runs_with_tiers(first_seed):
+    totals = run_all(first_seed, tiers=True)
+    assert totals["fetched_tokens"] > 1000
+    assert totals["host_records_evicted"] and totals["disk_kv_blocks"]
+    assert not totals["fetches_failed"]

@@ -63,6 +63,28 @@ def crowded_answers(model):
     return [request.generated_tokens for request in requests], digests
 
 
+def tiered_answers(model, folder: str):
+    """Answers and fetched tokens with host memory and disk below the pool, and a warm start."""
+    config = InferenceConfig(
+        cache_bytes=1 << 20,
+        max_requests=4,
+        max_sequence_length=256,
+        host_cache_bytes=30_000,
+        cache_dir=f"{folder}/cache",
+        verify_ranks=True,
+    )
+    rows = []
+    for _ in range(2):
+        engine = DynamicInferenceEngine(model, None, config)
+        for prompt in PROMPTS:
+            result = engine.generate([prompt], greedy(6))[0]
+            rows.append((result.generated_tokens, result.prefix.fetched_tokens))
+            engine.cache.evict(10**6)
+        engine.save_cache()
+        engine.close()
+    return rows
+
+
 def different_requests_error(model, rank: int) -> str:
     """What verify_ranks says when the ranks are given different requests."""
     config = InferenceConfig(cache_bytes=1 << 20, max_requests=2, verify_ranks=True)
@@ -88,6 +110,7 @@ def run_rank(rank: int, folder: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model, _ = load_pretrained(folder, tensor_model_parallel_size=RANKS)
     given = {mode: answers(model, mode) for mode in PREFIX_CACHING_MODES}
+    given["tiers"] = tiered_answers(model, folder)
     given["crowded"] = crowded_answers(model)
     given["pages"] = pages_of_uneven_ranks(model, rank)
     given["different requests"] = different_requests_error(model, rank)
@@ -117,6 +140,15 @@ def test_two_ranks_answer_as_one(by_rank, mode):
         assert given[2] == expected[2]
     if mode == "restore":
         assert [row[2] for row in alone[:5]] == [0, 150, 96, 100, 100]
+
+
+def test_ranks_fetch_alike(by_rank):
+    assert by_rank[0]["tiers"] == by_rank[1]["tiers"]
+    tokens, fetched = zip(*by_rank[0]["tiers"])
+    model = tiny_model(**TWO_GROUPS)
+    assert all(is_greedy(model, prompt, each) for prompt, each in zip(PROMPTS, tokens))
+    assert tokens[:5] == tokens[5:]
+    assert fetched[0] == 0 and fetched[1] == 150 and fetched[5:] == (150, 150, 120, 120, 120)
 
 
 def test_ranks_decide_and_draw_alike_under_preemption(by_rank):

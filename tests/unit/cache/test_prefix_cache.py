@@ -191,6 +191,26 @@ def test_tokens_between_p_and_q_are_computed_but_not_written():
     sim.check()
 
 
+def test_a_state_that_a_request_waits_for_goes_before_all_that_nobody_holds():
+    sim = simulator(num_pages=9)  # eight pages: a prompt's KV of two, and three states of two
+    for seed in range(3):
+        sim.run(tokens(16, seed))
+    for seed in range(3):
+        for _ in range(3):  # what is here is used, and worth more than a stranger
+            sim.run(tokens(16, seed))
+    stats = sim.cache.stats()
+    running = sim.start(tokens(16, seed=9))
+    assert sim.cache.reserve_checkpoint(running.lease, 16) is None
+    reservation = sim.cache.reserve_checkpoint(running.lease, 16, wanted=True)
+    assert reservation is not None
+    assert sim.cache.stats()["checkpoints"] < stats["checkpoints"]
+    sim.forward(running, 16, save=False)
+    assert sim.publish(running, reservation)
+    sim.finish(running, save=False)
+    sim.check()
+    assert sim.start(tokens(16, seed=9)).lease.skipped_tokens == 16
+
+
 def test_memory_only_shares_and_computes_everything():
     sim = simulator(mode="memory_only")
     prompt = tokens(64)

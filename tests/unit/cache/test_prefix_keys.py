@@ -1,0 +1,41 @@
+"""Keys of prefixes: equal for equal prefixes, and for nothing else."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
+
+
+def keys_of(tokens, salt=""):
+    return PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16)
+
+
+def test_equal_prefixes_have_equal_keys_whatever_follows():
+    tokens = list(range(100))
+    long, short = keys_of(tokens), keys_of([*tokens[:40], 7, 7])
+    assert long.blocks(2) == short.blocks(2)
+    assert long.state(40) == short.state(40)
+    assert long.state(42) != short.state(42)
+    assert long.blocks(6)[:2] == long.blocks(2) and long.block(5) == long.blocks(6)[5]
+
+
+def test_all_prefixes_of_all_short_sequences_have_keys_of_their_own():
+    """Blocks and states, two salts, sequences of two tokens that differ in one block."""
+    seen: dict[bytes, tuple] = {}
+    count = 0
+    for salt, head, tail in product(("", "other"), product((0, 1), repeat=5), (0, 1)):
+        tokens = [tail] * 11 + list(head) + [tail] * 17
+        keys = keys_of(tokens, salt)
+        named = [(keys.block(i), ("block", salt, *tokens[: 16 * i + 16])) for i in range(2)]
+        named += [(keys.state(p), ("state", salt, *tokens[:p])) for p in range(16, 34)]
+        for key, what in named:
+            assert seen.setdefault(key, what) == what
+            count += 1
+    assert len(set(seen.values())) == len(seen) == count
+
+
+@pytest.mark.parametrize("value", [255, 256, -1, 2**31 - 1])
+def test_every_byte_of_a_token_counts(value):
+    assert keys_of([0] * 15 + [value]).block(0) != keys_of([0] * 16).block(0)

@@ -1,0 +1,247 @@
+"""A tier's records against brute force: what is kept can be used, and the least valuable goes."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.tier import Tier, state_record_pages
+
+FULL, WINDOW = KVGroup(2, 64), KVGroup(2, 64, window=24)
+SPECS = {
+    "hybrid": CacheSpec(16, (FULL,), state_bytes=3000, hidden_bytes=64),
+    "pure attention": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
+    "hybrid with window": CacheSpec(16, (WINDOW, FULL), state_bytes=2000, hidden_bytes=64),
+    "state only": CacheSpec(16, (), state_bytes=3000, hidden_bytes=64),
+}
+
+
+class Bytes:
+    """Store and source in one: the data of a record is what it stands for."""
+
+    def __init__(self):
+        self.data = {}
+        self.is_full = False
+
+    def accepts(self):
+        return not self.is_full
+
+    def put(self, record, data):
+        assert record.key not in self.data
+        self.data[record.key] = data
+
+    def get(self, record):
+        return self.data[record.key]
+
+    def drop(self, record):
+        del self.data[record.key]
+
+
+class Prefix:
+    """A source that names what it gives."""
+
+    def __init__(self, tokens, salt=""):
+        self.tokens, self.salt = list(tokens), salt
+        self.copied = []
+
+    def blocks(self, indices):
+        self.copied += indices
+        return [(self.salt, *self.tokens[: 16 * index + 16]) for index in indices]
+
+    def state(self):
+        return ("state", self.salt, *self.tokens)
+
+
+def keep(tier, tokens, spec, salt="", saved=None, uses=1):
+    """Offers what a prefix leaves behind; its source, or None if it was refused."""
+    keys, source = PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16), Prefix(tokens, salt)
+    state = {}
+    if spec.needs_state:
+        saved = len(tokens) if saved is None else saved
+        position = len(tokens)
+        state = {"state": keys.state(position), "position": position, "saved_tokens": saved}
+    done = tier.keep(keys.blocks(len(tokens) // 16), source, uses=uses, **state)
+    return source if done else None
+
+
+def find(tier, tokens, salt=""):
+    """Tokens that a prompt can go on from."""
+    record = tier.find(PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16))
+    return record.position if record else 0
+
+
+def some_tokens(length, pattern):
+    return [(pattern >> i // 8 % 4) & 1 for i in range(length)]
+
+
+class TierMachine(RuleBasedStateMachine):
+    @initialize(name=st.sampled_from(sorted(SPECS)), pages=st.integers(1, 60))
+    def make(self, name, pages):
+        self.spec, self.store, self.left = SPECS[name], Bytes(), []
+        capacity = pages * self.spec.page_bytes
+        self.tier = Tier("host", self.spec, capacity, self.store, self.leaves)
+        self.prefixes = []
+        self.pinned = []
+
+    def leaves(self, record):
+        assert record.key in self.store.data and not record.pins
+        self.left.append(record)
+
+    @rule(
+        length=st.integers(16, 90),
+        pattern=st.integers(0, 15),
+        salt=st.sampled_from(["", "", "other"]),
+        saved=st.integers(1, 90),
+    )
+    def keep(self, length, pattern, salt, saved):
+        tokens = some_tokens(length, pattern)
+        before = set(self.store.data)
+        source = keep(self.tier, tokens, self.spec, salt, saved=saved)
+        if source is None:
+            assert set(self.store.data) <= before
+            return
+        self.prefixes.append((salt, tokens))
+        reached = length if self.spec.needs_state else length // 16 * 16
+        assert find(self.tier, tokens, salt) == reached
+        assert find(self.tier, [*tokens, 5, 5], salt) == reached
+
+    @precondition(lambda self: self.prefixes)
+    @rule(which=st.integers(0, 1000), pin=st.booleans())
+    def use(self, which, pin):
+        salt, tokens = self.prefixes[which % len(self.prefixes)]
+        record = self.tier.find(PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16))
+        if record is not None:
+            self.tier.used(record)
+            if pin:
+                self.tier.pin(record)
+                self.pinned.append(record)
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 1000))
+    def unpin(self, which):
+        self.tier.unpin(self.pinned.pop(which % len(self.pinned)))
+
+    @precondition(lambda self: len(getattr(self, "tier", ())))
+    @rule(which=st.integers(0, 1000))
+    def damage(self, which):
+        records = self.tier.records()
+        self.tier.remove(records[which % len(records)])
+
+    @invariant()
+    def all_adds_up(self):
+        if not hasattr(self, "tier"):
+            return
+        records = self.tier.records()
+        assert {record.key for record in records} == set(self.store.data)
+        assert self.tier.used_bytes == sum(record.num_bytes for record in records)
+        assert self.tier.used_bytes <= self.tier.capacity_bytes
+        assert self.tier.num_states == sum(record.is_state for record in records)
+        here = set(map(id, records))
+        for record in records:
+            children = [other for other in records if other.parent is record]
+            assert record.parent is None or id(record.parent) in here
+            assert record.num_children == len(children)
+            assert set(record.states) == {child for child in children if child.is_state}
+            if self.spec.needs_state and not record.is_state:
+                assert children or record.pins, "blocks that lead nowhere"
+
+    @invariant()
+    def what_is_found_is_what_is_there(self):
+        """Against a search through the names of all data."""
+        if not hasattr(self, "tier"):
+            return
+        data = set(self.store.data.values())
+        for salt, tokens in self.prefixes[-5:]:
+            blocks = 0
+            while (salt, *tokens[: 16 * blocks + 16]) in data and 16 * blocks + 16 <= len(tokens):
+                blocks += 1
+            best = 0 if self.spec.needs_state else 16 * blocks
+            for position in range(16, len(tokens) + 1):
+                if ("state", salt, *tokens[:position]) in data and position // 16 <= blocks:
+                    best = max(best, position)
+            assert find(self.tier, tokens, salt) == best
+
+
+TierMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestTierMachine = TierMachine.TestCase
+
+
+def bytes_of(spec, *lengths):
+    """Bytes of separate prefixes with a state at the end of each."""
+    pages = sum(
+        state_record_pages(spec, length) + length // 16 * spec.kv_pages_per_block
+        for length in lengths
+    )
+    return pages * spec.page_bytes
+
+
+def test_what_is_there_is_not_copied_again():
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, 1 << 30, Bytes())
+    tokens = some_tokens(100, 5)
+    assert keep(tier, tokens[:40], spec).copied == [0, 1]
+    assert keep(tier, tokens, spec).copied == [2, 3, 4, 5]
+    assert keep(tier, tokens, spec).copied == []
+    assert (tier.num_states, tier.num_blocks) == (2, 6)
+
+
+def test_the_state_that_saves_least_for_its_bytes_goes_first():
+    spec = SPECS["hybrid"]
+    prompts = {16 + i: [i] * 40 for i in range(4)}
+    tier = Tier("host", spec, bytes_of(spec, 40, 40, 40), Bytes())
+    for saved, tokens in zip((30, 10, 20), prompts.values()):
+        assert keep(tier, tokens, spec, saved=saved)
+    assert keep(tier, [9] * 40, spec, saved=25)
+    assert [find(tier, tokens) for tokens in prompts.values()][:3] == [40, 0, 40]
+    assert keep(tier, [8] * 40, spec, saved=5) is None  # worth less than any that is here
+    assert tier.num_evicted == 1
+
+
+def test_what_is_used_stays_longer_and_time_passes():
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
+    keep(tier, [1] * 40, spec, saved=10)
+    keep(tier, [2] * 40, spec, saved=10)
+    tier.used(tier.find(PrefixKeys(np.full(40, 1, dtype=np.int32), "", 16)))
+    keep(tier, [3] * 40, spec, saved=10)
+    assert (find(tier, [1] * 40), find(tier, [2] * 40)) == (40, 0)
+    for token in range(4, 20):  # nobody comes back for it
+        keep(tier, [token] * 40, spec, saved=10)
+    assert find(tier, [1] * 40) == 0
+
+
+def test_kv_that_resumes_by_itself_goes_from_its_ends():
+    spec = SPECS["pure attention"]
+    block = spec.kv_pages_per_block * spec.page_bytes
+    tier = Tier("host", spec, 4 * block, Bytes())
+    keep(tier, [1] * 64, spec)
+    keep(tier, [2] * 16, spec)
+    assert (find(tier, [1] * 64), find(tier, [2] * 64)) == (48, 16)
+
+
+def test_a_shared_block_stays_for_the_state_that_needs_it():
+    spec = SPECS["hybrid"]
+    shared = [1] * 32
+    tier = Tier("host", spec, 1 << 30, Bytes())
+    keep(tier, [*shared, *[2] * 16], spec)
+    keep(tier, [*shared, *[3] * 16], spec)
+    assert tier.num_blocks == 4
+    first = tier.find(PrefixKeys(np.array([*shared, *[2] * 16], dtype=np.int32), "", 16))
+    tier.remove(first)
+    assert tier.num_blocks == 3
+    assert find(tier, [*shared, *[3] * 16]) == 48
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_store_that_takes_no_more_changes_nothing(name):
+    spec, store = SPECS[name], Bytes()
+    tier = Tier("disk", spec, 1 << 30, store)
+    assert keep(tier, [1] * 40, spec)
+    store.is_full = True
+    before = dict(store.data)
+    assert keep(tier, [2] * 40, spec) is None
+    assert keep(tier, [1] * 40, spec)  # it is here
+    assert store.data == before

@@ -1,0 +1,278 @@
+"""A cache folder after kills, flipped bytes and mistakes: what is used is right, the rest named."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.tier import state_record_pages
+from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
+from megatron_hybrid.inference.offload import disk_tier
+from megatron_hybrid.inference.page_mover import HostPages
+
+ROOT = Path(__file__).parents[3]
+SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=3000, hidden_bytes=64)
+PAGE = SPEC.page_bytes
+MADE_FOR = {"weights": "w", "state_encoding": "exact"}
+PROMPT = 40  # tokens: two blocks, and a state with a partial one
+
+
+def pages_of(name: str, count: int) -> HostPages:
+    """Bytes that only this name has."""
+    seed = int.from_bytes(name.encode(), "little") % 2**63
+    data = np.random.default_rng(seed).integers(0, 256, (count, PAGE), dtype=np.uint8)
+    return HostPages(torch.from_numpy(data))
+
+
+class Prompt:
+    """Prompt number i, and what it leaves behind (`tier.Source`)."""
+
+    def __init__(self, i: int):
+        self.i = i
+        self.keys = PrefixKeys(np.full(PROMPT, i, dtype=np.int32), "", 16)
+
+    def blocks(self, indices):
+        return [pages_of(f"{self.i} {index}", SPEC.kv_pages_per_block) for index in indices]
+
+    def state(self):
+        return pages_of(f"{self.i} state", state_record_pages(SPEC, PROMPT))
+
+    def keep_in(self, tier) -> bool:
+        return tier.keep(
+            self.keys.blocks(2),
+            self,
+            state=self.keys.state(PROMPT),
+            position=PROMPT,
+            saved_tokens=PROMPT,
+        )
+
+    def read_from(self, tier) -> list[HostPages | None] | None:
+        """Its records' bytes; None if it is not found."""
+        record = tier.find(self.keys)
+        if record is None:
+            return None
+        return [tier.store.get(each).result() for each in [*record.chain(), record]]
+
+    def is_right_in(self, tier) -> bool:
+        """Whether all of it is there and as it was; anything else must be missing or refused."""
+        read = self.read_from(tier)
+        if read is None or None in read:
+            return False
+        expected = [*self.blocks([0, 1]), self.state()]
+        assert all(torch.equal(a.data, b.data) for a, b in zip(read, expected, strict=True))
+        return True
+
+
+def open_tier(folder, capacity=1 << 30, made_for=MADE_FOR):
+    return disk_tier(DiskStore(folder, PAGE, made_for), SPEC, capacity)
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A folder with ten prompts."""
+    tier = open_tier(tmp_path / "cache")
+    assert all(Prompt(i).keep_in(tier) for i in range(10))
+    tier.store.close()
+    return tmp_path / "cache"
+
+
+def test_what_was_written_is_there_after_a_restart(filled):
+    tier = open_tier(filled)
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    assert not Prompt(10).is_right_in(tier)
+    assert not tier.store.problems
+    assert Prompt(10).keep_in(tier)
+    assert Prompt(10).is_right_in(tier)  # also while it is on its way
+    tier.store.close()
+    tier = open_tier(filled)
+    assert all(Prompt(i).is_right_in(tier) for i in range(11))
+    tier.store.close()
+
+
+def test_the_file_does_not_outgrow_its_limit(tmp_path):
+    prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
+    tier = open_tier(tmp_path, capacity=4 * prompt_bytes)
+    for i in range(40):
+        assert Prompt(i).keep_in(tier)
+    tier.store.flush()
+    assert os.path.getsize(tmp_path / "pages.bin") <= 4 * prompt_bytes
+    right = [i for i in range(40) if Prompt(i).is_right_in(tier)]
+    assert right == [36, 37, 38, 39]
+    tier.store.close()
+    log = (tmp_path / "index.log").read_bytes()
+    tier = open_tier(tmp_path, capacity=2 * prompt_bytes)  # there is less room now
+    assert len((tmp_path / "index.log").read_bytes()) < len(log) / 4  # what went left the log
+    assert sum(Prompt(i).is_right_in(tier) for i in range(40)) == 2
+    tier.store.close()
+
+
+WRITER = """
+import sys
+sys.path[:0] = {paths}
+from test_disk_store import Prompt, open_tier, SPEC
+tier = open_tier({folder!r}, capacity={capacity})
+for i in range(100_000):
+    while not tier.store.accepts():
+        pass
+    Prompt(i).keep_in(tier)
+    if i % 20 == 0:
+        tier.store.flush()
+        print(i, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("kill_after", "crowded"), [(0.0, False), (0.013, True), (0.05, True)])
+def test_kill_minus_9_loses_at_most_what_was_on_its_way(tmp_path, kill_after, crowded):
+    folder, capacity = tmp_path / "cache", (300 << 10 if crowded else 1 << 30)
+    paths = [str(Path(__file__).parent), str(ROOT)]
+    script = WRITER.format(paths=paths, folder=str(folder), capacity=capacity)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    flushed = [int(writer.stdout.readline()) for _ in range(4)]
+    time.sleep(kill_after)
+    writer.send_signal(signal.SIGKILL)
+    flushed += [int(line) for line in writer.stdout.read().splitlines() if line]
+    writer.wait()
+    tier = open_tier(folder, capacity)
+    right = [i for i in range(flushed[-1] + 400) if Prompt(i).is_right_in(tier)]
+    assert flushed[-1] in right
+    if not crowded:
+        assert right[: flushed[-1] + 1] == list(range(flushed[-1] + 1))
+    # Only a torn last line may be told of; every page that a line names is as it was.
+    assert all("incomplete" in problem for problem in tier.store.problems)
+    assert Prompt(10**6).keep_in(tier)
+    tier.store.close()
+
+
+def test_any_flipped_byte_is_refused_and_named(filled, tmp_path):
+    random = np.random.default_rng(0)
+    refused = 0
+    for trial in range(30):
+        name = ("pages.bin", "index.log")[trial % 2]
+        copy = tmp_path / str(trial)
+        shutil.copytree(filled, copy)
+        content = bytearray((copy / name).read_bytes())
+        content[random.integers(len(content))] ^= 1 << int(random.integers(8))
+        (copy / name).write_bytes(content)
+        tier = open_tier(copy)
+        right = [Prompt(i).is_right_in(tier) for i in range(10)]
+        assert sum(right) >= 8  # a newline that went joins two lines
+        if not all(right):
+            assert any(name in problem for problem in tier.store.problems)
+            refused += 1
+        tier.store.close()
+    assert refused > 20  # pages that no record uses may change unseen
+
+
+@pytest.mark.parametrize("name", ["pages.bin", "index.log"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_file_that_was_cut_off(filled, name, share):
+    path = filled / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    tier = open_tier(filled)
+    right = sum(Prompt(i).is_right_in(tier) for i in range(10))
+    assert int(share * 10) - 1 <= right < 10
+    tier.store.close()
+
+
+def test_a_damaged_record_is_forgotten_and_can_come_again(filled):
+    content = bytearray((filled / "pages.bin").read_bytes())
+    content[PAGE // 2] ^= 1  # the first block of the first prompt
+    (filled / "pages.bin").write_bytes(content)
+    tier = open_tier(filled)
+    assert Prompt(0).read_from(tier)[0] is None
+    tier.remove(tier.find(Prompt(0).keys).chain()[0])
+    assert tier.find(Prompt(0).keys) is None
+    assert Prompt(0).keep_in(tier)
+    tier.store.close()
+    tier = open_tier(filled)
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    tier.store.close()
+
+
+# Folders that are not ours ---------------------------------------------------------------------
+
+
+def listing(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+@pytest.mark.parametrize(
+    ("made_for", "message"),
+    [
+        ({**MADE_FOR, "weights": "other"}, "for another weights: 'w' there, 'other' here"),
+        ({**MADE_FOR, "state_encoding": "int8"}, "for another state encoding: 'exact' there"),
+    ],
+)
+def test_a_folder_for_another_model_or_configuration_is_refused(filled, made_for, message):
+    before = listing(filled)
+    with pytest.raises(CacheFolderError, match=message) as error:
+        open_tier(filled, made_for=made_for)
+    assert str(filled / "cache.json") in str(error.value)
+    assert listing(filled) == before
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CacheFolderError, match=r"holds 'thesis.tex' and no cache\.json"):
+        open_tier(tmp_path)
+    assert listing(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("head", [b"", b"{", b"[]", b'{"format": 1'])
+def test_a_damaged_head_is_named(filled, head):
+    (filled / "cache.json").write_bytes(head)
+    with pytest.raises(CacheFolderError, match=r"cache\.json is damaged"):
+        open_tier(filled)
+
+
+def test_a_later_format_is_refused(filled):
+    head = json.loads((filled / "cache.json").read_text())
+    (filled / "cache.json").write_text(json.dumps({**head, "format": 2}))
+    with pytest.raises(CacheFolderError, match="another format: 2 there, 1 here"):
+        open_tier(filled)
+
+
+def test_two_engines_do_not_share_a_folder(filled):
+    tier = open_tier(filled)
+    with pytest.raises(CacheFolderError, match="in use by another engine"):
+        open_tier(filled)
+    tier.store.close()
+    open_tier(filled).store.close()
+
+
+def test_a_path_that_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheFolderError, match="cannot be used as a cache folder"):
+        open_tier(tmp_path / "file")
+
+
+def test_a_disk_that_refuses_is_told_and_costs_nothing_else(filled, monkeypatch):
+    tier = open_tier(filled)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert Prompt(10).keep_in(tier)
+    with pytest.raises(OSError, match="No space left"):
+        tier.store.flush()
+    assert not Prompt(11).keep_in(tier)
+    assert not Prompt(10).is_right_in(tier)
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    assert any("No space left" in problem for problem in tier.store.problems)
+    tier.store.close()

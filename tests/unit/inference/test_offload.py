@@ -1,0 +1,360 @@
+"""Host memory and disk below the pool: what left it comes back to the bit, and nobody waits for it
+who need not."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+from differential import LogitsRecorder, RandomRun, poison
+from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.config import STATE_ENCODINGS
+from megatron_hybrid.inference.disk_store import CacheFolderError
+from megatron_hybrid.inference.request import RequestStatus
+
+PATTERNS = {
+    "hybrid": "MG*-",
+    "pure attention": "*-*-",
+    "window": "W*-",
+    "window only": "W-",
+    "chunk": "C*-",
+    "state only": "MK",
+    "mla": "LG",
+    "all": "MG*-W-",
+}
+TIERS = ("host", "disk")
+EVERYTHING = 10**6
+
+
+def tier_fields(tier: str, folder) -> dict:
+    return {"host_cache_bytes": 64 << 20} if tier == "host" else {"cache_dir": folder}
+
+
+def engine_with(tier, folder, model=None, **fields):
+    return tiny_engine(model, **tier_fields(tier, folder), **fields)
+
+
+def empty_pool(engine):
+    """Evicts all that is cached, and leaves nothing of it in the pool."""
+    engine.cache.evict(EVERYTHING)
+    assert not engine.cache.allocator.num_evictable
+    poison(engine)
+
+
+def answer(engine, prompt, count=6):
+    result = engine.generate([prompt], greedy(count))[0]
+    engine.check_integrity()
+    return result
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("length", [33, 96])
+def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
+    model, prompt = tiny_model(pattern), random_tokens(length)
+    engine = engine_with(tier, tmp_path, model)
+    recorder = LogitsRecorder(engine)
+    first = answer(engine, prompt)
+    empty_pool(engine)
+    again = answer(engine, prompt)
+    assert again.generated_tokens == first.generated_tokens == greedy_tokens(model, prompt, 6)
+    # KV that resumes by itself comes back in full blocks; the last token is computed for logits.
+    expected = length if engine.cache.spec.needs_state else (length - 1) // 16 * 16
+    assert again.prefix.skipped_tokens >= expected
+    assert again.prefix.fetched_tokens == again.prefix.skipped_tokens
+    empty_pool(engine)
+    longer = [*prompt, *first.generated_tokens, *random_tokens(9, seed=1)]
+    turn = answer(engine, longer)
+    if engine.cache.spec.needs_state:
+        assert turn.prefix.skipped_tokens == length + 6
+    assert turn.generated_tokens == greedy_tokens(model, longer, 6)
+    recorder.check(model)
+    stats = engine.stats()
+    assert stats["fetches"] == 2 and not stats["fetches_failed"]
+    assert stats["fetched_tokens"] == again.prefix.fetched_tokens + turn.prefix.fetched_tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("encoding", STATE_ENCODINGS)
+def test_the_bytes_are_the_same(tmp_path, tier, encoding):
+    model, prompt = tiny_model("MG*-W-"), random_tokens(75)
+    engine = engine_with(tier, tmp_path, model, state_encoding=encoding)
+
+    def cached_bytes():
+        lease = engine.cache.acquire(
+            torch.tensor(prompt).numpy(), capacity_tokens=len(prompt), chunk_tokens=1
+        )
+        assert lease.skipped_tokens == len(prompt)
+        pages = torch.from_numpy(lease.checkpoint_pages).long()
+        kept = engine.memory.pool[pages][:, : engine.cache.spec.checkpoint_bytes].clone()
+        full = torch.from_numpy(lease.block_table[: len(prompt) // 16, 0]).long()
+        kept_kv = engine.memory.pool[full].clone()
+        engine.cache.release(lease)
+        return kept, kept_kv
+
+    answer(engine, prompt)
+    before = cached_bytes()
+    empty_pool(engine)
+    answer(engine, prompt)
+    for kept, again in zip(before, cached_bytes()):
+        assert torch.equal(kept, again)
+    engine.close()
+
+
+def test_host_memory_hands_on_to_the_disk(tmp_path):
+    model = tiny_model("MG*-")
+    spec = tiny_engine(model).cache.spec
+    room = 2 * (spec.checkpoint_pages + 8 * spec.kv_pages_per_block) * spec.page_bytes
+    engine = tiny_engine(model, host_cache_bytes=room, cache_dir=tmp_path)
+    prompts = [random_tokens(90, seed=seed) for seed in range(8)]
+    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    empty_pool(engine)
+    stats = engine.stats()
+    assert stats["host_records_evicted"] and stats["disk_states"]
+    assert stats["host_bytes"] <= room
+    for prompt, expected in zip(prompts, answers):
+        again = answer(engine, prompt)
+        assert again.prefix.fetched_tokens == 90
+        assert again.generated_tokens == expected
+    engine.close()
+
+
+def test_a_deeper_prefix_in_the_pool_is_not_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt[:60])
+    empty_pool(engine)
+    answer(engine, prompt)  # 60 come back, the rest is computed
+    assert engine.stats()["fetched_tokens"] == 60
+    result = answer(engine, prompt)
+    assert result.prefix.skipped_tokens == 100
+    assert result.prefix.fetched_tokens == 0
+    assert engine.stats()["fetches"] == 1
+
+
+def test_salts_stay_apart():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(60)
+    engine.generate([prompt], greedy(3), salt="one")
+    empty_pool(engine)
+    other = engine.generate([prompt], greedy(3), salt="two")[0]
+    same = engine.generate([prompt], greedy(3), salt="one")[0]
+    assert (other.prefix.fetched_tokens, same.prefix.fetched_tokens) == (0, 60)
+
+
+def test_prompt_log_probs_need_every_token():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(60)
+    answer(engine, prompt)
+    empty_pool(engine)
+    params = greedy(3, return_log_probs=True, skip_prompt_log_probs=False)
+    assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 0
+    assert engine.stats()["fetches"] == 0
+
+
+# Nobody waits who need not -----------------------------------------------------------------------
+
+
+class SlowStore:
+    """A tier's store whose reads end when the test says so."""
+
+    def __init__(self, store):
+        self.store, self.reads = store, []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, record):
+        future = Future()
+        self.reads.append((future, record))
+        return future
+
+    def arrive(self):
+        reads, self.reads = self.reads, []
+        for future, record in reads:
+            future.set_result(self.store.get(record).result())
+        return len(reads)
+
+
+@pytest.fixture
+def slow():
+    """An engine with a prompt in host memory that takes its time."""
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(60)
+    engine.expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    tier = engine.offload.tiers[0]
+    tier.store = SlowStore(tier.store)
+    return engine, prompt, tier.store
+
+
+def test_others_run_while_a_prompt_is_fetched(slow):
+    engine, prompt, store = slow
+    waiting = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    while not other.closed:
+        engine.step()
+    assert waiting.status is RequestStatus.WAITING and store.reads
+    store.arrive()
+    while not waiting.closed:
+        engine.step()
+    assert waiting.result().prefix.skipped_tokens == 60
+    assert waiting.generated_tokens == engine.expected
+    assert waiting.result().prefix.fetched_tokens == 60
+
+
+def test_two_requests_share_a_fetch(slow):
+    engine, prompt, store = slow
+    first = engine.add_request(prompt, greedy(6))
+    second = engine.add_request([*prompt, 1, 2, 3], greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(2))
+    while not other.closed:
+        engine.step()
+    assert store.arrive() == 60 // 16 + 1
+    while engine.has_work:
+        engine.step()
+    assert not store.reads
+    assert [r.result().prefix.skipped_tokens for r in (first, second)] == [60, 60]
+    assert engine.stats()["fetches"] == 1
+
+
+def test_a_request_that_waits_can_be_cancelled(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    engine.step()
+    engine.cancel(request)
+    store.arrive()
+    while not other.closed:
+        engine.step()
+    engine.check_integrity()
+    assert not engine.offload.is_busy and not engine.cache.allocator.ref_counts.any()
+    assert all(not record.pins for record in engine.offload.tiers[0].records())
+
+
+def test_an_engine_with_nothing_else_to_do_waits(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    threading.Timer(0.2, store.arrive).start()
+    engine.step()
+    assert not store.reads  # it came back when they were there
+    while not request.closed:
+        engine.step()
+    assert request.result().prefix.skipped_tokens == 60
+
+
+def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
+    engine, prompt, store = slow
+    store.arrive()
+    engine.generate([prompt[:40]], greedy(1), salt="")  # two blocks are in the pool again
+    store.arrive()
+    request = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(20))
+    for _ in range(3):
+        engine.step()
+    assert store.reads
+    engine.cache.evict(EVERYTHING)
+    while not request.closed:
+        store.arrive()
+        engine.step()
+    assert request.generated_tokens == engine.expected
+    assert request.result().prefix.skipped_tokens == 60
+    while not other.closed:
+        engine.step()
+    engine.check_integrity()
+
+
+# What is damaged is not used ---------------------------------------------------------------------
+
+
+def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(100)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    answer(engine, prompt[:50])
+    expected = answer(engine, prompt).generated_tokens
+    engine.save_cache()
+    deep = max(engine.offload.disk.records(), key=lambda record: record.position)
+    slot = int(engine.offload.disk.store._placed[deep.key].slots[0])
+    engine.close()
+    path = tmp_path / "rank-0-of-1" / "pages.bin"
+    content = bytearray(path.read_bytes())
+    content[slot * engine.cache.spec.page_bytes + 100] ^= 4
+    path.write_bytes(content)
+
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    longer = [*prompt, *expected, 3]
+    result = answer(engine, longer)
+    assert result.generated_tokens == greedy_tokens(model, longer, 6)
+    assert result.prefix.skipped_tokens == 100  # not 106, whose state is damaged
+    assert engine.stats()["fetches_failed"] == 1
+    assert "pages.bin" in engine.offload.disk.store.problems[0]
+    assert answer(engine, longer).prefix.skipped_tokens == len(longer)
+    engine.close()
+
+
+# What outlives the engine ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_save_cache_and_a_warm_start(tmp_path, pattern):
+    model = tiny_model(pattern)
+    engine = tiny_engine(model, host_cache_bytes=1 << 20)
+    prompts = [random_tokens(50 + 7 * seed, seed=seed) for seed in range(4)]
+    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    saved = engine.save_cache(tmp_path)
+    assert saved.kv_blocks and (saved.states or not engine.cache.spec.needs_state)
+    again = engine.save_cache(tmp_path)
+    assert again == saved
+
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    for prompt, expected in zip(prompts, answers):
+        result = answer(engine, prompt)
+        least = len(prompt) if engine.cache.spec.needs_state else (len(prompt) - 1) // 16 * 16
+        assert result.prefix.skipped_tokens >= least
+        assert result.generated_tokens == expected
+    engine.close()
+
+
+def test_another_model_or_configuration_is_told_apart(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"))
+    answer(engine, random_tokens(40))
+    engine.save_cache(tmp_path)
+    for model, fields, name in (
+        (tiny_model("MG*-", seed=1), {}, "weights"),
+        (tiny_model("MG*-"), {"state_encoding": "bf16"}, "memory layout|state encoding"),
+        (tiny_model("MG*-"), {"kv_cache_dtype": torch.bfloat16}, "page bytes|kv dtype"),
+        (tiny_model("MG*-"), {"block_size_tokens": 32}, "page bytes|memory layout"),
+        (tiny_model("MG*-", rotary_base=5000), {}, "model configuration"),
+    ):
+        with pytest.raises(CacheFolderError, match=f"for another ({name})"):
+            tiny_engine(model, cache_dir=tmp_path, **fields)
+        with pytest.raises(CacheFolderError, match=f"for another ({name})"):
+            tiny_engine(model, **fields).save_cache(tmp_path)
+    tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
+
+
+def test_save_cache_without_a_folder_is_refused():
+    with pytest.raises(ValueError, match="save_cache needs a folder"):
+        tiny_engine(tiny_model("MG*-")).save_cache()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host_cache_bytes": -1}, "host_cache_bytes is -1"),
+        ({"disk_cache_bytes": 0}, "disk_cache_bytes is 0"),
+        ({"cache_dir": 3}, "cache_dir is 3"),
+        ({"host_cache_bytes": 1, "prefix_caching": "memory_only"}, "need prefix_caching='restore'"),
+    ],
+)
+def test_bad_sizes_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_engine(tiny_model("MG*-"), **fields)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_runs_with_tiers(seed):
+    """Many more: tests/functional/inference/test_many_random_runs.py."""
+    RandomRun(500 + seed, num_requests=7, tiers=True, crowded=seed % 2 == 0).run()
