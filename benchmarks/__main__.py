@@ -1,4 +1,4 @@
-"""`python -m benchmarks [latency] [bookkeeping] [memory] [encodings] [--json FILE]`."""
+"""`python -m benchmarks [latency] [bookkeeping] [memory] [encodings] [tiers] [--json FILE]`."""
 
 import argparse
 import json
@@ -13,13 +13,14 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import bookkeeping, encodings, latency, memory
+    from benchmarks import bookkeeping, encodings, latency, memory, tiers
 
     suites = {
         "latency": latency,
         "bookkeeping": bookkeeping,
         "memory": memory,
         "encodings": encodings,
+        "tiers": tiers,
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hybrid import HybridConfig, build_hybrid_model
+from megatron_hybrid import (
+    DynamicInferenceEngine,
+    HybridConfig,
+    SamplingParams,
+    build_hybrid_model,
+)
+
+ONE_TOKEN = SamplingParams(top_k=1, num_tokens_to_generate=1)
 
 
 @dataclass
@@ -29,6 +36,20 @@ def seconds(action: Callable[[], object]) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def first_token(server: DynamicInferenceEngine, tokens: list[int]) -> float:
+    """Seconds from the arrival of a request that is alone to its first token."""
+    request = server.add_request(tokens, ONE_TOKEN)
+
+    def until_first() -> None:
+        while request.first_token_at is None:
+            server.step()
+
+    elapsed = seconds(until_first)
+    while server.has_work:
+        server.step()
+    return elapsed
 
 
 def paired(a: Callable[[], float], b: Callable[[], float], rounds: int) -> tuple[list, list]:

@@ -5,11 +5,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.common import Row, benchmark_model, median_ratio, paired, seconds
-from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from benchmarks.common import (
+    ONE_TOKEN,
+    Row,
+    benchmark_model,
+    first_token,
+    median_ratio,
+    paired,
+    seconds,
+)
+from megatron_hybrid import DynamicInferenceEngine, InferenceConfig
 
 LENGTH, RESTORED, ROUNDS = 2000, 1500, 9
-ONE_TOKEN = SamplingParams(top_k=1, num_tokens_to_generate=1)
 
 
 def run() -> Iterator[Row]:
@@ -24,19 +31,6 @@ def run() -> Iterator[Row]:
 
     def prompt() -> list[int]:
         return rng.integers(0, model.config.vocab_size, LENGTH).tolist()
-
-    def first_token(server: DynamicInferenceEngine, tokens: list[int]) -> float:
-        """Seconds from the request's arrival to its first token."""
-        request = server.add_request(tokens, ONE_TOKEN)
-
-        def until_first() -> None:
-            while request.first_token_at is None:
-                server.step()
-
-        elapsed = seconds(until_first)
-        while server.has_work:
-            server.step()
-        return elapsed
 
     restoring = engine(prefix_caching="restore", max_tokens=LENGTH)
 
