@@ -13,6 +13,7 @@ _KINDS = {
     Kind.PROMPT_END: "end of a prompt",
     Kind.ANSWER_END: "end of an answer",
     Kind.JUNCTION: "junction or declared",
+    Kind.MESSAGE: "start of a message",
     Kind.TAIL: "before the end of a prompt",
     Kind.RUNG: "rung",
 }

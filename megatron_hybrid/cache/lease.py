@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_hybrid.cache.placement import NO_RUNG
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.reuse import Kind
 
@@ -77,10 +78,12 @@ class Lease:
     """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
     the slot starts from zeros (p == 0, or a model without recurrent state)."""
     checkpoint_positions: tuple[int, ...] = ()
-    """Ascending positions in (p, L] whose state this prefill should save, those of `wanted`. For
-    each in (start, end] of a chunk: `reserve_checkpoint`, then publish."""
+    """Ascending positions in (p, L] whose state this prefill should save, those of `wanted`; see
+    `PrefixCache.positions_to_save`."""
     wanted: dict[int, Kind] = field(default_factory=dict)
     """What each of them is."""
+    next_rung: int = NO_RUNG
+    """The next position in the answer whose state should be saved; > done."""
     turn: int = 0
     """What its prompt goes on from: 1 the end of a prompt, 2 the end of an answer, 0 neither."""
     again: int = 0
@@ -116,6 +119,8 @@ class Reservation:
     lease: Lease
     position: int
     """Tokens that the state has seen."""
+    kind: Kind
+    """What it is in the request."""
     pages: np.ndarray
     """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
     local_pages: list[np.ndarray]

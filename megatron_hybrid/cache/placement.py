@@ -9,6 +9,12 @@ from collections.abc import Iterable
 
 from megatron_hybrid.cache.reuse import Kind
 
+NO_RUNG = 1 << 62
+"""The next rung where there are none."""
+MESSAGE_GAIN = 16
+"""Tokens beyond the state that a prompt goes on from, below which the start of a message is not
+worth another one: each turn of a chat starts right behind the last answer."""
+
 
 def tail_position(
     prompt_tokens: int, skipped_tokens: int, weights: Iterable[tuple[int, float]]
@@ -31,24 +37,32 @@ def prefill_positions(
     skipped_tokens: int,
     known_tokens: int,
     declared: Iterable[int],
+    messages: Iterable[int],
     tail: int,
     rung_tokens: int | None,
 ) -> dict[int, Kind]:
     """Positions in (p, L] whose state a prefill from p to L should save, and what they are.
 
     The prompt's end; the junction where this prompt leaves what is known (known_tokens); what the
-    caller declared; the place near the end where its successors are likely to leave it
-    (`tail_position`); rungs at multiples of rung_tokens (None: none), for those that part earlier.
+    caller declared; where messages of a chat start; the place near the end where its successors
+    are likely to leave it (`tail_position`); rungs (`next_rung`), for those that part earlier.
     """
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
         wanted.setdefault(position, Kind.JUNCTION)
+    for position in messages:
+        if position >= skipped_tokens + MESSAGE_GAIN:
+            wanted.setdefault(position, Kind.MESSAGE)
     wanted.setdefault(tail, Kind.TAIL)
-    if rung_tokens:
-        first = skipped_tokens // rung_tokens * rung_tokens + rung_tokens
-        for position in range(first, prompt_tokens, rung_tokens):
-            wanted.setdefault(position, Kind.RUNG)
+    for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens or 1):
+        wanted.setdefault(position, Kind.RUNG)
     return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
+
+
+def next_rung(position: int, rung_tokens: int | None) -> int:
+    """The first multiple of rung_tokens (None: there is none) behind a position, in a prompt or in
+    its answer."""
+    return (position // rung_tokens + 1) * rung_tokens if rung_tokens else NO_RUNG
 
 
 def rung_distance(

@@ -8,6 +8,7 @@ the life of a request in calls.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_page
 from megatron_hybrid.cache.matching import Hit, look_up
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.placement import (
+    next_rung,
     prefill_positions,
     rung_distance,
     saves_work,
@@ -99,7 +101,7 @@ class PrefixCache:
         else:
             self._known_limit = TOKENS_PER_PAGE * num_pages
         self._rung_tokens = None
-        if spec.needs_state:
+        if spec.needs_state and mode == "restore":
             self._rung_tokens = rung_distance(
                 spec.checkpoint_bytes + spec.local_bytes,
                 spec.kv_bytes_per_token,
@@ -144,6 +146,7 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
         declared: Sequence[int] = (),
+        messages: Sequence[int] = (),
         recompute_reason: str | None = None,
     ) -> Lease | None:
         """Match, pin and allocate, all or nothing.
@@ -154,6 +157,7 @@ class PrefixCache:
             chunk_tokens: length of the first forward, which starts at p: local groups get room
                 for that much only (default: up to capacity_tokens).
             declared: positions whose state the caller wants saved.
+            messages: positions where messages of a chat start, at which others may part from it.
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
         Returns:
             None: it does not fit now, and nothing changed. When no other lease is live and `fits`
@@ -176,7 +180,7 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         if self.mode == "restore":
-            self._place(lease, known, declared)
+            self._place(lease, known, declared, messages)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(tokens)
         self._stats.shared_tokens += lease.shared_tokens
@@ -185,7 +189,7 @@ class PrefixCache:
             self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
         return lease
 
-    def resume(
+    def adopt(
         self,
         tokens: np.ndarray,
         salt: str = "",
@@ -193,14 +197,14 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """A lease for a request that was preempted after `tokens` and goes on from there; what it
-        had computed is the caller's to put back.
+        """A lease that starts behind `tokens`, which were computed before or elsewhere; their bytes
+        are the caller's to bring.
 
-        Whole blocks of KV are shared as far as they are cached. Before the first forward the caller
-        writes the live slot, the full-attention KV from `lease.writable_from` on, and the local KV
-        from `CacheSpec.first_local_block` on; the report that the request has goes on as
-        `lease.report`. Arguments as in `acquire`. None: it does not fit now, and nothing changed.
-        When no other lease is live and `fits` says yes it always fits.
+        Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
+        the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
+        the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
+        not fit now, and nothing changed. When no other lease is live and `fits` says yes it always
+        fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
         depth = self._look_up(tokens, salt, None).path.depth
@@ -209,6 +213,27 @@ class PrefixCache:
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
         if lease is None:
             self._stats.refused += 1
+        return lease
+
+    def resume(
+        self,
+        before: Lease,
+        tokens: np.ndarray,
+        *,
+        capacity_tokens: int,
+        chunk_tokens: int | None = None,
+    ) -> Lease | None:
+        """`adopt` for a request that was preempted after `tokens`. before: the lease that it had,
+        released; its report and what it has yet to save go on."""
+        if not before.released:
+            raise ValueError("the lease of a preempted request is released before it is resumed")
+        lease = self.adopt(
+            tokens, before.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
+        )
+        if lease is not None:
+            lease.report, lease.turn = before.report, before.turn
+            lease.next_rung = before.next_rung
+            self._want(lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)})
         return lease
 
     def fork(
@@ -306,11 +331,32 @@ class PrefixCache:
                 f"and there is room for {room}; call extend before the forward"
             )
         if answered and self.mode == "restore" and self.spec.needs_state:
-            lease.unwatched.setdefault(num_tokens_done, self._kind(lease, num_tokens_done))
+            is_prompt = num_tokens_done == lease.prompt_tokens
+            end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
+            lease.unwatched.setdefault(num_tokens_done, end)
+        while lease.next_rung <= num_tokens_done:
+            lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
+            lease.next_rung += self._rung_tokens
         self._publish_tokens(lease)
         self._pages.roll(lease)
         size = self.spec.block_size_tokens
         lease.next_flush = (lease.done // size + 1) * size
+
+    def positions_to_save(self, lease: Lease, end: int) -> list[int]:
+        """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
+        those of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then publish.
+        """
+        wanted, found = lease.checkpoint_positions, []
+        if wanted and wanted[-1] > lease.done:
+            found += wanted[bisect_right(wanted, lease.done) : bisect_right(wanted, end)]
+        if lease.next_rung <= end:
+            found += range(lease.next_rung, end + 1, self._rung_tokens)
+        return found
+
+    def want(self, lease: Lease, position: int) -> None:
+        """Another request will leave this one's prompt at a position that it has yet to reach: the
+        state there is worth saving."""
+        self._want(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     def reserve_checkpoint(
         self, lease: Lease, position: int, *, wanted: bool = False
@@ -338,11 +384,11 @@ class PrefixCache:
         if below is not None and below.position == position:
             return None
         local_rows = self._local_rows(lease, position)
-        pages = self.spec.checkpoint_pages
+        kind, pages = self._kind(lease, position), self.spec.checkpoint_pages
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
         else:
-            room = self._make_room_for_state(lease, position, path, below, local_rows)
+            room = self._make_room_for_state(lease, position, kind, path, below, local_rows)
         if not room:
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
@@ -350,8 +396,7 @@ class PrefixCache:
             return None
         for rows in local_rows:
             self.allocator.retain(rows)
-        pages = self.allocator.allocate(pages)
-        reservation = Reservation(lease, position, pages, local_rows)
+        reservation = Reservation(lease, position, kind, self.allocator.allocate(pages), local_rows)
         lease.reservations.append(reservation)
         self._record(RESERVED, position)
         return reservation
@@ -365,7 +410,7 @@ class PrefixCache:
         if lease.done < position:
             raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
         path = self._publish_tokens(lease, position)
-        checkpoint = self._watch(lease, path, position, self._kind(lease, position))
+        checkpoint = self._watch(lease, path, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
             below = checkpoint.below()
@@ -533,6 +578,7 @@ class PrefixCache:
 
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """The lease is live: it gets room for the rest."""
+        lease.next_rung = next_rung(max(lease.prompt_tokens, lease.done), self._rung_tokens)
         self._leases[lease] = None
         self._pages.open(lease, capacity_tokens, end)
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
@@ -554,26 +600,41 @@ class PrefixCache:
     def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
         turn = lease.turn if kind <= Kind.ANSWER_END else 0
-        return self._index.watch(edge_at(path, position), position, kind, self._reuse.now, turn)
+        edge, now = edge_at(path, position), self._reuse.now
+        checkpoint = self._index.watch(edge, position, kind, now, turn)
+        if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
+            self._reuse.changes(checkpoint)  # the answer happened to stop there
+            checkpoint.kind, checkpoint.turn = kind, turn
+        return checkpoint
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """What a position is in a request."""
+        if position >= lease.next_rung and position % self._rung_tokens == 0:
+            return Kind.RUNG
         if position >= lease.prompt_tokens:
             return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
         return lease.wanted.get(position, Kind.JUNCTION)
 
-    def _place(self, lease: Lease, known: int, declared: Sequence[int]) -> None:
+    def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
+        """These are the positions that a prefill should save."""
+        lease.wanted = wanted
+        lease.unwatched.update((p, kind) for p, kind in wanted.items() if p > lease.done)
+        lease.checkpoint_positions = tuple(sorted(wanted))
+
+    def _place(
+        self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
+    ) -> None:
         """Choose the positions of a prefill whose state is worth saving."""
         length, skipped = lease.prompt_tokens, lease.skipped_tokens
         if not self.spec.needs_state:
-            lease.wanted = {length: Kind.PROMPT_END} if skipped < length else {}
+            wanted = {length: Kind.PROMPT_END} if skipped < length else {}
         else:
             tail = tail_position(length, skipped, self._reuse.distances.weights())
-            lease.wanted = prefill_positions(
-                length, skipped, known, [*declared, lease.again], tail, self._rung_tokens
+            declared = [*declared, lease.again]
+            wanted = prefill_positions(
+                length, skipped, known, declared, messages, tail, self._rung_tokens
             )
-        lease.unwatched = dict(lease.wanted)
-        lease.checkpoint_positions = tuple(sorted(lease.wanted))
+        self._want(lease, wanted)
 
     def _keep_up(self) -> None:
         """Now and then, learn from what became of all states and order them anew: often enough for
@@ -591,14 +652,14 @@ class PrefixCache:
         self,
         lease: Lease,
         position: int,
+        kind: Kind,
         path: Path,
         below: Checkpoint | None,
         local_rows: list[np.ndarray],
     ) -> bool:
         """Room for a state among what is worth less; or in place of the one below it, if that one
         has no use of its own that is worth more than the tokens between them."""
-        spec, reuse = self.spec, self._reuse
-        kind, watched = self._kind(lease, position), None
+        spec, reuse, watched = self.spec, self._reuse, None
         if path.known == position:
             watched = edge_at(path, position).checkpoints.get(position)
         if watched is None:

@@ -49,9 +49,11 @@ class Kind(IntEnum):
     ANSWER_END = 1
     JUNCTION = 2
     """Where a prompt left a known one, or declared by the caller."""
-    TAIL = 3
+    MESSAGE = 3
+    """Where a message of a chat starts."""
+    TAIL = 4
     """As far before the end of a prompt as successors usually leave it."""
-    RUNG = 4
+    RUNG = 5
     """One of many at a distance."""
 
 

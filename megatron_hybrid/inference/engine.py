@@ -20,7 +20,7 @@ from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.disk_store import DiskStore
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.intake import Intake, Prompt, is_int, spread
+from megatron_hybrid.inference.intake import Intake, Prompt, is_chat, is_int, spread
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.offload import Offload, disk_tier
 from megatron_hybrid.inference.output import OutputProcessor
@@ -130,7 +130,10 @@ class DynamicInferenceEngine:
         """Queues a request and returns its handle (`done`, `result()`).
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or the messages of a chat (dicts with "role" and "content"),
+                which the tokenizer's chat template renders; states are then also saved where
+                other chats are likely to part from it. With tools or variables of the template:
+                pass what `tokenizer.chat_prompt` returns as prompt and `cache_breakpoints`.
             params: how to sample; default `SamplingParams()`.
             salt: prefixes are shared among requests of equal salt only (tenants, adapters).
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
@@ -248,7 +251,7 @@ class DynamicInferenceEngine:
             raise TypeError(
                 f"prompts is one prompt or a sequence of prompts, got {type(prompts).__name__}"
             )
-        if isinstance(prompts, str) or (len(prompts) and is_int(prompts[0])):
+        if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
         count = len(prompts)
         per_prompt = zip(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,8 @@ from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping]
+"""Text, token ids, or the messages of a chat."""
 
 
 class Intake:
@@ -46,6 +47,9 @@ class Intake:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
         params = self._check_params(params)
+        message_starts = ()
+        if is_chat(prompt):
+            prompt, message_starts = self._render(prompt)
         tokens = self.tokens_of(prompt, params)
         total = self._check_length(len(tokens), params)
         if not isinstance(salt, str):
@@ -74,6 +78,7 @@ class Intake:
                     seed=seed,
                     salt=salt,
                     cache_breakpoints=breakpoints,
+                    message_starts=tuple(message_starts),
                     stop_ids=stop_ids,
                     sample_index=index,
                 )
@@ -96,6 +101,8 @@ class Intake:
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids, int [L]."""
+        if is_chat(prompt):
+            prompt, _ = self._render(prompt)
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)
         if isinstance(prompt, Tensor):
@@ -103,7 +110,8 @@ class Intake:
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim > 0
         if isinstance(prompt, bytes) or not (is_array or isinstance(prompt, Sequence)):
             raise TypeError(
-                f"a prompt is a str or a sequence of token ids, got {type(prompt).__name__}"
+                "a prompt is a str or a sequence of token ids or of messages, got "
+                f"{type(prompt).__name__}"
             )
         if len(prompt) == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -136,6 +144,19 @@ class Intake:
         if bos is None:
             raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
         return tokens if tokens[:1] == [bos] else [bos, *tokens]
+
+    def _render(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+        """Token ids of a chat, which the model is to answer, and where others may part from it."""
+        if self.tokenizer is None:
+            raise TypeError("a chat needs a tokenizer, and this engine has none: pass token ids")
+        if not hasattr(self.tokenizer, "chat_prompt"):
+            raise TypeError(
+                f"a chat needs a tokenizer with chat_prompt(), and {type(self.tokenizer).__name__} "
+                "has none: use the one of load_pretrained, or pass text or token ids"
+            )
+        for index, message in enumerate(messages):
+            check_message(index, message)
+        return self.tokenizer.chat_prompt(messages)
 
     def _check_length(self, length: int, params: SamplingParams) -> int:
         """Tokens of the whole request, prompt and answer."""
@@ -183,6 +204,35 @@ class Intake:
         else:
             ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
         return frozenset({*params.stop_token_ids, *ends} - {None})
+
+
+def is_chat(prompt) -> bool:
+    """Whether a prompt is meant as messages. An empty one is not: it could be anything."""
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def check_message(index: int, message) -> None:
+    """Raises TypeError or ValueError where a template might write something else than is meant."""
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"message {index} of the chat is of type {type(message).__name__}; each is a dict with "
+            "'role' and 'content'"
+        )
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(
+            f"message {index} of the chat has the role {role!r}; it must say 'system', 'user', "
+            "'assistant', 'tool' or what else the template knows"
+        )
+    if not isinstance(content, (str, list, type(None))):
+        raise TypeError(
+            f"message {index} of the chat has content of type {type(content).__name__}; it must be "
+            "a str or a list of parts"
+        )
+    if content is None and all(value is None for key, value in message.items() if key != "role"):
+        raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
 
 
 def is_int(value) -> bool:

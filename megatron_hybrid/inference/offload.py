@@ -246,7 +246,7 @@ class Offload:
             self._end(fetch)
             return
         size, position = self.spec.block_size_tokens, fetch.position
-        lease = self.cache.resume(fetch.tokens, fetch.salt, capacity_tokens=position)
+        lease = self.cache.adopt(fetch.tokens, fetch.salt, capacity_tokens=position)
         if lease is None:
             return  # what runs holds the pool; again later
         shared = lease.shared_tokens // size

@@ -61,6 +61,7 @@ class Request:
     seed: int
     salt: str = ""
     cache_breakpoints: tuple[int, ...] = ()
+    message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     sample_index: int = 0
 
@@ -69,12 +70,12 @@ class Request:
     num_computed: int = 0
     slot: int = -1
     lease: Lease | None = None
-    checkpoint_positions: list[int] = field(default_factory=list)
     waits_for: "tuple[Request, int] | None" = None
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
     was_looked_up: bool = False  # in the memories below the pool
     fetch: Fetch | None = None  # what they had of it
     parked: ParkedRequest | None = None
+    lease_before: Lease | None = None  # released; a parked request goes on with what it wanted
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only
 

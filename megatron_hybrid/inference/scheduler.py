@@ -105,11 +105,14 @@ class Scheduler:
     def _reserve_checkpoints(self, plan: StepPlan) -> None:
         """Room for the states to be saved in this step; what finds none is left out."""
         for work in plan.work:
-            for position in work.request.checkpoint_positions:
-                if work.start < position <= work.end:
-                    reservation = self.cache.reserve_checkpoint(work.request.lease, position)
-                    if reservation is not None:
-                        work.reservations.append(reservation)
+            lease = work.request.lease
+            positions = self.cache.positions_to_save(lease, work.end)
+            if work.request.status is RequestStatus.CLOSING:
+                positions = [work.end]
+            for position in positions:
+                reservation = self.cache.reserve_checkpoint(lease, position)
+                if reservation is not None:
+                    work.reservations.append(reservation)
 
     def _make_room(self, plan: StepPlan, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
@@ -140,6 +143,7 @@ class Scheduler:
             capacity_tokens=len(tokens),
             chunk_tokens=self._budget(plan),
             declared=request.cache_breakpoints,
+            messages=request.message_starts,
             recompute_reason=reason,
         )
         if lease is None:
@@ -168,7 +172,6 @@ class Scheduler:
         request.slot = self.free_slots.pop()
         self.context.forget_slot(request.slot)
         request.status = RequestStatus.PREFILL
-        request.checkpoint_positions = list(lease.checkpoint_positions)
         request.waits_for = None
         request.common_with.clear()
         if request.report is None:
@@ -238,12 +241,11 @@ class Scheduler:
         """
         if not self.cache.spec.needs_state:
             return common
-        planned = [p for p in other.checkpoint_positions if other.num_computed < p <= common]
-        deepest = max(planned, default=0)
+        deepest = max(self.cache.positions_to_save(other.lease, common), default=0)
         gain = common - max(deepest, resume, other.num_computed)
         # Below one block of gain the copy of a state costs more than the tokens it saves.
         if gain >= self.cache.spec.block_size_tokens:
-            insort(other.checkpoint_positions, common)
+            self.cache.want(other.lease, common)
             deepest = common
         return deepest
 
@@ -287,7 +289,6 @@ class Scheduler:
             self._run_copies(sibling)
             self.memory.copy_slot(request.slot, sibling.slot)
             sibling.num_computed = request.num_computed
-            sibling.checkpoint_positions = []
             sibling.status = RequestStatus.DECODE
             started.append(sibling)
         self.waiting.extendleft(reversed(queued))
@@ -311,7 +312,6 @@ class Scheduler:
         keeps_state = self.cache.mode == "restore" and request.lease is not None
         if keeps_state and request.num_computed < request.num_tokens:
             request.status = RequestStatus.CLOSING
-            request.checkpoint_positions = [request.num_tokens]
             return
         if keeps_state:
             reservation = self.cache.reserve_checkpoint(request.lease, request.num_computed)
@@ -359,6 +359,7 @@ class Scheduler:
         self.num_preemptions += 1
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
         if 0 < request.num_computed < request.num_tokens:
+            request.lease_before = request.lease
             request.parked = self.memory.park(
                 request.lease.block_table,
                 request.lease.local_tables,
@@ -377,17 +378,15 @@ class Scheduler:
         parked = request.parked
         done = parked.num_tokens
         lease = self.cache.resume(
+            request.lease_before,
             request.tokens[:done],
-            request.salt,
             capacity_tokens=request.num_tokens,
             chunk_tokens=chunk_tokens,
         )
         if lease is None:
             return False
-        positions = [p for p in request.checkpoint_positions if p > done]
         self.waiting.remove(request)
         self._start(request, lease)
-        request.checkpoint_positions = positions
         self.memory.unpark(
             parked,
             lease.block_table,
@@ -396,7 +395,7 @@ class Scheduler:
             slot=request.slot,
         )
         self.cache.commit(lease, request.tokens, done, flush=True)
-        request.parked = None
+        request.parked = request.lease_before = None
         request.num_computed = done
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:
             request.status = RequestStatus.DECODE

@@ -18,6 +18,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
+INSTRUCTING = ("system", "developer")
+"""Roles of messages that many conversations begin with."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -83,19 +85,61 @@ class ChatTemplate:
         conversation = _Conversation(messages, {"tools": tools, **variables})
         plain = conversation.messages
         full = self._run(conversation, plain, add_generation_prompt)
-        starts = set()
-        for index, message in enumerate(plain):
-            start = self._prefix_length(full, conversation, plain[:index])
-            if start is None:
-                others = [
-                    [*plain[:index], _with_content(message, letter), *plain[index + 1 :]]
-                    for letter in "ab"
-                ]
-                start = self._common_length(full, conversation, others, add_generation_prompt)
-            starts.add(start)
+        starts = {
+            self._start(full, conversation, index, add_generation_prompt)
+            for index in range(len(plain))
+        }
         if add_generation_prompt:
             starts.add(self._prefix_length(full, conversation, plain))
         return sorted(starts - {None})
+
+    def fork_points(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Where other conversations are likely to leave this one. A few renderings, however long it
+        is.
+
+        Behind the system prompt; where the last message starts, which may be edited or be one of
+        many behind the same examples; and where the next turn of this very conversation leaves
+        it, if that is before its end: some templates write an answer of the past otherwise than
+        they ask for one.
+
+        Args, raises: as `render`.
+
+        Returns:
+            Ascending character positions, each once.
+        """
+        conversation = _Conversation(messages, {"tools": tools, **variables})
+        plain = conversation.messages
+        full = self._run(conversation, plain, add_generation_prompt)
+        indices = [i for i, m in enumerate(plain) if m.get("role") not in INSTRUCTING][:1]
+        forks = {
+            self._start(full, conversation, index, add_generation_prompt)
+            for index in (*indices, len(plain) - 1)
+        }
+        turns = [
+            [*plain, *({"role": role, "content": letter} for role in ("assistant", "user"))]
+            for letter in "ab"
+        ]
+        forks.add(self._common_length(full, conversation, turns, False))
+        return sorted(forks - {None, len(full)})
+
+    def _start(
+        self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
+    ) -> int | None:
+        plain = conversation.messages
+        start = self._prefix_length(full, conversation, plain[:index])
+        if start is not None:
+            return start
+        others = [
+            [*plain[:index], _with_content(plain[index], letter), *plain[index + 1 :]]
+            for letter in "ab"
+        ]
+        return self._common_length(full, conversation, others, add_generation_prompt)
 
     def _prefix_length(self, full: str, conversation: _Conversation, messages) -> int | None:
         try:

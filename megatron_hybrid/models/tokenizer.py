@@ -219,6 +219,35 @@ class Tokenizer:
         """
         template, named = self._template(tools), {**self._named, **variables}
         text = template.render(messages, add_generation_prompt, tools, **named)
+        starts = template.message_starts(messages, add_generation_prompt, tools, **named)
+        return self._encode_with_positions(text, starts)[1]
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], list[int]]:
+        """`apply_chat_template`'s tokens, and the positions in them at which other conversations
+        are likely to leave this one: see `ChatTemplate.fork_points`.
+
+        Returns:
+            Token ids; ascending positions > 0, each once.
+
+        Raises:
+            ValueError, TypeError: as `render_chat`.
+        """
+        template, named = self._template(tools), {**self._named, **variables}
+        text = template.render(messages, add_generation_prompt, tools, **named)
+        forks = template.fork_points(messages, add_generation_prompt, tools, **named)
+        return self._encode_with_positions(text, forks)
+
+    def _encode_with_positions(
+        self, text: str, starts: Iterable[int]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of a rendered chat, and for each character position in `starts` how many of them
+        do not depend on what follows it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each makes a list anew
         added = self._tokenizer.get_added_tokens_decoder()
@@ -229,7 +258,7 @@ class Tokenizer:
         ]
         anchor_ends = [spans[index][1] for index in anchors]
         positions = set()
-        for start in template.message_starts(messages, add_generation_prompt, tools, **named):
+        for start in starts:
             # Text is cut at added tokens before all else: no token before one depends on what
             # comes after it, so the tokens from the last one on are all that needs comparing.
             past = bisect_right(anchor_ends, start)
@@ -237,7 +266,7 @@ class Tokenizer:
             begin = spans[first][0] if past else 0
             alone = self.tokenize(text[begin:start], add_special_tokens=False)
             positions.add(first + common_length(alone, ids[first:]))
-        return sorted(positions - {0})
+        return ids, sorted(positions - {0})
 
     def _template(self, tools: Sequence[Mapping] | None) -> ChatTemplate:
         template = self._templates.get("default")

@@ -38,7 +38,7 @@ class Ours:
         if lease is None:
             return None if cache.fits(n, self._chunk) else Running(None, 0, "too_large")
         cache.restored(lease)
-        if not self._compute(lease, prompt, n, lease.checkpoint_positions):
+        if not self._compute(lease, prompt, n):
             cache.release(lease)
             return None
         reason = lease.report.miss_reason
@@ -51,13 +51,13 @@ class Ours:
 
     def _generate(self, lease, tokens: np.ndarray) -> None:
         """The answer. Without room for all of it the request ends as if it were cancelled."""
-        if self._compute(lease, tokens, len(tokens), ()):
+        if self._compute(lease, tokens, len(tokens)):
             self.cache.commit(lease, tokens, len(tokens), answered=True)
             if reservation := self.cache.reserve_checkpoint(lease, len(tokens)):
                 self.cache.publish_checkpoint(reservation)
 
-    def _compute(self, lease, tokens: np.ndarray, end: int, positions: tuple[int, ...]) -> bool:
-        """Forwards up to `end`, states saved at `positions`; False: no room."""
+    def _compute(self, lease, tokens: np.ndarray, end: int) -> bool:
+        """Forwards up to `end`, with the states that are worth saving; False: no room."""
         cache = self.cache
         while lease.done < end:
             start, chunk = lease.done, self._chunk or end
@@ -66,9 +66,8 @@ class Ours:
                 return False
             reservations = [
                 reservation
-                for position in positions
-                if start < position <= stop
-                and (reservation := cache.reserve_checkpoint(lease, position)) is not None
+                for position in cache.positions_to_save(lease, stop)
+                if (reservation := cache.reserve_checkpoint(lease, position)) is not None
             ]
             cache.commit(lease, tokens, stop)
             for reservation in reservations:

@@ -146,7 +146,7 @@ class Simulator:
             return False
         reservations = []
         if save:
-            wanted = [p for p in lease.checkpoint_positions if start < p <= end]
+            wanted = cache.positions_to_save(lease, end)
             reservations = [cache.reserve_checkpoint(lease, p) for p in wanted]
         self.compute(running, end)
         cache.commit(lease, np.array(running.tokens, dtype=np.int32), end)
@@ -197,15 +197,14 @@ class Simulator:
         """Go on where `preempt` stopped. chunk, room: as for `start`."""
         running, done, size = parked.running, parked.done, self.spec.block_size_tokens
         lease = self.cache.resume(
+            running.lease,
             np.array(running.tokens[:done], dtype=np.int32),
-            running.salt,
             capacity_tokens=done + room,
             chunk_tokens=chunk,
         )
         if lease is None:
             return None
-        assert lease.done == done and not lease.copies and not lease.checkpoint_positions
-        lease.report = running.lease.report
+        assert lease.done == done and not lease.copies
         expected, visible = prefix_hashes(running.tokens, running.salt), self.visible()
         tables = [(np.arange(lease.writable_from, done), lease.block_table)]
         for group, table in zip(self.spec.local_groups, lease.local_tables):

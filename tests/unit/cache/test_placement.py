@@ -3,6 +3,8 @@
 import pytest
 
 from megatron_hybrid.cache.placement import (
+    NO_RUNG,
+    next_rung,
     prefill_positions,
     rung_distance,
     saves_work,
@@ -11,11 +13,12 @@ from megatron_hybrid.cache.placement import (
 )
 from megatron_hybrid.cache.reuse import Kind
 
-END, JUNCTION, TAIL, RUNG = Kind.PROMPT_END, Kind.JUNCTION, Kind.TAIL, Kind.RUNG
+END, JUNCTION, MESSAGE = Kind.PROMPT_END, Kind.JUNCTION, Kind.MESSAGE
+TAIL, RUNG = Kind.TAIL, Kind.RUNG
 
 
 @pytest.mark.parametrize(
-    ("skipped", "known", "declared", "tail", "rungs", "expected"),
+    ("skipped", "known", "declared", "tail", "distance", "expected"),
     [
         # a new prompt: its end, and where its successors will probably leave it
         (0, 0, (), 100, None, {100: END}),
@@ -45,8 +48,33 @@ END, JUNCTION, TAIL, RUNG = Kind.PROMPT_END, Kind.JUNCTION, Kind.TAIL, Kind.RUNG
         (100, 100, (), 100, 32, {}),
     ],
 )
-def test_prefill_positions(skipped, known, declared, tail, rungs, expected):
-    assert prefill_positions(100, skipped, known, declared, tail, rungs) == expected
+def test_prefill_positions(skipped, known, declared, tail, distance, expected):
+    assert prefill_positions(100, skipped, known, declared, (), tail, distance) == expected
+
+
+@pytest.mark.parametrize(
+    ("skipped", "known", "messages", "expected"),
+    [
+        (0, 0, (30, 70), {30: MESSAGE, 64: RUNG, 70: MESSAGE, 90: TAIL, 100: END}),
+        # what else a start is comes before or after
+        (0, 30, (30, 64, 90, 100), {30: JUNCTION, 64: MESSAGE, 90: MESSAGE, 100: END}),
+        # right behind the state that a turn goes on from there is nothing to gain
+        (50, 50, (30, 51, 65), {64: RUNG, 90: TAIL, 100: END}),
+        (50, 50, (66,), {64: RUNG, 66: MESSAGE, 90: TAIL, 100: END}),
+        (0, 0, (15,), {64: RUNG, 90: TAIL, 100: END}),
+        (100, 100, (100,), {}),
+    ],
+)
+def test_starts_of_messages(skipped, known, messages, expected):
+    assert prefill_positions(100, skipped, known, (), messages, 90, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("position", "distance", "expected"),
+    [(0, 32, 32), (31, 32, 32), (32, 32, 64), (33, 32, 64), (100, 1, 101), (100, None, NO_RUNG)],
+)
+def test_next_rung(position, distance, expected):
+    assert next_rung(position, distance) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 EDGES = [2 ** (k / 2) - 1 for k in range(AGES)]
-REPEATED = 40  # the first class of those that were used at least twice: 8 for each of 5 kinds
+REPEATED = 48  # the first class of those that were used at least twice: 8 for each of 6 kinds
 PLAIN = [c for c in range(CLASSES) if c not in (REPEATED, REPEATED + 1)]
 
 
@@ -148,7 +148,7 @@ def test_hazards_recover_known_rates():
         3: lambda age: 0.2 if age < 7 else 0.001,
         11: lambda age: 0.002 if age < 31 else 0.02,
         20: lambda age: 0.01,
-        44: lambda age: 0.05,
+        REPEATED + 4: lambda age: 0.05,
     }
     uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
     for cls, rate_at in truth.items():
