@@ -12,8 +12,9 @@ from megatron_hybrid.cache.reuse import Kind
 NO_RUNG = 1 << 62
 """The next rung where there are none."""
 MESSAGE_GAIN = 16
-"""Tokens beyond the state that a prompt goes on from, below which the start of a message is not
-worth another one: each turn of a chat starts right behind the last answer."""
+"""Tokens behind the state that a prompt goes on from, or behind the start of another message, below
+which the start of a message is not worth a state of its own: each turn of a chat starts right
+behind the last answer."""
 
 
 def tail_position(
@@ -50,9 +51,11 @@ def prefill_positions(
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
         wanted.setdefault(position, Kind.JUNCTION)
-    for position in messages:
-        if position >= skipped_tokens + MESSAGE_GAIN:
+    last = skipped_tokens
+    for position in sorted(messages):
+        if position >= last + MESSAGE_GAIN:
             wanted.setdefault(position, Kind.MESSAGE)
+            last = position
     wanted.setdefault(tail, Kind.TAIL)
     for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens or 1):
         wanted.setdefault(position, Kind.RUNG)

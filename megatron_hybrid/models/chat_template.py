@@ -103,10 +103,11 @@ class ChatTemplate:
         """Where other conversations are likely to leave this one. A few renderings, however long it
         is.
 
-        Behind the system prompt; where the last message starts, which may be edited or be one of
-        many behind the same examples; and where the next turn of this very conversation leaves
-        it, if that is before its end: some templates write an answer of the past otherwise than
-        they ask for one.
+        Behind the system prompt, before the next message and before its content (some templates
+        write the system prompt into the first question); where the last message starts, which may
+        be edited or be one of many behind the same examples; and where the next turn of this very
+        conversation leaves it, if that is before its end: some templates write an answer of the
+        past otherwise than they ask for one.
 
         Args, raises: as `render`.
 
@@ -116,11 +117,11 @@ class ChatTemplate:
         conversation = _Conversation(messages, {"tools": tools, **variables})
         plain = conversation.messages
         full = self._run(conversation, plain, add_generation_prompt)
-        indices = [i for i, m in enumerate(plain) if m.get("role") not in INSTRUCTING][:1]
-        forks = {
-            self._start(full, conversation, index, add_generation_prompt)
-            for index in (*indices, len(plain) - 1)
-        }
+        forks = {self._start(full, conversation, len(plain) - 1, add_generation_prompt)}
+        first = next((i for i, m in enumerate(plain) if m.get("role") not in INSTRUCTING), None)
+        if first is not None:
+            forks.add(self._prefix_length(full, conversation, plain[:first]))
+            forks.add(self._content_start(full, conversation, first, add_generation_prompt))
         turns = [
             [*plain, *({"role": role, "content": letter} for role in ("assistant", "user"))]
             for letter in "ab"
@@ -131,10 +132,15 @@ class ChatTemplate:
     def _start(
         self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
+        start = self._prefix_length(full, conversation, conversation.messages[:index])
+        if start is None:
+            start = self._content_start(full, conversation, index, add_generation_prompt)
+        return start
+
+    def _content_start(
+        self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
+    ) -> int | None:
         plain = conversation.messages
-        start = self._prefix_length(full, conversation, plain[:index])
-        if start is not None:
-            return start
         others = [
             [*plain[:index], _with_content(plain[index], letter), *plain[index + 1 :]]
             for letter in "ab"

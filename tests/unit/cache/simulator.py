@@ -140,7 +140,7 @@ class Simulator:
     def forward(self, running: Running, n: int, *, save: bool = True) -> bool:
         """Compute the next n tokens of running.tokens; False when there is no room for them."""
         lease, cache = running.lease, self.cache
-        start, end = lease.done, lease.done + n
+        end = lease.done + n
         assert end <= len(running.tokens)
         if not cache.extend(lease, max(end, lease.capacity_tokens), chunk_tokens=n):
             return False

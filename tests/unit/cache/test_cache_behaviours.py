@@ -8,6 +8,7 @@ from simulator import Simulator, stored
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
 FULL = KVGroup(2, 64)
@@ -140,6 +141,186 @@ def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
         without = joined(history, answer, tokens(21, 30 + turn))
         assert sim.cache.match(without).skipped_tokens == prompt_end
         history = joined(history, thinking, answer, tokens(21, 40 + turn))
+
+
+def test_an_answer_that_is_cut_resumes_near_the_cut():
+    """Edited, truncated by an agent, or with its thinking cut in the middle."""
+    sim = simulator()
+    prompt, answer = tokens(100), tokens(500, 1)
+    running = sim.run(prompt, answer)
+    assert running.saved[-4:] == [160, 320, 480, 600]
+    assert skips(sim, joined(prompt, answer[:350], tokens(40, 2))) == 320
+    assert skips(sim, joined(prompt, answer[:350], tokens(40, 3))) == 450
+    assert skips(sim, joined(prompt, answer[:200], tokens(40, 4))) == 160
+
+
+def test_rungs_of_an_answer_go_on_where_those_of_the_prompt_end():
+    sim = simulator()
+    running = sim.run(tokens(330), tokens(330, 1))
+    assert [p for p in running.saved if p % 160 == 0] == [160, 320, 480, 640]
+    samples = sim.start(tokens(330), room=1)
+    sim.forward(samples, 330 - samples.done)
+    sample = sim.fork(samples)
+    for token in tokens(200, 2):
+        sample.tokens.append(int(token))
+        sim.forward(sample, 1)
+    assert sample.saved == [480]
+    sim.finish(sample)
+    sim.finish(samples)
+    sim.check()
+
+
+def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
+    sim = simulator()
+    for length, kind in ((60, Kind.ANSWER_END), (61, Kind.RUNG)):
+        prompt, answer = tokens(100, length), tokens(length, 1)
+        sim.run(prompt, answer)
+        positions = sim.cache.explain(joined(prompt, answer)).positions
+        assert {p.position: p.kind for p in positions}[160] == kind
+
+
+def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():
+    """Nothing optional fails a request: without room the rungs are left out and counted."""
+    sim = Simulator(settled(PrefixCache(hybrid(), 1 + 30 + 38 + 9)))
+    used = tokens(320)  # 20 blocks and a state of 10 pages
+    for _ in range(5):
+        sim.run(used)
+    sim.cache._rung_tokens = 160
+    running = sim.run(tokens(100, 1), tokens(500, 2), room=501)  # 38 blocks; 9 pages are left
+    assert running.saved == []
+    assert running.lease.report.checkpoints_skipped == 1 + 3 + 1  # prompt, rungs, answer
+    assert sim.cache.match(used).skipped_tokens == 320
+
+
+@pytest.mark.parametrize("mode", ["off", "memory_only"])
+def test_other_modes_save_no_rungs(mode):
+    sim = Simulator(PrefixCache(hybrid(), 3000, mode))
+    assert sim.run(tokens(300), tokens(300, 1)).saved == []
+    assert sim.cache.stats()["checkpoints_no_room"] == 0
+
+
+def states(sim):
+    return sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
+
+
+def test_rungs_of_an_old_prompt_thin_out_before_all_go():
+    """The less that is left, the more each saves: of an evenly spaced row every other one goes, and
+    the ends, which alone were used, stay longest."""
+    sim = simulator()
+    old = tokens(1600)
+    skips(sim, old)
+    for _ in range(3):
+        assert skips(sim, old) == 1600
+    distances = []
+    while len(states(sim)) > 2:
+        before = len(states(sim))
+        while len(states(sim)) == before:
+            assert sim.cache.evict(1)
+        left = states(sim)
+        assert left[-1] == 1600
+        distances.append((len(left), int(np.diff([0, *left]).max())))
+    worst = dict(distances)
+    # n states split 1600 tokens into n gaps; halving gaps is within a factor 2 of the best split
+    assert all(worst[n] <= 2 * (1600 // n + 160) for n in range(2, 10)), worst
+    assert worst[9] == 320
+    assert worst[5] == 320
+
+
+def test_the_most_used_rung_outlives_its_neighbours():
+    sim = simulator()
+    old = tokens(1600)
+    skips(sim, old)
+    for seed in range(1, 6):
+        skips(sim, joined(old[:810], tokens(30, seed)))  # leaves it behind the rung at 800
+    while len([p for p in states(sim) if p in range(160, 1600, 160)]) > 3:
+        assert sim.cache.evict(1)
+    assert sim.cache.match(old[:900]).skipped_tokens in (800, 810)
+
+
+def test_starts_of_messages_are_saved_and_learnt_as_such():
+    sim = simulator()
+    system, question = tokens(100), tokens(50, 1)
+    skips(sim, joined(system, question), messages=[100])
+    positions = sim.cache.explain(joined(system, question)).positions
+    assert {p.position: p.kind for p in positions}[100] == Kind.MESSAGE
+    assert skips(sim, joined(system, tokens(50, 2)), messages=[100]) == 100
+    # the next turn starts two tokens behind the last answer: no other state for that
+    turn = joined(system, question, tokens(40, 3))
+    skips(sim, turn, tokens(20, 4))
+    before = len(states(sim))
+    skips(sim, joined(turn, tokens(20, 4), tokens(60, 5)), messages=[100, 212])
+    assert 212 not in states(sim)
+    assert len(states(sim)) > before
+
+
+def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
+    sim = simulator()
+    prompt = tokens(400)
+    running = sim.start(prompt, messages=[350], declared=[200], room=200)
+    lease = running.lease
+    assert sim.forward(running, 100)
+    sim.cache.want(lease, 300)  # where another request will leave it
+    wanted = {p: kind for p, kind in lease.wanted.items() if p > 100}
+    assert {wanted[p] for p in (200, 300, 350)} == {Kind.JUNCTION, Kind.MESSAGE}
+    parked = sim.preempt(running)
+    resumed = sim.resume(parked, room=500)
+    assert resumed.lease.wanted == wanted
+    assert resumed.lease.turn == lease.turn
+    assert sim.forward(resumed, 300)
+    kinds = {p.position: p.kind for p in sim.cache.explain(prompt).positions}
+    assert {p: kinds[p] for p in wanted} == wanted
+    for token in tokens(100, 1):
+        resumed.tokens.append(int(token))
+        assert sim.forward(resumed, 1)
+    assert resumed.saved == [*sorted(wanted), 480]
+    sim.finish(resumed)
+    sim.check()
+
+
+def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
+    sim = simulator()
+    history, answer = tokens(100), tokens(20, 1)
+    skips(sim, history, answer)
+    prompt = joined(history, answer, tokens(30, 2))
+    running = sim.start(prompt, room=400)
+    assert running.lease.turn == 2  # it goes on from the end of an answer
+    assert sim.forward(running, 30)
+    for token in tokens(20, 3):
+        running.tokens.append(int(token))
+        assert sim.forward(running, 1)
+    resumed = sim.resume(sim.preempt(running), room=400)
+    for token in tokens(200, 4):
+        resumed.tokens.append(int(token))
+        assert sim.forward(resumed, 1)
+    sim.finish(resumed)
+    assert resumed.saved[-2:] == [320, 370]
+    path = sim.cache._index.walk("", np.array(resumed.tokens, np.int32))
+    ends = {p: c.turn for edge in path.edges for p, c in edge.checkpoints.items()}
+    assert ends[370] == 2
+
+
+def test_a_lease_that_is_live_cannot_be_resumed():
+    sim = simulator()
+    running = sim.start(tokens(20))
+    sim.forward(running, 10)
+    with pytest.raises(ValueError, match="released before it is resumed"):
+        sim.cache.resume(running.lease, tokens(20)[:10], capacity_tokens=20)
+
+
+def test_forks_of_long_chains_are_covered():
+    """Three chains of 32k tokens, room for 48 states (one every 2,048 tokens); then a fork of the
+    first at 8,192, then all chains again. By recency of whole chains they resume at 0, 8,192, 0, 0;
+    8,192, 8,192, 16,384 and 28,672 are possible for the states alone. Here at 1/16 of the size."""
+    state_pages, chain = 8, 2048
+    spec = CacheSpec(16, (FULL,), state_bytes=state_pages * 2048 - 128, hidden_bytes=128)
+    assert spec.checkpoint_pages == state_pages
+    sim = Simulator(PrefixCache(spec, 1 + 3 * chain // 16 + 48 * state_pages))
+    chains = [tokens(chain, seed) for seed in range(3)]
+    for prompt in chains:
+        assert skips(sim, prompt) == 0
+    fork = joined(chains[0][:512], tokens(chain - 512, 9))
+    got = [skips(sim, prompt) for prompt in (fork, *chains)]
+    assert all(p >= possible for p, possible in zip(got, (512, 512, 1024, 1792))), got
 
 
 def test_behaviour_7_state_evicted():

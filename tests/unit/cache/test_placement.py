@@ -62,6 +62,9 @@ def test_prefill_positions(skipped, known, declared, tail, distance, expected):
         (50, 50, (30, 51, 65), {64: RUNG, 90: TAIL, 100: END}),
         (50, 50, (66,), {64: RUNG, 66: MESSAGE, 90: TAIL, 100: END}),
         (0, 0, (15,), {64: RUNG, 90: TAIL, 100: END}),
+        # nor right behind another start
+        (0, 0, (55, 30, 45), {30: MESSAGE, 55: MESSAGE, 64: RUNG, 90: TAIL, 100: END}),
+        (0, 0, (1, 30, 46), {30: MESSAGE, 46: MESSAGE, 64: RUNG, 90: TAIL, 100: END}),
         (100, 100, (100,), {}),
     ],
 )

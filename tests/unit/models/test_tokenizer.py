@@ -426,6 +426,7 @@ def test_no_template(write, settings):
         tokenizer.render_chat,
         tokenizer.apply_chat_template,
         tokenizer.chat_message_starts,
+        tokenizer.chat_prompt,
     ):
         with pytest.raises(
             ValueError, match=r"neither chat_template\.jinja nor .*tokenizer_config"
@@ -451,7 +452,8 @@ def test_no_template(write, settings):
 )
 def test_templates_that_fail(write, template, messages, error, message):
     tokenizer = Tokenizer.from_folder(folder_with(write, template))
-    for method in (tokenizer.apply_chat_template, tokenizer.chat_message_starts):
+    methods = tokenizer.apply_chat_template, tokenizer.chat_message_starts, tokenizer.chat_prompt
+    for method in methods:
         with pytest.raises(error, match=message):
             method(messages)
 
@@ -575,6 +577,68 @@ def test_starts_inside_of_tokens(write):
 def test_messages_that_are_not_shown_have_no_start(write):
     tokenizer = Tokenizer.from_folder(folder_with(write, "{{ 'a' * (messages | length) ** 2 }}b"))
     assert tokenizer.chat_message_starts([QUESTION, ANSWER], False) == []
+
+
+# Forks -------------------------------------------------------------------------------------------
+
+
+def test_forks_are_behind_the_system_prompt_and_before_the_last_message(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    head = len(tokenizer.tokenize(f"{START}user\n", False))
+    for messages in CHATS:
+        ids, forks = tokenizer.chat_prompt(messages)
+        assert ids == tokenizer.apply_chat_template(messages)
+        begins = [i for i, token in enumerate(ids) if token == 2]
+        first = begins[int(messages[0] is SYSTEM)]
+        assert forks == sorted({first, first + head, begins[len(messages) - 1]} - {0})
+    assert tokenizer.chat_prompt([SYSTEM])[1] == []
+    ids, forks = tokenizer.chat_prompt([QUESTION], tools=TOOLS)
+    start = ids.index(2, 1)  # tools are written before all messages
+    assert forks == [start, start + head]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_forks_are_what_other_conversations_share(write, template):
+    tokenizer = Tokenizer.from_folder(folder_with(write, TEMPLATES[template]))
+    for messages in [chat for chat in CHATS if chat[-1]["role"] == "user"]:
+        ids, forks = tokenizer.chat_prompt(messages)
+        last = [*messages[:-1], {**messages[-1], "content": "What else is there?"}]
+        answered = {"role": "assistant", "content": "So it is."}
+        others = [last, [*messages, answered, {"role": "user", "content": "Why?"}]]
+        if messages[0] is SYSTEM:
+            others.append([SYSTEM, {"role": "user", "content": "Who are you?"}])
+        for other in others:
+            try:
+                common = shared(ids, tokenizer.apply_chat_template(other))
+            except ValueError:  # the template refuses such a conversation
+                continue
+            # resumed at the fork, or at the end, with no more than a message's head to run
+            nearest = max((f for f in (*forks, len(ids)) if f <= common), default=0)
+            assert common - nearest <= 16, (messages, other)
+
+
+def test_the_next_turn_leaves_where_the_template_writes_an_answer_otherwise(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
+    for thinking in (True, False):
+        turn = [SYSTEM, QUESTION]
+        ids, forks = tokenizer.chat_prompt(turn, enable_thinking=thinking)
+        later = tokenizer.apply_chat_template([*turn, ANSWER, QUESTION])
+        common = shared(ids, later)
+        assert (common < len(ids)) == thinking  # it asks for thoughts, which history lacks
+        assert (common in forks) == thinking
+
+
+def test_a_long_chat_takes_no_more_renderings_than_a_short_one(monkeypatch, write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    runs = []
+    run = ChatTemplate._run
+    monkeypatch.setattr(ChatTemplate, "_run", lambda *a: runs.append(1) or run(*a))
+    counts = []
+    for turns in (1, 20):
+        tokenizer.chat_prompt([SYSTEM, *[QUESTION, ANSWER] * turns, QUESTION])
+        counts.append(len(runs))
+        runs.clear()
+    assert counts[0] == counts[1] <= 8
 
 
 # Saving ------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""Chats as prompts: the messages are rendered, and states are kept where other chats will fork."""
+
+import re
+
+import pytest
+import tokenizers
+from differential import LogitsRecorder, check_answer
+from reference import VOCAB_SIZE, greedy, tiny_engine, tiny_model
+from scripted import ByteTokenizer
+from settled import settled
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.models.chat_template import ChatTemplate
+from megatron_hybrid.models.tokenizer import Tokenizer
+
+MODEL = tiny_model()
+CHATML = (
+    "{% for m in messages %}<{{ m.role + '\n' + m.content }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant\n{% endif %}"
+)
+THINKING = CHATML.replace("assistant\n{%", "assistant\n(thinks){%")
+"""Asks for thoughts, which it does not write into the history."""
+
+
+def letters(template=CHATML):
+    """A token for each character, and a chat template."""
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95}
+    assert len(vocabulary) <= VOCAB_SIZE
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    templates = {} if template is None else {"default": ChatTemplate(template)}
+    return Tokenizer(tokenizer, chat_templates=templates)
+
+
+def message(content, role="user"):
+    return {"role": role, "content": content}
+
+
+SYSTEM = message("You answer in riddles, as an old sphinx would.", "system")
+EXAMPLES = [message("What is it?"), message("A dog that is no dog.", "assistant")]
+COUNT = 6
+
+
+def ask(engine, messages):
+    """Answers a chat, compares all logits with forward passes without a cache."""
+    recorder = LogitsRecorder(engine)
+    request = engine.add_request(messages, greedy(COUNT, ignore_termination=True))
+    while not request.closed:
+        engine.step()
+    recorder.check(engine.model)
+    check_answer(engine.model, request)
+    engine.check_integrity()
+    return request.result()
+
+
+def test_a_chat_is_the_prompt_that_its_template_writes():
+    tokenizer = letters()
+    chat = [SYSTEM, *EXAMPLES, message("And now?")]
+    engine = tiny_engine(MODEL, tokenizer)
+    (one,) = engine.generate(chat, greedy(COUNT))
+    rows = engine.generate([chat, tokenizer.render_chat(chat)], greedy(COUNT))
+    (event,) = [event for event in engine.stream(chat, greedy(COUNT)) if event.result]
+    tokens = tokenizer.apply_chat_template(chat)
+    for result in (one, *rows, event.result):
+        assert result.prompt_tokens == tokens
+        assert result.generated_tokens == one.generated_tokens
+    assert engine.explain(chat).match.skipped_tokens == len(tokens)
+
+
+def test_a_second_chat_skips_the_system_prompt_and_an_edit_all_before_it():
+    engine, tokenizer = tiny_engine(MODEL, letters()), letters()
+    settled(engine.cache)
+    first = [SYSTEM, *EXAMPLES, message("How long is a year on the moon of a moon?")]
+    ask(engine, first)
+    start = len(tokenizer.render_chat([SYSTEM], False))
+    kinds = {p.position: p.kind for p in engine.explain(first).positions}
+    assert kinds[start] == Kind.MESSAGE
+    other = ask(engine, [SYSTEM, message("Who?")])
+    assert other.prefix.skipped_tokens == start
+    edited = ask(engine, [*first[:-1], message("Never mind. What walks?")])
+    assert edited.prefix.skipped_tokens == len(tokenizer.render_chat(first[:-1], False))
+
+
+def test_the_next_turn_of_a_template_that_drops_thoughts_resumes_where_they_began():
+    engine, tokenizer = tiny_engine(MODEL, letters(THINKING)), letters(THINKING)
+    chat = [SYSTEM, message("How long is a year?")]
+    result = ask(engine, chat)
+    asked = len(tokenizer.render_chat(chat)) - len("(thinks)")
+    turn = [*chat, message("one orbit", "assistant"), message("Of what, and around what?")]
+    assert ask(engine, turn).prefix.skipped_tokens == asked
+    assert len(result.prompt_tokens) == asked + len("(thinks)")
+
+
+def test_a_turn_that_starts_right_behind_an_answer_saves_no_second_state_there():
+    engine, tokenizer = tiny_engine(MODEL, letters()), letters()
+    chat = [SYSTEM, message("How long is a year?")]
+    answer = ask(engine, chat).generated_text
+    turn = [*chat, message(answer, "assistant"), message("Around what?")]
+    answered = len(tokenizer.render_chat(chat)) + COUNT
+    assert ask(engine, turn).prefix.skipped_tokens == answered
+    start = len(tokenizer.render_chat(turn[:-1], False))
+    assert start == answered + 2
+    assert start not in {p.position for p in engine.explain(turn).positions}
+
+
+def test_every_sample_of_a_chat():
+    engine = tiny_engine(MODEL, letters())
+    result = engine.generate([[SYSTEM, message("Who?")]], greedy(COUNT), n=3)[0]
+    assert len({tuple(sample.generated_tokens) for sample in result.samples}) == 1
+    assert len(result.samples) == 3
+
+
+NO_ROLE = {"content": "Hello"}
+REFUSED = {
+    # name: (tokenizer, messages, error, what its message must name)
+    "no tokenizer": (None, [SYSTEM], TypeError, "chat needs a tokenizer.*pass token ids"),
+    "a tokenizer of another kind": (
+        ByteTokenizer(),
+        [SYSTEM],
+        TypeError,
+        r"chat_prompt\(\), and ByteTokenizer has none.*load_pretrained",
+    ),
+    "no template": (letters(None), [SYSTEM], ValueError, "no chat template.*Send text or tokens"),
+    "no list": (letters(), SYSTEM, TypeError, "of token ids or of messages, got dict"),
+    "no message": (letters(), [SYSTEM, "Hi"], TypeError, "message 1 of the chat is of type str"),
+    "no role": (letters(), [SYSTEM, NO_ROLE], ValueError, "message 1 .* has the role None"),
+    "an empty role": (letters(), [message("a", "")], ValueError, "message 0 .* has the role ''"),
+    "a number as content": (letters(), [message(5)], TypeError, "message 0 .* content of type int"),
+    "no content": (letters(), [message(None)], ValueError, "message 0 .* has no content"),
+    "refused by the template": (
+        letters("{{ raise_exception('roles must alternate') }}"),
+        [SYSTEM],
+        ValueError,
+        "cannot render these messages: roles must alternate",
+    ),
+    "too long": (
+        letters(),
+        [message("a" * 2000)],
+        ValueError,
+        "the prompt has 20.. tokens, max_sequence_length is 1024",
+    ),
+}
+
+
+@pytest.mark.parametrize("tokenizer, messages, error, text", REFUSED.values(), ids=REFUSED)
+def test_a_chat_that_cannot_be_served_is_refused_at_the_door(tokenizer, messages, error, text):
+    engine = tiny_engine(MODEL, tokenizer)
+    for ask_for in (engine.add_request, engine.stream):
+        with pytest.raises(error) as caught:
+            ask_for(messages)
+        assert re.search(text, str(caught.value), re.DOTALL), str(caught.value)
+    assert not engine.has_work

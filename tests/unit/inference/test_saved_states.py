@@ -1,0 +1,133 @@
+"""Which states the engine saves, out of which forward passes, and that they are the right ones."""
+
+import pytest
+from differential import LogitsRecorder, check_answer
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.cache.reuse import Kind
+
+
+class Spy:
+    """Counts forward passes and copies of states, and checks all logits at the end."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.passes, self.copies = engine, 0, 0
+        self.recorder = LogitsRecorder(engine)
+        for owner, name, counter in (
+            (engine, "_forward", "passes"),
+            (engine.memory, "save_checkpoint", "copies"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name), counter))
+
+    def _counted(self, function, counter):
+        def call(*arguments):
+            setattr(self, counter, getattr(self, counter) + 1)
+            return function(*arguments)
+
+        return call
+
+    def serve(self, prompt, count, **arguments):
+        request = self.engine.add_request(prompt, greedy(count), **arguments)
+        while not request.closed:
+            self.engine.step()
+        self.recorder.check(self.engine.model)
+        check_answer(self.engine.model, request)
+        self.engine.check_integrity()
+        return request
+
+
+def kinds(engine, tokens):
+    return {p.position: p.kind for p in engine.explain(tokens).positions}
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "M*", "SC*"])
+def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
+    engine = tiny_engine(tiny_model(pattern))
+    spy = Spy(engine, monkeypatch)
+    rung = engine.cache._rung_tokens
+    prompt = random_tokens(rung // 2)
+    request = spy.serve(prompt, 2 * rung)
+    assert spy.passes == 1 + 2 * rung  # saving states in between takes no further one
+    history = request.tokens.tolist()
+    rungs = [p for p, kind in kinds(engine, history).items() if kind == Kind.RUNG]
+    assert rungs == [rung, 2 * rung]
+    cut = history[: 2 * rung - 5] + random_tokens(20, seed=1)
+    assert spy.serve(cut, 3).report.skipped_tokens == rung
+    cut = history[: 2 * rung + 3] + random_tokens(20, seed=2)
+    assert spy.serve(cut, 3).report.skipped_tokens == 2 * rung
+    assert spy.copies == engine.stats()["checkpoints_saved"]
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "M*"])
+def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
+    engine = tiny_engine(tiny_model(pattern))
+    spy = Spy(engine, monkeypatch)
+    prompt = random_tokens(400)
+    report = spy.serve(prompt, 1, cache_breakpoints=[33, 34, 128]).report
+    assert spy.passes == 2  # the prompt, and the one token of the answer
+    saved = kinds(engine, prompt)
+    assert {33, 34, 128, 400} < set(saved)
+    assert list(saved.values()).count(Kind.RUNG) == 399 // engine.cache._rung_tokens
+    assert report.checkpoints_saved == len(saved) + 1
+    for position in (33, 34, *(p for p, kind in saved.items() if kind == Kind.RUNG)):
+        follower = prompt[:position] + random_tokens(9, seed=position)
+        assert spy.serve(follower, 2).report.skipped_tokens == position
+
+
+def test_nothing_is_saved_twice(monkeypatch):
+    engine = tiny_engine(tiny_model("M*"), cache_bytes=16 << 20)
+    spy = Spy(engine, monkeypatch)
+    prompt = random_tokens(200)
+    first = spy.serve(prompt, 60)
+    history = first.tokens.tolist()
+    before = spy.copies
+    spy.serve(prompt, 60)  # the same answer: all its states are there
+    assert spy.copies == before
+    spy.serve(history + random_tokens(5, seed=1), 1)
+    spy.serve(prompt[:100] + random_tokens(30, seed=2), 1)
+    engine.generate([prompt[:100] + random_tokens(30, seed=3)] * 4, greedy(0))  # single flight
+    stats = engine.stats()
+    assert stats["checkpoints_duplicate"] == stats["checkpoints_evicted"] == 0
+    assert spy.copies == stats["checkpoints_saved"] == stats["checkpoints"]
+
+
+def test_a_preempted_prefill_still_knows_what_its_states_are():
+    model = tiny_model("M*")
+    page = tiny_engine(model).cache.spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=7 * page, max_tokens=8)  # the null page and 6 blocks
+    first = engine.add_request(random_tokens(30, seed=1), greedy(20))
+    while not first.num_generated:
+        engine.step()
+    request = engine.add_request(random_tokens(64), greedy(4), cache_breakpoints=[56])
+    while not request.parked:
+        engine.step()
+    assert 0 < request.parked.num_tokens < engine.cache._rung_tokens == 48
+    while engine.has_work:
+        engine.step()
+    expected = {48: Kind.RUNG, 56: Kind.JUNCTION, 64: Kind.PROMPT_END}
+    assert expected.items() <= kinds(engine, random_tokens(64)).items()
+    assert request.lease_before is None
+    for each in (first, request):
+        check_answer(model, each)
+
+
+def test_a_preempted_answer_goes_on_saving_rungs():
+    model = tiny_model("M*")
+    spec = tiny_engine(model).cache.spec
+    pages = 2 + 12 * sum(spec.pages_per_block)
+    engine = tiny_engine(model, cache_bytes=pages * spec.page_bytes, max_tokens=32)
+    prompts = [random_tokens(20, seed=seed) for seed in range(3)]
+    requests = [engine.add_request(prompt, greedy(100)) for prompt in prompts]
+    preempted = set()
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        preempted |= {request for request in engine.scheduler.waiting if request.parked}
+    assert preempted
+    for request in requests:
+        check_answer(model, request)
+    last = max(requests, key=lambda request: request.finished_at)
+    assert last in preempted
+    found = kinds(engine, last.tokens.tolist())
+    assert found[96] == Kind.RUNG
+    assert found[120] == Kind.ANSWER_END
