@@ -84,7 +84,7 @@ def test_a_longer_prompt_between_does_not_matter():
     assert skips(sim, prompt) == 2000
 
 
-# ---- behaviours 1, 2, 3, 4, 7, 9, 10 ----
+# ---- behaviours 1, 2, 3, 4, 7, 8, 9, 10 (5 and 6 need an engine) ----
 
 
 @pytest.mark.parametrize("block", [16, 32, 256])
@@ -361,6 +361,20 @@ def test_behaviour_7_never_saved():
     match = sim.cache.match(tokens(100)[:90])
     assert (match.shared_tokens, match.skipped_tokens) == (90, 0)
     assert match.miss_reason is MissReason.STATE_NEVER_SAVED
+
+
+@pytest.mark.parametrize("branch", [40, 320, 1200])
+def test_behaviour_8_the_shallow_state_of_many_branches_outlives_the_deep_ones(branch):
+    """Also where each branch is many times as long as what they share, and came later."""
+    sim = Simulator(settled(PrefixCache(hybrid(), 3000)))
+    shared = tokens(160)
+    for seed in range(1, 9):
+        skips(sim, joined(shared, tokens(branch, seed)), declared=[160])
+    assert len(states(sim)) == 1 + 8
+    while states(sim) != [160]:
+        assert sim.cache.evict(1)
+        assert 160 in states(sim)
+    assert skips(sim, joined(shared, tokens(branch, 10))) == 160
 
 
 def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_everyone():
