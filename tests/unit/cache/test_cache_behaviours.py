@@ -170,6 +170,15 @@ def test_rungs_of_an_answer_go_on_where_those_of_the_prompt_end():
     sim.check()
 
 
+def test_a_rung_of_an_answer_is_valued_as_one():
+    sim = simulator()
+    running = sim.start(tokens(100), room=100)
+    assert sim.forward(running, 100)
+    kinds = {p: sim.cache.reserve_checkpoint(running.lease, p).kind for p in (159, 160, 161)}
+    assert kinds == {159: Kind.ANSWER_END, 160: Kind.RUNG, 161: Kind.ANSWER_END}
+    sim.cancel(running)
+
+
 def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
     sim = simulator()
     for length, kind in ((60, Kind.ANSWER_END), (61, Kind.RUNG)):
@@ -190,12 +199,20 @@ def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():
     assert running.saved == []
     assert running.lease.report.checkpoints_skipped == 1 + 3 + 1  # prompt, rungs, answer
     assert sim.cache.match(used).skipped_tokens == 320
+    # but what becomes of such places is watched
+    positions = sim.cache.explain(joined(tokens(100, 1), tokens(500, 2))).positions
+    kinds = {p.position: p.kind for p in positions if not p.is_stored}
+    assert [kinds[p] for p in (160, 320, 480)] == [Kind.RUNG] * 3
 
 
 @pytest.mark.parametrize("mode", ["off", "memory_only"])
 def test_other_modes_save_no_rungs(mode):
     sim = Simulator(PrefixCache(hybrid(), 3000, mode))
-    assert sim.run(tokens(300), tokens(300, 1)).saved == []
+    running = sim.run(tokens(300), tokens(300, 1))
+    assert running.saved == []
+    running = sim.start(tokens(300), room=300)
+    assert sim.cache.positions_to_save(running.lease, 600) == []
+    sim.cancel(running)
     assert sim.cache.stats()["checkpoints_no_room"] == 0
 
 
@@ -273,6 +290,7 @@ def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
         resumed.tokens.append(int(token))
         assert sim.forward(resumed, 1)
     assert resumed.saved == [*sorted(wanted), 480]
+    assert sim.cache.stats()["checkpoints_duplicate"] == 0
     sim.finish(resumed)
     sim.check()
 
