@@ -24,6 +24,8 @@ _REASONS = {
     MissReason.STATE_NEVER_SAVED: "the tokens behind it are known, but no state was saved there",
     MissReason.STATE_EVICTED: "a state behind it had to make room",
     MissReason.KV_EVICTED: "the KV of the tokens that are known behind it had to make room",
+    MissReason.BUDGET: "a state behind it was wanted, and found no room",
+    MissReason.SALT: "its tokens are known, but under another salt",
     MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
 }
 
@@ -37,11 +39,14 @@ class KnownPosition:
     is_stored: bool
     was_stored: bool
     """It was, and had to make room."""
+    refused: bool
+    """It was wanted, and found no room."""
     uses: int
     """Requests that it served, or would have served."""
 
     def __str__(self) -> str:
-        fate = "stored" if self.is_stored else "evicted" if self.was_stored else "not stored"
+        fate = "refused" if self.refused else "not stored"
+        fate = "stored" if self.is_stored else "evicted" if self.was_stored else fate
         used = f"used {self.uses} x" if self.uses else "not used yet"
         return f"{self.position:>9,}  {fate:<10}  {_KINDS[self.kind]}, {used}"
 
@@ -57,6 +62,14 @@ class Explanation:
     """Leading tokens that are known, their KV in the cache or not."""
     positions: tuple[KnownPosition, ...]
     """All positions among the known tokens whose fate is watched, ascending."""
+    elsewhere_tokens: int = 0
+    """Leading tokens that are known under another salt, where the own one knows less than a block.
+    The request's own report does not say so: see `MissReason.SALT`."""
+
+    @property
+    def reason(self) -> MissReason | None:
+        """Why it stops where it does; None: what follows is new."""
+        return MissReason.SALT if self.elsewhere_tokens else self.match.miss_reason
 
     def __str__(self) -> str:
         length, skipped = self.match.prompt_tokens, self.match.skipped_tokens
@@ -68,23 +81,27 @@ class Explanation:
         if self.positions:
             lines.append("states on the way:")
             lines += [str(position) for position in self.positions]
-        if self.match.miss_reason is not None:
-            reason = self.match.miss_reason
+        if self.elsewhere_tokens:
+            lines.append(f"{self.elsewhere_tokens:,} are known under another salt")
+        if (reason := self.reason) is not None:
             lines.append(f"stops at {skipped:,} ({reason.value}): {_REASONS[reason]}")
         elif skipped < length:
             lines.append(f"stops at {skipped:,}: what follows is new")
         return "\n".join(lines)
 
 
-def explain(path: Path, match: Match) -> Explanation:
-    """The explanation of a match that was found along this path."""
+def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
+    """The explanation of a match that was found along this path; elsewhere_tokens: what another
+    salt knows."""
     known = sorted(
         (
-            KnownPosition(c.position, Kind(c.kind), c.pages is not None, c.was_stored, c.uses)
+            KnownPosition(
+                c.position, Kind(c.kind), c.pages is not None, c.was_stored, c.refused, c.uses
+            )
             for edge in path.edges
             for c in edge.checkpoints.values()
             if c.position <= path.known
         ),
         key=lambda position: position.position,
     )
-    return Explanation(match, path.depth, path.known, tuple(known))
+    return Explanation(match, path.depth, path.known, tuple(known), elsewhere_tokens)

@@ -90,6 +90,8 @@ class Lease:
     """A position in (p, q] whose state is gone and was used often; 0: there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
     """Those that the index does not know yet."""
+    refused: set[int] = field(default_factory=set)
+    """Positions whose state was wanted and found no room."""
     pins: list[np.ndarray] = field(default_factory=list)
     """Pages held only until `restored`: sources of copies, the checkpoint's pages."""
     reservations: list[Reservation] = field(default_factory=list)

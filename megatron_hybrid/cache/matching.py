@@ -77,8 +77,10 @@ def miss_reason(
         return MissReason.NO_SHARED_PREFIX
     if skipped == path.depth:
         return None
-    evicted = path.state_was_evicted(above=skipped)
-    return MissReason.STATE_EVICTED if evicted else MissReason.STATE_NEVER_SAVED
+    missed = path.missed_state(above=skipped)
+    if missed is None:
+        return MissReason.STATE_NEVER_SAVED
+    return MissReason.STATE_EVICTED if missed.was_stored else MissReason.BUDGET
 
 
 def will_serve(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> bool:

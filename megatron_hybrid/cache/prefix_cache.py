@@ -48,6 +48,7 @@ from megatron_hybrid.cache.report import (
     PrefixReport,
 )
 from megatron_hybrid.cache.reuse import Kind, ReuseModel
+from megatron_hybrid.cache.salts import FirstBlocks
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
@@ -95,6 +96,7 @@ class PrefixCache:
         self._learn_at = self._refresh_at = 0
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
+        self._first_blocks = FirstBlocks(spec.block_size_tokens)
         if spec.kv_pages_per_block:
             fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
             self._known_limit = max(MIN_KNOWN_TOKENS, int(KNOWN_TOKENS * fits))
@@ -136,7 +138,8 @@ class PrefixCache:
         No side effects."""
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, None)
-        return explain(hit.path, hit.match(len(tokens)))
+        elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
+        return explain(hit.path, hit.match(len(tokens)), elsewhere)
 
     def acquire(
         self,
@@ -187,6 +190,11 @@ class PrefixCache:
         self._stats.skipped_tokens += lease.skipped_tokens
         if lease.report.miss_reason is not None:
             self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
+        if known >= self.spec.block_size_tokens:
+            self._first_blocks.note(tokens, salt)
+        elif self.mode == "restore" and recompute_reason is None:
+            elsewhere = self._known_elsewhere(tokens, salt, known)
+            self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
         return lease
 
     def adopt(
@@ -340,6 +348,8 @@ class PrefixCache:
         self._publish_tokens(lease)
         self._pages.roll(lease)
         size = self.spec.block_size_tokens
+        if before < size <= lease.done:
+            self._first_blocks.note(tokens, lease.salt)
         lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
@@ -392,6 +402,7 @@ class PrefixCache:
         if not room:
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
+            self._refuse(lease, path, position)
             self._record(NOT_RESERVED, position)
             return None
         for rows in local_rows:
@@ -480,6 +491,7 @@ class PrefixCache:
         """Forget everything cached. Leases keep what they hold."""
         self._index.clear()
         self._evictor.clear()
+        self._first_blocks.clear()
         self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
@@ -530,6 +542,16 @@ class PrefixCache:
         return look_up(
             self._index, self._leases, self.spec, self.mode, tokens, salt, recompute_reason
         )
+
+    def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
+        """Leading tokens that are known under another salt, where the own one knows less than a
+        block of them. 0: none, or less than a block."""
+        size = self.spec.block_size_tokens
+        if known >= size:
+            return 0
+        other = self._first_blocks.other_salt(tokens, salt)
+        elsewhere = 0 if other is None else self._index.walk(other, tokens).known
+        return elsewhere if elsewhere >= size else 0
 
     def _local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
         """Per local group, the lease's blocks that a checkpoint at this position needs."""
@@ -605,7 +627,17 @@ class PrefixCache:
         if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
             checkpoint.kind, checkpoint.turn = kind, turn
+        checkpoint.refused |= position in lease.refused
         return checkpoint
+
+    def _refuse(self, lease: Lease, path: Path, position: int) -> None:
+        """Remember that a state found no room: at its position if that is watched, else in the
+        lease until it is."""
+        lease.refused.add(position)
+        if path.known == position:
+            watched = edge_at(path, position).checkpoints.get(position)
+            if watched is not None:
+                watched.refused = True
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """What a position is in a request."""

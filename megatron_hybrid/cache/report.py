@@ -19,11 +19,17 @@ class MissReason(str, Enum):
     PROMPT_LOG_PROBS = "prompt_log_probs"
     """The request asked for log-probs of its prompt, so every token has to be computed."""
     STATE_NEVER_SAVED = "state_never_saved"
-    """The tokens are known further than any state that was ever saved."""
+    """The tokens are known further than any state that was ever saved or wanted."""
     STATE_EVICTED = "state_evicted"
     """A state was saved after p among the known tokens, and had to make room."""
+    BUDGET = "budget"
+    """A state after p was wanted and never saved: it found no room among what is worth less."""
     KV_EVICTED = "kv_evicted"
     """The tokens after the known ones were cached, and had to make room."""
+    SALT = "salt"
+    """The tokens are known under another salt only. For who runs the engine, in counters and
+    `explain`: the report of such a request says what holds within its own salt (`no_shared_prefix`,
+    as a rule), or one tenant could probe for the prompts of others."""
     IN_FLIGHT = "in_flight"
     """A running request is computing a state that would have served; it is not finished."""
     NOT_ADMITTED = "not_admitted"

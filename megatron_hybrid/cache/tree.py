@@ -29,6 +29,7 @@ class Checkpoint:
         "passed",
         "position",
         "queued",
+        "refused",
         "turn",
         "uses",
         "was_stored",
@@ -42,6 +43,7 @@ class Checkpoint:
         self.pages: np.ndarray | None = None  # None: not stored
         self.local_pages: list[np.ndarray] = []
         self.was_stored = False
+        self.refused = False  # its state was wanted and found no room
         self.uses = 0
         self.passed = False
         self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
@@ -179,13 +181,18 @@ class Path:
                     return checkpoint
         return None
 
-    def state_was_evicted(self, above: int) -> bool:
-        """Whether a checkpoint in (above, depth] was dropped to make room."""
-        return any(
-            above < position <= self.depth and checkpoint.was_stored and checkpoint.pages is None
+    def missed_state(self, above: int) -> Checkpoint | None:
+        """The last checkpoint in (above, depth] whose state was dropped to make room, or found none
+        when it was wanted."""
+        missed = (
+            checkpoint
             for edge in self.edges
             for position, checkpoint in edge.checkpoints.items()
+            if above < position <= self.depth
+            and checkpoint.pages is None
+            and (checkpoint.was_stored or checkpoint.refused)
         )
+        return max(missed, key=lambda checkpoint: checkpoint.position, default=None)
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

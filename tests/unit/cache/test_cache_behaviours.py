@@ -403,7 +403,7 @@ def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_everyone():
         assert report.checkpoints_saved == 0
         assert report.checkpoints_skipped >= 1
         assert report.skipped_tokens == 0
-    assert (report.shared_tokens, report.miss_reason) == (100, MissReason.STATE_NEVER_SAVED)
+    assert (report.shared_tokens, report.miss_reason) == (100, MissReason.BUDGET)
 
 
 @pytest.mark.parametrize("done", [0, 1, 20, 90])

@@ -341,6 +341,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert report.skipped_tokens <= report.shared_tokens <= report.prompt_tokens
         assert report.skipped_tokens + report.computed_tokens == report.prompt_tokens
         reason = report.miss_reason
+        assert reason is not MissReason.SALT, "a tenant learns what others asked"
         if report.skipped_tokens == report.prompt_tokens:
             assert reason is None
         elif report.skipped_tokens < report.shared_tokens or not report.shared_tokens:

@@ -429,19 +429,19 @@ def test_a_dropped_checkpoint_leaves_its_position():
     tree.add(counting(40))
     tree.watch(counting(35))  # never stored: nothing was evicted there
     checkpoint = tree.save(counting(30))
-    assert not tree.walk(counting(40)).state_was_evicted(above=0)
+    assert tree.walk(counting(40)).missed_state(above=0) is None
     checkpoint.queued = (1, 0.0, 0)
     tree.index.drop_checkpoint(checkpoint)
     tree.check()
     assert (checkpoint.pages, checkpoint.queued) == (None, None)
     path = tree.walk(counting(40))
     assert path.deepest_checkpoint() is None
-    assert path.state_was_evicted(above=0)
-    assert path.state_was_evicted(above=29)
-    assert not path.state_was_evicted(above=30)
-    assert not tree.walk(counting(29)).state_was_evicted(above=0)
+    assert path.missed_state(above=0) is checkpoint
+    assert path.missed_state(above=29) is checkpoint
+    assert path.missed_state(above=30) is None
+    assert tree.walk(counting(29)).missed_state(above=0) is None
     assert tree.save(counting(30)) is checkpoint
-    assert not tree.walk(counting(40)).state_was_evicted(above=0)
+    assert tree.walk(counting(40)).missed_state(above=0) is None
 
 
 def test_watching_a_position_again_finds_its_record():

@@ -184,7 +184,7 @@ def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_every_request():
         assert is_greedy(model, prompt, result.generated_tokens)
         assert result.prefix.skipped_tokens == 0
         engine.check_integrity()
-    assert result.prefix.miss_reason is not None
+    assert result.prefix.miss_reason is MissReason.BUDGET
     assert engine.stats()["checkpoints_no_room"] > 0
 
 

@@ -1,0 +1,265 @@
+"""Every reason for a miss, each brought about on purpose through the cache's public calls, and what
+is counted under it."""
+
+import numpy as np
+import pytest
+from settled import settled
+from simulator import Simulator
+
+from megatron_hybrid.cache import salts
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+
+SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
+STATE_PAGES = SPEC.checkpoint_pages
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
+
+
+def joined(*parts):
+    return np.concatenate(parts)
+
+
+def simulator(num_pages=3000, mode="restore"):
+    return Simulator(settled(PrefixCache(SPEC, num_pages, mode)))
+
+
+def lost(sim):
+    """Tokens lost so far, by reason."""
+    stats = sim.cache.stats()
+    counts = {reason: stats[f"lost_tokens_{reason.value}"] for reason in MissReason}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def report_of(sim, prompt, salt="", **options):
+    """The report of a request that is cancelled at once."""
+    running = sim.start(prompt, salt, **options)
+    sim.cancel(running)
+    return running.lease.report
+
+
+def test_none_where_nothing_went_unused():
+    sim = simulator()
+    sim.run(tokens(100))
+    assert report_of(sim, tokens(100)).miss_reason is None
+    assert report_of(sim, joined(tokens(100), tokens(9, 1))).miss_reason is None
+    assert lost(sim) == {}
+
+
+def test_no_shared_prefix():
+    sim = simulator()
+    sim.run(tokens(100))
+    assert report_of(sim, tokens(100, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
+    assert lost(sim) == {}  # there was nothing to lose
+
+
+@pytest.mark.parametrize("mode", ["off", "memory_only"])
+def test_mode(mode):
+    sim = simulator(mode=mode)
+    sim.run(tokens(100))
+    assert report_of(sim, tokens(100)).miss_reason is MissReason.MODE
+    assert lost(sim) == ({MissReason.MODE: 100} if mode == "memory_only" else {})
+
+
+def test_prompt_log_probs():
+    sim = simulator()
+    sim.run(tokens(100))
+    report = report_of(sim, tokens(100), recompute_reason="prompt_log_probs")
+    assert report.miss_reason is MissReason.PROMPT_LOG_PROBS
+    assert lost(sim) == {MissReason.PROMPT_LOG_PROBS: 100}
+
+
+def test_state_never_saved():
+    sim = simulator()
+    sim.run(tokens(100))
+    assert report_of(sim, tokens(100)[:90]).miss_reason is MissReason.STATE_NEVER_SAVED
+    assert lost(sim) == {MissReason.STATE_NEVER_SAVED: 90}
+
+
+def test_state_evicted():
+    sim = simulator()
+    sim.run(tokens(100))
+    sim.cache.evict(1)  # the state, on which all of the KV hangs
+    assert report_of(sim, tokens(100)).miss_reason is MissReason.STATE_EVICTED
+    assert lost(sim) == {MissReason.STATE_EVICTED: 100}
+
+
+def test_kv_evicted():
+    sim = simulator()
+    sim.run(tokens(100))
+    sim.cache.evict(10_000)
+    assert report_of(sim, tokens(100)).miss_reason is MissReason.KV_EVICTED
+    assert lost(sim) == {MissReason.KV_EVICTED: 100}
+
+
+def test_in_flight():
+    sim = simulator()
+    running = sim.start(tokens(100))
+    sim.forward(running, 60)
+    assert report_of(sim, tokens(100)).miss_reason is MissReason.IN_FLIGHT
+    assert lost(sim) == {MissReason.IN_FLIGHT: 60}
+
+
+def test_no_room():
+    sim = simulator(1 + 7 + STATE_PAGES)
+    sim.run(tokens(100))  # 7 blocks
+    running = sim.start(tokens(100), room=16 * (7 + STATE_PAGES) - 100)
+    assert running.lease.report.miss_reason is MissReason.NO_ROOM
+    sim.cancel(running)
+
+
+# ---- the pool is too small ----
+
+
+def test_budget_at_the_end_of_a_prompt():
+    sim = simulator(1 + 8)  # a state takes 10 pages
+    assert sim.run(tokens(100)).lease.report.checkpoints_skipped > 0
+    report = report_of(sim, tokens(100))
+    assert (report.shared_tokens, report.miss_reason) == (100, MissReason.BUDGET)
+    assert report_of(sim, tokens(90)).miss_reason is MissReason.STATE_NEVER_SAVED
+    assert lost(sim) == {MissReason.BUDGET: 100, MissReason.STATE_NEVER_SAVED: 90}
+    explanation = str(sim.cache.explain(tokens(100)))
+    assert "      100  refused     end of a prompt, used 1 x" in explanation.splitlines()
+    assert explanation.endswith("(budget): a state behind it was wanted, and found no room")
+
+
+def test_budget_at_the_end_of_an_answer():
+    """Its position is in the tree when the state is refused, the end of a prompt's is not."""
+    sim = simulator(1 + 8)
+    prompt, answer = tokens(60), tokens(20, 1)
+    sim.run(prompt, answer)
+    positions = sim.cache.explain(joined(prompt, answer)).positions
+    assert [(p.position, p.refused) for p in positions] == [(60, True), (80, True)]
+    assert report_of(sim, joined(prompt, answer)).miss_reason is MissReason.BUDGET
+
+
+def test_a_state_that_nobody_asked_for_was_not_refused():
+    sim = simulator(1 + 8)
+    running = sim.start(tokens(100))
+    sim.forward(running, 100, save=False)
+    sim.cancel(running)
+    assert report_of(sim, tokens(100)).miss_reason is MissReason.STATE_NEVER_SAVED
+
+
+def test_a_refused_state_that_is_saved_later_is_no_longer_missed():
+    sim = simulator(1 + 7 + STATE_PAGES)
+    prompt = tokens(100)
+    running, blocker = sim.start(prompt), sim.start(tokens(100, 1)[:50])
+    sim.forward(running, 100)
+    sim.cancel(blocker)
+    sim.finish(running, save=False)
+    assert sim.cache.match(prompt).miss_reason is MissReason.BUDGET
+    sim.run(prompt)
+    assert sim.cache.match(prompt).miss_reason is None
+    assert sim.cache.match(joined(prompt, tokens(9, 2))).miss_reason is None
+    sim.cache.evict(1)
+    assert sim.cache.match(prompt).miss_reason is MissReason.STATE_EVICTED
+
+
+def test_the_deepest_state_that_is_missed_says_why():
+    """At 50 a state was dropped, at 100 there was no room for one: with more room, 100 would be
+    skipped."""
+    sim = simulator(1 + 9 + STATE_PAGES)
+    prompt = tokens(100)
+    sim.run(prompt[:50])
+    sim.cache.evict(sim.cache.allocator.num_free and STATE_PAGES)
+    assert sim.cache.match(prompt[:50]).miss_reason is MissReason.STATE_EVICTED
+    running, blocker = sim.start(prompt), sim.start(tokens(40, 1))
+    sim.forward(running, 100)
+    sim.cancel(blocker)
+    sim.finish(running, save=False)
+    assert sim.cache.match(prompt).miss_reason is MissReason.BUDGET
+    assert sim.cache.match(prompt[:99]).miss_reason is MissReason.STATE_EVICTED
+
+
+# ---- other salts ----
+
+
+def test_salt_is_told_to_the_operator_and_not_to_the_tenant():
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt, salt="a")
+    report = report_of(sim, joined(prompt, tokens(9, 1)), "b")
+    assert (report.shared_tokens, report.miss_reason) == (0, MissReason.NO_SHARED_PREFIX)
+    assert sim.cache.match(prompt, "b").miss_reason is MissReason.NO_SHARED_PREFIX
+    assert lost(sim) == {MissReason.SALT: 100}
+    explanation = sim.cache.explain(prompt, "c")
+    assert explanation.match.miss_reason is MissReason.NO_SHARED_PREFIX
+    assert (explanation.reason, explanation.elsewhere_tokens) == (MissReason.SALT, 100)
+    assert str(explanation).splitlines()[-2:] == [
+        "100 are known under another salt",
+        "stops at 0 (salt): its tokens are known, but under another salt",
+    ]
+
+
+def test_under_its_own_salt_a_prompt_is_not_known_elsewhere():
+    sim = simulator()
+    sim.run(tokens(100), salt="a")
+    sim.run(tokens(100), salt="b")
+    for salt in "ab":
+        explanation = sim.cache.explain(tokens(100), salt)
+        assert (explanation.reason, explanation.elsewhere_tokens) == (None, 0)
+    assert lost(sim) == {MissReason.SALT: 100}  # of the first request under b
+
+
+@pytest.mark.parametrize(("shared", "elsewhere"), [(15, 0), (16, 16), (17, 17)])
+def test_less_than_a_block_is_chance(shared, elsewhere):
+    sim = simulator()
+    sim.run(tokens(100), salt="a")
+    prompt = joined(tokens(100)[:shared], tokens(50, 1))
+    assert sim.cache.explain(prompt, "b").elsewhere_tokens == elsewhere
+
+
+def test_a_common_first_token_under_the_own_salt_does_not_hide_it():
+    """All prompts start with one token; only the rest of it is known under another salt alone."""
+    sim = simulator()
+    prompt = tokens(100)
+    sim.run(prompt, salt="a")
+    sim.run(joined(prompt[:1], tokens(40, 1)), salt="b")
+    report = report_of(sim, prompt, "b")
+    assert (report.shared_tokens, report.miss_reason) == (1, MissReason.STATE_NEVER_SAVED)
+    assert lost(sim) == {MissReason.STATE_NEVER_SAVED: 1, MissReason.SALT: 99}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, None])
+def test_salt_whatever_the_cut_of_the_prefill(chunk):
+    sim = simulator()
+    sim.run(tokens(40), salt="a", chunk=chunk)
+    assert sim.cache.explain(tokens(40), "b").elsewhere_tokens == 40
+
+
+def test_a_first_block_in_use_stays_known(monkeypatch):
+    monkeypatch.setattr(salts, "MAX_FIRST_BLOCKS", 2)
+    sim = simulator()
+    for seed in (0, 1, 0, 2):
+        sim.run(tokens(40, seed), salt="a")
+    known = [sim.cache.explain(tokens(40, seed), "b").elsewhere_tokens for seed in range(3)]
+    assert known == [40, 0, 40]
+
+
+def test_log_probs_of_a_prompt_are_not_lost_to_the_salt():
+    sim = simulator()
+    sim.run(tokens(100), salt="a")
+    report_of(sim, tokens(100), "b", recompute_reason="prompt_log_probs")
+    assert lost(sim) == {}
+
+
+def test_what_was_cleared_is_not_known_elsewhere():
+    sim = simulator()
+    sim.run(tokens(100), salt="a")
+    sim.cache.clear()
+    assert sim.cache.explain(tokens(100), "b").reason is MissReason.NO_SHARED_PREFIX
+    assert sim.cache._first_blocks.other_salt(tokens(100), "b") is None  # no token stays behind
+
+
+def test_first_blocks_are_bounded(monkeypatch):
+    monkeypatch.setattr(salts, "MAX_FIRST_BLOCKS", 3)
+    blocks = salts.FirstBlocks(16)
+    for seed in (0, 1, 2, 0, 3):  # 1 is the longest unused
+        blocks.note(tokens(20, seed), "a")
+    assert [blocks.other_salt(tokens(20, seed), "b") for seed in range(4)] == ["a", None, "a", "a"]
+    assert blocks.other_salt(tokens(20), "a") is None
+    assert blocks.other_salt(tokens(15), "b") is None  # no whole block
