@@ -37,7 +37,12 @@ setup(
     extras_require={
         # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See README.
         "gpu": ["transformer-engine[pytorch]>=2.0", "triton>=3"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=5.0"],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "transformers>=5.0",
+            "prometheus_client>=0.20",
+        ],
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "matplotlib>=3.8"],
     },

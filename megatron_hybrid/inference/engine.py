@@ -22,6 +22,7 @@ from megatron_hybrid.inference.disk_store import DiskStore
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.intake import Intake, Prompt, is_chat, is_int, spread
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.metrics import prometheus_text
 from megatron_hybrid.inference.offload import Offload, disk_tier
 from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
@@ -409,6 +410,10 @@ class DynamicInferenceEngine:
                 request.parked.num_bytes for request in self.scheduler.waiting if request.parked
             ),
         }
+
+    def metrics(self) -> str:
+        """`stats` in the text format that Prometheus scrapes; see `inference/metrics.py`."""
+        return prometheus_text(self.stats())
 
     def _kv_blocks_in_use(self) -> int:
         """Distinct KV blocks of the running requests; a shared one counts once."""

@@ -1,0 +1,100 @@
+"""Counters and sizes in the text format that Prometheus scrapes (exposition format 0.0.4).
+
+https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of an HTTP answer with these metrics."""
+PREFIX = "megatron_hybrid_"
+_LOST = "lost_tokens_"
+
+COUNTERS = {
+    "requests": "Requests that were admitted to the cache.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "shared_tokens": "Prompt tokens whose KV was reused.",
+    "skipped_tokens": "Prompt tokens that were not computed.",
+    "refused": "Times that a request had to wait or to give way because the pool was full.",
+    "checkpoints_saved": "States that were saved.",
+    "checkpoints_no_room": "States that were wanted and found no room.",
+    "checkpoints_duplicate": "States that two requests saved side by side; one copy was dropped.",
+    "checkpoints_evicted": "States that were dropped to make room.",
+    "kv_blocks_evicted": "KV blocks that were dropped to make room.",
+    "tokens_forgotten": "Tokens that the index no longer knows.",
+    "steps": "Forward passes.",
+    "forward_tokens": "Tokens that were computed, of prompts and of answers.",
+    "preemptions": "Running requests that were parked to make room for others.",
+    "fetches": "Prefixes that were fetched from host memory or the disk.",
+    "fetched_tokens": "Prompt tokens that were not computed because they were fetched.",
+    "fetches_failed": "Fetches that found damaged data.",
+    "host_records_evicted": "States and KV blocks that host memory had no room for any more.",
+    "disk_records_evicted": "States and KV blocks that the disk had no room for any more.",
+}
+"""Keys of `engine.stats()` that only grow."""
+GAUGES = {
+    "page_bytes": "Size of a page of the pool.",
+    "pages": "Pages of the pool.",
+    "pages_free": "Pages that hold nothing.",
+    "pages_cached": "Pages that hold cached prefixes which no running request uses.",
+    "pages_in_use": "Pages that running requests use.",
+    "checkpoints": "States in the cache.",
+    "cached_tokens": "Tokens whose KV is in the cache.",
+    "known_tokens": "Tokens that the index knows, their KV in the cache or not.",
+    "leases": "Requests that hold a part of the cache.",
+    "requests_running": "Requests that have a live slot.",
+    "requests_waiting": "Requests in the queue.",
+    "peak_pages_in_use": "Most pages that running requests used at a time.",
+    "pool_bytes": "Size of the pool.",
+    "kv_blocks_in_use": "KV blocks of running requests; a shared one counts once.",
+    "live_slot_bytes": "Size of the live slots.",
+    "parked_bytes": "Host memory that preempted requests wait in.",
+    "host_bytes": "Host memory that holds cached prefixes.",
+    "host_states": "States in host memory.",
+    "host_kv_blocks": "KV blocks in host memory.",
+    "disk_bytes": "Disk space that holds cached prefixes.",
+    "disk_states": "States on the disk.",
+    "disk_kv_blocks": "KV blocks on the disk.",
+}
+"""Keys of `engine.stats()` that rise and fall."""
+_LOST_HELP = "Prompt tokens that were known and had to be computed again, by reason."
+
+
+def prometheus_text(stats: Mapping[str, int]) -> str:
+    """Metrics of `engine.stats()` or `PrefixCache.stats()`: each key once.
+
+    The names are the keys behind `megatron_hybrid_`; counters end in `_total`, and
+    `lost_tokens_<reason>` is one metric with the label `reason`.
+
+    Raises:
+        ValueError: a key that is neither in COUNTERS nor in GAUGES.
+    """
+    lines: list[str] = []
+    for key, value in stats.items():
+        if key.startswith(_LOST):
+            continue
+        if key in COUNTERS:
+            lines += _metric(f"{key}_total", "counter", COUNTERS[key], {"": value})
+        elif key in GAUGES:
+            lines += _metric(key, "gauge", GAUGES[key], {"": value})
+        else:
+            raise ValueError(
+                f"no metric is declared for {key!r}: add it to COUNTERS or GAUGES in {__name__}"
+            )
+    lost = {
+        f'{{reason="{key[len(_LOST) :]}"}}': value
+        for key, value in stats.items()
+        if key.startswith(_LOST)
+    }
+    if lost:
+        lines += _metric(f"{_LOST}total", "counter", _LOST_HELP, lost)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _metric(name: str, kind: str, text: str, samples: Mapping[str, int]) -> list[str]:
+    """samples: values by labels, as they are written."""
+    name = PREFIX + name
+    values = [f"{name}{labels} {value}" for labels, value in samples.items()]
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]
