@@ -42,6 +42,7 @@ setup(
             "hypothesis>=6.100",
             "transformers>=5.0",
             "prometheus_client>=0.20",
+            "matplotlib>=3.8",
         ],
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "matplotlib>=3.8"],

@@ -1,4 +1,4 @@
-"""The command line: `megatron-hybrid demo`, `generate`, `convert`, `plan` and `info`."""
+"""The command line: `megatron-hybrid demo`, `generate`, `convert`, `plan`, `profile`, `info`."""
 
 import argparse
 import sys
@@ -85,6 +85,24 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(command=_plan)
 
+    profile = commands.add_parser(
+        "profile",
+        help="your own prompts: what prefix caches would skip of them",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    profile.add_argument(
+        "prompts",
+        help="JSONL: `prompt` (text or token ids) in each line, if known `output` and `session`",
+    )
+    profile.add_argument("--model", required=True, help="model folder or config.json")
+    profile.add_argument("--memory", type=float, required=True, help="of the cache, in GB (10^9)")
+    profile.add_argument(
+        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
+    )
+    profile.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    profile.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
+    profile.set_defaults(command=_profile)
+
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
     return parser
@@ -167,6 +185,25 @@ def _plan(options: argparse.Namespace) -> int:
     config = read_model_config(options.model)
     result = plan(config, int(options.memory * GB), context, options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.plan import GB, read_model_config
+    from megatron_hybrid.tools.plots import pyplot
+    from megatron_hybrid.tools.profile import profile, read_requests
+    from megatron_hybrid.tools.profile_report import draw, render
+
+    if options.png:
+        pyplot("--png")  # fail now, not after the replay
+    config = read_model_config(options.model)
+    requests = read_requests(options.prompts, options.model, config.vocab_size)
+    result = profile(requests, config, options.memory * GB, options.state_encoding)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
+    if options.png:
+        draw(result, options.png)
     return 0
 
 

@@ -19,9 +19,10 @@ from benchmarks.replay import cliff, plots, table, traces
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import footprint
-from benchmarks.replay.request import Request
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
+from megatron_hybrid.tools.plots import pyplot
+from megatron_hybrid.tools.replay.request import Request
 
 LEFT_OUT = ("ours-bf16", "vllm-fine", "lru-block-end-64")
 """Engines that only --full or --engines runs."""
@@ -58,7 +59,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.plots:
-        plots.pyplot()  # fail now, not after the runs
+        try:
+            pyplot("--plots")  # fail now, not after the runs
+        except ImportError as error:
+            raise SystemExit(str(error)) from None
     page = table.around_results(options.markdown) if options.markdown else None
     console = Console()
     engines = chosen_engines(options, console)

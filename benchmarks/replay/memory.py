@@ -11,10 +11,10 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import numpy as np
 
-from benchmarks.replay.engines.ours import Ours
 from benchmarks.replay.geometry import Geometry
-from benchmarks.replay.request import Request
-from benchmarks.replay.runner import Replay, replay
+from megatron_hybrid.tools.replay.ours import Ours
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.runner import Replay, replay
 
 SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
 """Code: not part of a cache's memory."""
@@ -43,7 +43,7 @@ class Footprint:
 
 def footprint(requests: Iterable[Request], geometry: Geometry, budget_bytes: float) -> Footprint:
     """Replay a trace (it may be a generator) sequentially and weigh the cache at the end."""
-    engine = Ours(geometry, budget_bytes)
+    engine = Ours(geometry.spec(), budget_bytes)
     began = perf_counter()
     result: Replay = replay(requests, engine)
     wall = perf_counter() - began

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.sweep import Cell
+from megatron_hybrid.tools.plots import pyplot
 
 STYLES = {
     "ours": ("C0", "-", 2.4),
@@ -24,24 +25,10 @@ STYLES = {
 }
 
 
-def pyplot():
-    """matplotlib.pyplot without a display. Raises SystemExit where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit(
-            "plots need matplotlib: `pip install -e .[bench]`, or run without --plots"
-        ) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Prompt tokens skipped over the memory budget: per geometry and number in flight one file,
     with a panel for each workload."""
-    plt = pyplot()
+    plt = pyplot("--plots")
     pictures: dict[tuple[str, int], dict[str, list[Cell]]] = {}
     for cell in cells:
         panels = pictures.setdefault((cell.geometry, cell.in_flight), {})
@@ -88,7 +75,7 @@ def _hit_rate_panel(axis, cells: list[Cell]) -> None:
 
 def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
     """Tokens computed again over length, one file per geometry."""
-    plt = pyplot()
+    plt = pyplot("--plots")
     paths = []
     for geometry in dict.fromkeys(cliff.geometry for cliff in found):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")

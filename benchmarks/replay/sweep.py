@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.replay.engines import ENGINES
-from benchmarks.replay.engines.lru import Ceiling
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.request import Request
-from benchmarks.replay.runner import Replay, replay
+from megatron_hybrid.tools.replay.lru import Ceiling
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.runner import Replay, replay
 
 GB = 10**9
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.replay.request import Request
 from benchmarks.replay.workloads import VOCABULARY, draw_tokens
+from megatron_hybrid.tools.replay.jsonl import PROMPT_FIELDS, load_jsonl, rows
+from megatron_hybrid.tools.replay.request import Request
 
 MOONCAKE_BLOCK = 512
 
@@ -25,7 +27,7 @@ def load(path: str | Path, limit: int | None = None) -> Iterator[Request]:
     keys = json.loads(first) if first.strip() else {}
     if "hash_ids" in keys:
         return load_mooncake(path, limit)
-    if "prompt" in keys:
+    if any(name in keys for name in PROMPT_FIELDS):
         return load_jsonl(path, limit)
     raise ValueError(
         f"{path} starts with {first[:60]!r}; its first line must be a JSON object with `hash_ids` "
@@ -40,32 +42,10 @@ def load_mooncake(path: str | Path, limit: int | None = None) -> Iterator[Reques
     ones. Outputs and sessions are not recorded: every output is new, every request its own session.
     """
     rng = np.random.default_rng(1)
-    for i, row in enumerate(rows(path, limit)):
+    for i, (_, row) in enumerate(islice(rows(path), limit)):
         output = draw_tokens(rng, max(1, row["output_length"]))
         blocks = np.concatenate([block_tokens(block_id) for block_id in row["hash_ids"]])
         yield Request(blocks[: row["input_length"]], output, i, 0, row["timestamp"] / 1000)
-
-
-def load_jsonl(path: str | Path, limit: int | None = None) -> Iterator[Request]:
-    """One JSON object a line: `prompt` and `output` (lists of token ids), and if known `session`
-    (any string or number), `turn` and `arrival` (seconds). Lines are in order of arrival."""
-    for i, row in enumerate(rows(path, limit)):
-        yield Request(
-            np.array(row["prompt"], dtype=np.int32),
-            np.array(row["output"], dtype=np.int32),
-            row.get("session", i),
-            row.get("turn", 0),
-            float(row.get("arrival", i)),
-        )
-
-
-def rows(path: str | Path, limit: int | None) -> Iterator[dict]:
-    """The objects of a JSONL file, at most `limit`."""
-    with open(path, encoding="utf-8") as file:
-        for i, line in enumerate(file):
-            if limit is not None and i >= limit:
-                return
-            yield json.loads(line)
 
 
 def block_tokens(block_id: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.replay.request import Request
+from megatron_hybrid.tools.replay.request import Request
 
 VOCABULARY = 120_000
 

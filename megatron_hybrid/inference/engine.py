@@ -385,7 +385,8 @@ class DynamicInferenceEngine:
     # Inspection --------------------------------------------------------------------------------
 
     def explain(self, prompt: Prompt, salt: str = "") -> Explanation:
-        """What of a prompt would be reused now, and why not more. `print` it.
+        """What of a prompt would be reused now, and why not more. `print` it. For who runs the
+        engine, not for tenants: it says whether another salt knows the prompt.
 
         Raises:
             TypeError, ValueError: it is no prompt.

@@ -195,15 +195,17 @@ def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -
     return CacheSpec(spec.block_size_tokens, (KVGroup(layers, widest),), 0, spec.hidden_bytes)
 
 
+def size(num_bytes: float) -> str:
+    """As text, in the unit that fits."""
+    for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 1000)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return f"{num_bytes} B"
+
+
 def render(result: Plan) -> str:
     """The plan as a plain table."""
     ours, pure = result.model, result.pure_attention
-
-    def size(num_bytes: float) -> str:
-        for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 1000)):
-            if num_bytes >= factor:
-                return f"{num_bytes / factor:.4g} {unit}"
-        return f"{num_bytes} B"
 
     def count(number: int | None) -> str:
         return "-" if number is None else f"{number:,}"

@@ -1,6 +1,7 @@
 """The command line, run in this process on a tiny checkpoint."""
 
 import json
+import sys
 
 import pytest
 import tokenizers
@@ -100,6 +101,26 @@ def test_plan(folder, capsys):
     assert values["context"] == 8000 and values["model"]["largest_batch"] > 0
     assert cli.main(["plan", "--model", folder, "--memory", "0.0001"]) == 2
     assert "no room for one request of 8000 tokens" in capsys.readouterr().err
+
+
+def test_profile(folder, capsys, tmp_path, monkeypatch):
+    prompts, picture = tmp_path / "prompts.jsonl", tmp_path / "profile.png"
+    prompts.write_text(f'{{"prompt": "{"a" * 70}"}}\n' * 2)  # 70 tokens
+    arguments = ["profile", str(prompts), "--model", folder, "--memory", "0.01"]
+    assert cli.main([*arguments, "--png", str(picture)]) == 0
+    assert "2 prompts, 140 tokens" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*arguments, "--json", "--state-encoding", "int8"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["prompt_tokens"], values["state_encoding"]) == (140, "int8")
+    skipped = {each["name"]: each["skipped_percent"] for each in values["caches"]}
+    assert skipped["this engine, any token"] == 50.0
+    prompts.write_text('{"prompt": "a"}\n{"prompt": 1}\n')
+    assert cli.main(arguments) == 2
+    assert "prompts.jsonl, line 2: `prompt` is 1: give text" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main([*arguments, "--png", str(picture)]) == 2
+    assert "--png needs matplotlib: `pip install matplotlib`" in capsys.readouterr().err
 
 
 def test_convert_says_what_is_wrong(folder, capsys, tmp_path):

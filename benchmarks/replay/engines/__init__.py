@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from benchmarks.replay.engines.lru import Ceiling, LeastRecentlyUsed
 from benchmarks.replay.engines.marconi import ALPHAS, Marconi
-from benchmarks.replay.engines.ours import Ours
-from benchmarks.replay.engines.protocol import Engine
 from benchmarks.replay.geometry import Geometry
+from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
+from megatron_hybrid.tools.replay.ours import Ours
+from megatron_hybrid.tools.replay.protocol import Engine
 
 Candidates = Mapping[float | None, Callable[[], Engine]]
 """Engines by the value of their parameter (None: they have none). The one that skips most is
@@ -40,7 +40,7 @@ class Entry:
 
 def _ours(encoding: str) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-        return {None: lambda: Ours(geometry, budget, encoding)}
+        return {None: lambda: Ours(geometry.spec(encoding), budget)}
 
     return Entry(f"this project, cached states {encoding}", build)
 

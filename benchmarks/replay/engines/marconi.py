@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.replay.engines.baseline import Baseline, Running
-from benchmarks.replay.engines.token_tree import Node, deepest_state
 from benchmarks.replay.geometry import Geometry
+from megatron_hybrid.tools.replay.baseline import Baseline, Running
+from megatron_hybrid.tools.replay.token_tree import Node, deepest_state
 
 ALPHAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 

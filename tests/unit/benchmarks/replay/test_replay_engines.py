@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from benchmarks.replay.engines import ENGINES
-from benchmarks.replay.engines.lru import Ceiling, LeastRecentlyUsed
 from benchmarks.replay.engines.marconi import Marconi
-from benchmarks.replay.engines.ours import Ours
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.request import Request
-from benchmarks.replay.runner import replay
 from benchmarks.replay.workloads import WORKLOADS
+from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
+from megatron_hybrid.tools.replay.ours import Ours
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.runner import replay
 
 NEMOTRON = GEOMETRIES["nemotron-h-8b"]
 
@@ -185,7 +185,7 @@ def test_every_engine_replays_every_geometry(name, geometry):
 
 @pytest.mark.parametrize(("budget", "in_flight"), [(3e8, 1), (1e9, 1), (1e9, 8)])
 def test_ours_leaves_the_cache_whole(budget, in_flight):
-    engine = Ours(NEMOTRON, budget)
+    engine = Ours(NEMOTRON.spec(), budget)
     replay(list(WORKLOADS["chat"].generate(60)), engine, in_flight)
     engine.cache.check_integrity()
     stats = engine.cache.stats()
@@ -195,7 +195,7 @@ def test_ours_leaves_the_cache_whole(budget, in_flight):
 
 def test_ours_runs_a_request_that_never_fits_beside_the_cache():
     requests = list(WORKLOADS["agent"].generate(3))
-    result = replay(requests, Ours(NEMOTRON, 1e8))
+    result = replay(requests, Ours(NEMOTRON.spec(), 1e8))
     assert result.miss_reasons == ["too_large"] * 3 and result.skipped_share == 0
 
 

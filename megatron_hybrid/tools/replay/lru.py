@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
-from benchmarks.replay.engines.baseline import Baseline, Running
-from benchmarks.replay.engines.token_tree import Node, State, deepest_state
+from megatron_hybrid.tools.replay.baseline import Baseline, Running
+from megatron_hybrid.tools.replay.token_tree import Node, State, deepest_state
 
 
 class LeastRecentlyUsed(Baseline):
@@ -41,17 +41,28 @@ class LeastRecentlyUsed(Baseline):
             return self.start(prompt, depth, ())
         # Nothing saves the logits after the last token: it is always computed.
         limit = self.tree.whole(len(prompt) - 1)
-        state = deepest_state(path, min(depth, limit))
-        return self.start(prompt, state.position if state else 0, (min(depth, limit), limit))
+        junction = min(depth, limit)
+        state = deepest_state(path, junction)
+        skipped = state.position if state else 0
+        return self.start(prompt, skipped, self.saved_of_prompt(skipped, junction, limit))
 
     def finish(self, handle: Running, tokens: np.ndarray) -> None:
         self.tick += 1
-        self.end(handle, tokens, (self.tree.whole(len(tokens)),))
+        self.end(handle, tokens, self.saved_of_answer(handle.prompt_tokens, len(tokens)))
+
+    def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:
+        """Positions whose state a prefill from `skipped` on saves; `junction`: the last block end
+        that was known, `last`: the last one of the prompt."""
+        return junction, last
+
+    def saved_of_answer(self, prompt_tokens: int, num_tokens: int) -> tuple[int, ...]:
+        """Positions whose state is kept when prompt and answer are num_tokens long."""
+        return (self.tree.whole(num_tokens),)
 
     # ---- a lazy heap: an entry counts if its key is still that of its item ----
 
     def changed(self, node: Node) -> None:
-        if self._droppable(node):
+        if self.kv_bytes and self._droppable(node):  # dropping what costs nothing makes no room
             self._push(node.last_access, node.end, node)
 
     def used(self, state: State) -> None:

@@ -14,7 +14,7 @@ class Request:
     prompt: np.ndarray
     """int32 [L], L >= 1; often a view that requests of one session share: never written."""
     output: np.ndarray
-    """int32 [m], m >= 1: what the model is said to have answered."""
+    """int32 [m]: what the model is said to have answered; empty: not known."""
     session: int | str
     """Turns of one session follow each other: none starts before the one before has ended."""
     turn: int

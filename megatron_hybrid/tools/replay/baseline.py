@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.replay.engines.token_tree import Node, State, TokenTree
+from megatron_hybrid.tools.replay.token_tree import Node, State, TokenTree
 
 
 @dataclass(eq=False)
 class Running:
+    prompt_tokens: int
     skipped_tokens: int
     node: Node | None
     """Where its tokens end in the tree; None: they are not in it."""
@@ -86,7 +87,7 @@ class Baseline:
         if node is None and self.running:
             return None
         self.running += 1
-        return Running(skipped, node)
+        return Running(len(tokens), skipped, node)
 
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
         """Finish a request; its answer is not cached where there is no room."""

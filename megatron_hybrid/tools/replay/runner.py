@@ -9,8 +9,8 @@ from time import thread_time
 
 import numpy as np
 
-from benchmarks.replay.engines.protocol import Engine, Handle
-from benchmarks.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Engine, Handle
+from megatron_hybrid.tools.replay.request import Request
 
 
 @dataclass

@@ -6,13 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.replay.geometry import Geometry
 
-
-def step_tokens(geometry: Geometry) -> int:
+def step_tokens(windows: bool) -> int:
     """Longest forward of one request, the same for all engines that cut prompts. Where windows
     roll, a forward holds the KV of all of its tokens in all layers: there it is shorter."""
-    return 2048 if geometry.window_layers else 8192
+    return 2048 if windows else 8192
 
 
 class Handle(Protocol):

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.replay.engines.protocol import step_tokens
-from benchmarks.replay.geometry import Geometry
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.tools.replay.protocol import step_tokens
+
+TOO_LARGE = "too_large"
+"""In place of a reason: the pool can never hold this request."""
 
 
 @dataclass(eq=False)
@@ -22,12 +25,11 @@ class Running:
 class Ours:
     """One `PrefixCache`; `cache` is open to whoever wants its counters."""
 
-    def __init__(self, geometry: Geometry, budget_bytes: float, encoding: str = "exact"):
-        spec = geometry.spec(encoding)
+    def __init__(self, spec: CacheSpec, budget_bytes: float):
         # Page 0 is scratch and never handed out: it is not part of the budget.
         self.cache = PrefixCache(spec, num_pages=int(budget_bytes // spec.page_bytes) + 1)
         # The length of a forward costs memory in local groups alone.
-        self._chunk = step_tokens(geometry) if spec.local_groups else None
+        self._chunk = step_tokens(windows=True) if spec.local_groups else None
 
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
@@ -36,7 +38,7 @@ class Ours:
         cache, n = self.cache, len(prompt)
         lease = cache.acquire(prompt, capacity_tokens=n, chunk_tokens=self._chunk)
         if lease is None:
-            return None if cache.fits(n, self._chunk) else Running(None, 0, "too_large")
+            return None if cache.fits(n, self._chunk) else Running(None, 0, TOO_LARGE)
         cache.restored(lease)
         if not self._compute(lease, prompt, n):
             cache.release(lease)

@@ -1,0 +1,179 @@
+"""`megatron-hybrid profile`: what prefix caches would skip of your own prompts, before you choose.
+
+The prompts are replayed without a model: through this project's cache as the engine drives it, and
+through models of the rules that other engines document (`tools/replay/rules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig, InferenceConfig
+from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.tools.plan import GB
+from megatron_hybrid.tools.replay.jsonl import load_jsonl
+from megatron_hybrid.tools.replay.lru import Ceiling
+from megatron_hybrid.tools.replay.ours import TOO_LARGE, Ours
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.rules import rules
+from megatron_hybrid.tools.replay.runner import Replay, replay
+
+OURS = "this engine, any token"
+CEILING = "infinite cache, any token"
+
+
+@dataclass(frozen=True)
+class CacheResult:
+    """What one cache would skip."""
+
+    name: str
+    what: str
+    block_tokens: int
+    """Tokens between positions at which a prompt can resume."""
+    too_short_percent: float
+    """Prompts without such a position before their last token: nothing of them is ever skipped."""
+    skipped_percent: float
+    """Prompt tokens that are not computed."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Requests whose prompt has at least `start` tokens and less than `end`."""
+
+    start: int
+    end: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The answer of `profile`."""
+
+    layer_pattern: str
+    memory_bytes: int
+    state_encoding: str
+    kv_bytes_per_token: int
+    checkpoint_bytes: int
+    """What a saved position costs beside KV, windows included."""
+    requests: int
+    prompt_tokens: int
+    answers: bool
+    """Whether the file says what was answered to all requests."""
+    lengths: list[int]
+    """Tokens of each prompt."""
+    caches: list[CacheResult]
+    """Other rules, this engine, the ceiling."""
+    lost_tokens: dict[str, int]
+    """Tokens that this engine knew and computed again, by reason; the largest part first."""
+    too_large: int
+    """Requests that do not fit into the pool: here they ran beside the cache."""
+
+    @property
+    def histogram(self) -> list[Bin]:
+        """Prompt lengths between powers of two."""
+        lengths = np.array(self.lengths)
+        first, last = (int(n).bit_length() for n in (lengths.min(), lengths.max()))
+        return [
+            Bin(1 << b - 1, 1 << b, int(np.sum((lengths >= 1 << b - 1) & (lengths < 1 << b))))
+            for b in range(first, last + 1)
+        ]
+
+    def to_dict(self) -> dict:
+        """JSON-able values; lengths as the histogram."""
+        values = {**asdict(self), "histogram": [asdict(each) for each in self.histogram]}
+        del values["lengths"]
+        return values
+
+
+def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[Request]:
+    """The requests of a JSONL file; text is tokenized as the model in this folder does.
+
+    Raises:
+        ValueError: a line cannot be used; names file, line and remedy.
+    """
+    tokenizer = None
+
+    def tokenize(text: str) -> list[int]:
+        nonlocal tokenizer
+        if tokenizer is None:
+            if not Path(model).is_dir() or find_tokenizer(model) is None:
+                raise ValueError(
+                    f"it has text, and {model} is no folder with a tokenizer: give the model's "
+                    f"folder, or token ids in place of text"
+                )
+            tokenizer = Tokenizer.from_folder(model)
+        return tokenizer.tokenize(text)
+
+    return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))
+
+
+def profile(
+    requests: Sequence[Request],
+    config: HybridConfig,
+    memory_bytes: float,
+    state_encoding: str = "exact",
+) -> Profile:
+    """Replays requests, one after the other, through caches of this size.
+
+    Args:
+        requests: at least one.
+        config: the model, with tensor_model_parallel_size 1.
+        memory_bytes: of KV and cached states, that is `InferenceConfig.cache_bytes`.
+        state_encoding: of this engine's checkpoints, as in InferenceConfig.
+
+    Raises:
+        ValueError: an unknown encoding, or memory for less than two pages.
+    """
+    if state_encoding not in STATE_ENCODINGS:
+        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
+    with torch.device("meta"):
+        model = build_hybrid_model(config)
+    layers = model.cache_requirements()
+    block = InferenceConfig.block_size_tokens  # the default
+    spec = cache_spec_of(layers, config.hidden_size, config.params_dtype, block, state_encoding)
+    if memory_bytes < 2 * spec.page_bytes:
+        raise ValueError(
+            f"{memory_bytes / GB:g} GB of cache hold less than 2 pages of {spec.page_bytes} bytes; "
+            f"give more memory"
+        )
+    lengths = [len(request.prompt) for request in requests]
+    caches: list[CacheResult] = []
+
+    def add(name: str, what: str, block_tokens: int, too_short: int, result: Replay) -> None:
+        shares = too_short / len(lengths), result.skipped_share
+        percents = (round(100 * share, 2) for share in shares)
+        caches.append(CacheResult(name, what, block_tokens, *percents))
+
+    for rule in rules(layers, spec):
+        too_short = sum(length <= rule.block_tokens for length in lengths)
+        found = replay(requests, rule.build(memory_bytes))
+        add(rule.name, rule.what, rule.block_tokens, too_short, found)
+    ours = Ours(spec, memory_bytes)
+    result = replay(requests, ours)
+    add(OURS, "its own cache, as the engine drives it", 1, 0, result)
+    add(CEILING, "what bounds every cache from above", 1, 0, replay(requests, Ceiling()))
+    stats = ours.cache.stats()
+    lost = {reason.value: stats[f"lost_tokens_{reason.value}"] for reason in MissReason}
+    lost = sorted(((n, reason) for reason, n in lost.items() if n), reverse=True)
+    return Profile(
+        layer_pattern=config.layer_pattern,
+        memory_bytes=int(memory_bytes),
+        state_encoding=state_encoding,
+        kv_bytes_per_token=spec.kv_bytes_per_token,
+        checkpoint_bytes=spec.checkpoint_bytes + spec.local_bytes if spec.needs_state else 0,
+        requests=len(requests),
+        prompt_tokens=sum(lengths),
+        answers=all(len(request.output) for request in requests),
+        lengths=lengths,
+        caches=caches,
+        lost_tokens={reason: tokens for tokens, reason in lost},
+        too_large=result.miss_reasons.count(TOO_LARGE),
+    )

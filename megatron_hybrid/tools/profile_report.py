@@ -1,0 +1,127 @@
+"""A profile as a table, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import wrap
+
+import numpy as np
+
+from megatron_hybrid.tools.plan import size
+from megatron_hybrid.tools.plots import pyplot
+from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
+
+_WIDTH = 96
+_BAR = 30
+_NOTE = (
+    "Caches with blocks or a grid are models of other engines' documented rules (LRU, one pool for "
+    "KV and states), not measurements of the engines:"
+)
+
+
+def render(result: Profile) -> str:
+    """The profile as plain text."""
+    lengths = np.array(result.lengths)
+    median, most = (int(np.quantile(lengths, q)) for q in (0.5, 0.95))
+    lines = [
+        f"{result.requests:,} prompts, {result.prompt_tokens:,} tokens; median {median:,}, 95 % up "
+        f"to {most:,}, longest {lengths.max():,}",
+        f"{size(result.memory_bytes)} of cache: KV {size(result.kv_bytes_per_token)} per token, a "
+        f"saved position {size(result.checkpoint_bytes)} (states {result.state_encoding})",
+        "",
+        *_histogram(result),
+        "",
+        *_table(
+            ("", "too short, % of prompts", "skipped, % of tokens"),
+            [
+                (row.name, f"{row.too_short_percent:.1f}", f"{row.skipped_percent:.1f}")
+                for row in result.caches
+            ],
+        ),
+    ]
+    if result.lost_tokens:
+        share = 100 / result.prompt_tokens
+        lost = [(reason, f"{n:,}", f"{n * share:.1f}") for reason, n in result.lost_tokens.items()]
+        heads = ("known to this engine, computed again", "tokens", "% of tokens")
+        lines += ["", *_table(heads, lost)]
+    notes = [_NOTE, *(f"- {row.name}: {row.what}" for row in _rules(result))]
+    if not result.answers:
+        notes.append(
+            "Answers (`output`) are not given for all prompts: what a next turn shares with an "
+            "answer counts as new."
+        )
+    if result.too_large:
+        notes.append(f"{result.too_large:,} prompts do not fit into the cache at all.")
+    lines.append("")
+    for note in notes:
+        lines += wrap(note, _WIDTH, subsequent_indent="  " if note.startswith("-") else "")
+    return "\n".join(lines)
+
+
+def _rules(result: Profile) -> list[CacheResult]:
+    return [row for row in result.caches if row.name not in (OURS, CEILING)]
+
+
+def _histogram(result: Profile) -> list[str]:
+    bins = result.histogram
+    most = max(each.requests for each in bins)
+    rows = []
+    for each in bins:
+        here = [row.name for row in _rules(result) if each.start <= row.block_tokens < each.end]
+        rows.append(
+            (
+                f"{each.start:,} - {each.end - 1:,}",
+                f"{each.requests:,}",
+                "#" * -(-each.requests * _BAR // most),
+                "< " + "; ".join(here) if here else "",
+            )
+        )
+    bar = max(len(row[2]) for row in rows)
+    head, *table = _table(
+        ("prompt tokens", "prompts"), [(length, number) for length, number, *_ in rows]
+    )
+    return [
+        head,
+        *(f"{line}  {row[2]:{bar}}  {row[3]}".rstrip() for line, row in zip(table, rows)),
+    ]
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table; the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    return [
+        "  ".join(
+            f"{cell:{'>' if i else ''}{width}}"
+            for i, (cell, width) in enumerate(zip(cells, widths))
+        )
+        for cells in (heads, *rows)
+    ]
+
+
+def draw(result: Profile, path: str | Path) -> None:
+    """Lengths and skip rates as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = pyplot("--png")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    lengths = np.array(result.lengths)
+    low, high = np.log2(lengths.min()), np.log2(lengths.max() + 1)
+    left.hist(lengths, bins=np.logspace(low, high, 50, base=2), color="0.7")
+    left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter("{x:,.0f}")
+    for i, row in enumerate(_rules(result)):
+        left.axvline(row.block_tokens, color=f"C{i + 1}", label=row.name)
+    left.set_xlabel("prompt tokens")
+    left.set_ylabel("prompts")
+    left.legend(fontsize=8)
+    names = [row.name for row in result.caches]
+    colors = [f"C{i + 1}" for i in range(len(names) - 2)] + ["C0", "0.7"]
+    bars = right.barh(names, [row.skipped_percent for row in result.caches], color=colors)
+    right.bar_label(bars, fmt="%.1f", padding=3)
+    right.invert_yaxis()
+    right.set_xlim(0, 110)
+    right.set_xlabel(f"prompt tokens skipped, %; {size(result.memory_bytes)} of cache")
+    figure.savefig(path, dpi=110, format="png")
+    plt.close(figure)

@@ -1,0 +1,149 @@
+"""Requests from a JSONL file: one JSON object a line, in order of arrival.
+
+| field | what it is |
+| --- | --- |
+| `prompt` | text, or a list of token ids |
+| `tokens`, `prompt_tokens` | the same, token ids |
+| `output` or `completion` | if known: the answer, text or token ids |
+| `session` | if known: a string or a number; turns of one session follow each other |
+| `turn`, `arrival` | if known: a number from 0; seconds |
+
+Other fields are ignored, empty lines are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_hybrid.tools.replay.request import Request
+
+PROMPT_FIELDS = ("prompt", "tokens", "prompt_tokens")
+OUTPUT_FIELDS = ("output", "completion")
+
+
+def load_jsonl(
+    path: str | Path,
+    limit: int | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+    vocab_size: int = 1 << 31,
+) -> Iterator[Request]:
+    """The requests of a file. Without an output the answer is empty.
+
+    Args:
+        limit: read at most so many requests.
+        tokenize: turns text into token ids; None: there has to be no text.
+        vocab_size: token ids lie in [0, vocab_size).
+
+    Raises:
+        ValueError: a line is no request, or there is none; names file, line and remedy.
+    """
+    count = 0
+    for number, row in rows(path):
+        if count == limit:
+            return
+        try:
+            yield _request(row, count, tokenize, vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        count += 1
+    if not count:
+        raise ValueError(f"{path} has no requests: write one JSON object a line, with `prompt`")
+
+
+def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers from 1, and the objects of a JSONL file.
+
+    Raises:
+        ValueError: a line is no JSON object, or the file no text.
+    """
+    number = 0
+    with open(path, encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _object(line, f"{path}, line {number}")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}, after line {number}: {error}; save it as UTF-8 text"
+            ) from error
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{place} is no JSON ({error}): write one object a line, without line breaks in it"
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is a {type(row).__name__}: write an object with a `prompt`")
+    return row
+
+
+def _request(
+    row: dict[str, Any], index: int, tokenize: Callable[[str], Sequence[int]] | None, vocab: int
+) -> Request:
+    field, prompt = _one_of(row, PROMPT_FIELDS)
+    if field is None:
+        names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
+        raise ValueError(f"there is no prompt: add one of the fields {names}")
+    if field != "prompt" and isinstance(prompt, str):
+        raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
+    tokens = _tokens(field, prompt, tokenize, vocab)
+    if not len(tokens):
+        raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
+    output_field, output = _one_of(row, OUTPUT_FIELDS)
+    session = row.get("session", index)
+    if isinstance(session, bool) or not isinstance(session, (str, int, float)):
+        raise ValueError(f"`session` is {session!r}: give a string or a number, or leave it out")
+    return Request(
+        tokens,
+        _tokens(output_field, output, tokenize, vocab) if output_field else tokens[:0],
+        session,
+        int(_number(row, "turn", 0)),
+        float(_number(row, "arrival", index)),
+    )
+
+
+def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]:
+    """The field that is there, and its value; a field that is null is not there."""
+    found = [name for name in names if row.get(name) is not None]
+    if len(found) > 1:
+        raise ValueError(f"both `{found[0]}` and `{found[1]}` are given: keep one of them")
+    return (found[0], row[found[0]]) if found else (None, None)
+
+
+def _tokens(
+    field: str, value: Any, tokenize: Callable[[str], Sequence[int]] | None, vocab: int
+) -> np.ndarray:
+    """int32 [n] of text or a list of ids."""
+    if isinstance(value, str):
+        if tokenize is None:
+            raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
+        value = tokenize(value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError(f"`{field}` is {_shown(value)}: give text, or a flat list of token ids")
+    if value and not 0 <= min(value) <= max(value) < vocab:
+        wrong = next(token for token in value if not 0 <= token < vocab)
+        raise ValueError(
+            f"`{field}` has the token id {wrong}, ids go from 0 to {vocab - 1}: "
+            f"tokenize it with this model's tokenizer"
+        )
+    return np.array(value, dtype=np.int32)
+
+
+def _number(row: dict[str, Any], field: str, default: float) -> float:
+    value = row.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"`{field}` is {value!r}: give a number, or leave it out")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,88 @@
+"""Requests from JSONL: every accepted field, and an error for every bad line that says where."""
+
+import json
+
+import pytest
+
+from megatron_hybrid.tools.replay.jsonl import load_jsonl
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return path
+
+
+def spelled(text):
+    return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "output"),
+    [
+        ({"prompt": [1, 2]}, [1, 2], []),
+        ({"prompt": "ab"}, [97, 98], []),
+        ({"tokens": [3], "output": [4, 5]}, [3], [4, 5]),
+        ({"prompt_tokens": [3], "completion": "c", "model": "x"}, [3], [99]),
+        ({"prompt": "a", "tokens": None, "output": ""}, [97], []),
+    ],
+)
+def test_fields(tmp_path, row, prompt, output):
+    (request,) = load_jsonl(write(tmp_path, row), tokenize=spelled, vocab_size=128)
+    assert (request.prompt.tolist(), request.output.tolist()) == (prompt, output)
+    assert request.prompt.dtype == request.output.dtype == "int32"
+
+
+def test_sessions_turns_and_empty_lines(tmp_path):
+    path = write(
+        tmp_path,
+        {"prompt": [1], "session": "a", "turn": 3, "arrival": 0.5},
+        "",
+        {"prompt": [2], "session": 7},
+        {"prompt": [3]},
+    )
+    one, two, three = load_jsonl(path)
+    assert (one.session, one.turn, one.arrival) == ("a", 3, 0.5)
+    assert (two.session, two.turn, two.arrival) == (7, 0, 1.0)
+    assert (three.session, three.turn, three.arrival) == (2, 0, 2.0)
+    assert [request.prompt[0] for request in load_jsonl(path, limit=2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": [1', "is no JSON .* write one object a line"),
+        ("[1, 2]", "is a list: write an object with a `prompt`"),
+        ({"text": "a"}, "there is no prompt: add one of the fields `prompt`, `tokens`"),
+        ({"prompt": [1], "tokens": [2]}, "both `prompt` and `tokens` are given: keep one"),
+        ({"prompt": [1], "output": [2], "completion": [3]}, "both `output` and `completion`"),
+        ({"prompt": []}, "`prompt` is empty: give at least one token"),
+        ({"prompt": "ab"}, "`prompt` is text, and there is no tokenizer: give token ids"),
+        ({"tokens": "ab"}, "`tokens` is text: give token ids, or name the field `prompt`"),
+        ({"prompt": [1], "output": "ab"}, "`output` is text, and there is no tokenizer"),
+        ({"prompt_tokens": 12}, "`prompt_tokens` is 12: give text, or a flat list"),
+        ({"prompt": [[1, 2]]}, r"`prompt` is \[\[1, 2\]\]: give text, or a flat list"),
+        ({"prompt": [True]}, r"`prompt` is \[true\]: give text, or a flat list"),
+        ({"prompt": [1.5]}, r"`prompt` is \[1.5\]: give text, or a flat list"),
+        ({"prompt": [1, -3]}, "`prompt` has the token id -3, ids go from 0 to 99: tokenize it"),
+        ({"prompt": [100]}, "`prompt` has the token id 100, ids go from 0 to 99"),
+        ({"prompt": [1], "session": [1]}, r"`session` is \[1\]: give a string or a number"),
+        ({"prompt": [1], "turn": "x"}, "`turn` is 'x': give a number, or leave it out"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = write(tmp_path, {"prompt": [1]}, line)
+    with pytest.raises(ValueError, match=rf"prompts.jsonl, line 2:? {message}"):
+        list(load_jsonl(path, vocab_size=100))
+
+
+def test_an_empty_file(tmp_path):
+    with pytest.raises(ValueError, match="has no requests: write one JSON object a line"):
+        list(load_jsonl(write(tmp_path, "")))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": [1]}\n\xff\xfe\x00')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, after line \d: .* save it as UTF-8"):
+        list(load_jsonl(path))

@@ -1,0 +1,140 @@
+"""What a profile says, against arithmetic by hand and against the caches asked one by one."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from reference import tiny_model
+
+from megatron_hybrid.tools.profile import OURS, profile, read_requests
+from megatron_hybrid.tools.profile_report import draw, render
+from megatron_hybrid.tools.replay.request import Request
+
+CONFIG = tiny_model("M*-", vocab_size=256).config
+ATTENTION = tiny_model("*-", vocab_size=256).config
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, n).astype(np.int32)
+
+
+def requests(*prompts, output=()):
+    answer = np.array(output, dtype=np.int32)
+    return [Request(prompt, answer, i, 0, float(i)) for i, prompt in enumerate(prompts)]
+
+
+def by_name(result):
+    return {each.name: each for each in result.caches}
+
+
+def test_the_same_prompt_again():
+    """Twice 100 tokens: this engine skips half of all; others what lies before a block's end."""
+    result = profile(requests(tokens(100), tokens(100)), CONFIG, 1e8)
+    aligned, grid, blocks, ours, ceiling = result.caches
+    whole = 99 // aligned.block_tokens * aligned.block_tokens
+    assert aligned.name == f"block-aligned, {aligned.block_tokens} tokens"
+    assert aligned.skipped_percent == 100 * whole / 200
+    assert (grid.name, grid.skipped_percent, grid.too_short_percent) == ("64-token grid", 32.0, 0.0)
+    assert (blocks.name, blocks.skipped_percent) == ("256-token blocks", 0.0)
+    assert blocks.too_short_percent == 100.0
+    assert ours.skipped_percent == ceiling.skipped_percent == 50.0
+    assert (result.requests, result.prompt_tokens, result.lost_tokens) == (2, 200, {})
+    assert not result.answers
+
+
+def test_a_next_turn_resumes_behind_the_answer():
+    answer = tokens(30, 1)
+    follower = np.concatenate([tokens(100), answer, tokens(10, 2)])
+    turns = requests(tokens(100), follower, output=answer)
+    result = profile(turns, CONFIG, 1e8)
+    assert by_name(result)[OURS].skipped_percent == round(100 * 130 / 240, 2)
+    assert result.answers
+    assert not profile([*turns, *requests(tokens(9))], CONFIG, 1e8).answers
+
+
+def test_lost_tokens_say_why():
+    """A cache of half of the KV: what was known is computed again. Tokens that an infinite cache
+    skips and this one does not are all accounted for."""
+    prompts = [*[tokens(300, seed) for seed in range(6)] * 2, tokens(300, 5)[:290]]
+    memory = 3 * 300 * profile(requests(tokens(9)), CONFIG, 1e8).kv_bytes_per_token
+    result = profile(requests(*prompts), CONFIG, memory)
+    ours, ceiling = (each.skipped_percent for each in result.caches[-2:])
+    lost = list(result.lost_tokens.values())
+    assert sum(lost) == pytest.approx((ceiling - ours) / 100 * result.prompt_tokens, abs=1)
+    assert len(lost) > 1 and lost == sorted(lost, reverse=True)
+    assert "kv_evicted" in result.lost_tokens
+
+
+def test_an_encoding_makes_room():
+    prompts = [tokens(40, seed) for seed in range(12)] * 2
+    config = tiny_model("M*-", vocab_size=256, mamba_state_dim=128).config
+    one = profile(requests(tokens(9)), config, 1e8)
+    memory = 6 * one.checkpoint_bytes + 13 * 48 * one.kv_bytes_per_token
+    exact, small = (
+        profile(requests(*prompts), config, memory, encoding) for encoding in ("exact", "int8")
+    )
+    assert small.checkpoint_bytes < exact.checkpoint_bytes / 2
+    assert by_name(small)[OURS].skipped_percent > by_name(exact)[OURS].skipped_percent
+    assert by_name(small)["64-token grid"] == by_name(exact)["64-token grid"]
+
+
+def test_what_is_too_large_for_the_pool_is_told():
+    result = profile(requests(tokens(5000), tokens(20), tokens(20)), ATTENTION, 100_000)
+    assert result.too_large == 1
+    assert "1 prompts do not fit into the cache at all" in render(result)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 5), (1, 2, 3, 4, 511, 512, 513, 1000)])
+def test_the_histogram_counts_every_prompt_once(lengths):
+    bins = profile(requests(*map(tokens, lengths)), ATTENTION, 1e8).histogram
+    for each in bins:
+        assert each.requests == sum(each.start <= length < each.end for length in lengths)
+    assert sum(each.requests for each in bins) == len(lengths)
+    assert bins[0].requests and bins[-1].requests
+    assert all(a.end == b.start for a, b in pairwise(bins))
+
+
+def test_the_table():
+    result = profile(requests(tokens(100), tokens(100)[:80]), CONFIG, 1e8)
+    lines = render(result).splitlines()
+    assert lines[0] == "2 prompts, 180 tokens; median 90, 95 % up to 99, longest 100"
+    assert any(line.startswith("64 - 127 ") and "< 64-token grid" in line for line in lines)
+    assert any(line.split()[-2:] == ["0.0", "44.4"] for line in lines if "infinite" in line)
+    assert any(line.startswith("state_never_saved") for line in lines)
+    assert max(map(len, lines)) <= 100
+    assert "not measurements" in render(result) and "Answers (`output`) are not" in render(result)
+
+
+def test_json_holds_what_the_table_shows():
+    result = profile(requests(tokens(100), tokens(100)), CONFIG, 1e8)
+    values = json.loads(json.dumps(result.to_dict()))
+    assert [each["name"] for each in values["caches"]] == [each.name for each in result.caches]
+    assert values["histogram"] == [{"start": 64, "end": 128, "requests": 2}]
+    assert "lengths" not in values
+
+
+def test_the_picture(tmp_path):
+    path = tmp_path / "profile.png"
+    draw(profile(requests(tokens(100), tokens(100)), CONFIG, 1e8), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("memory", "encoding", "message"),
+    [
+        (100, "exact", "1e-07 GB of cache hold less than 2 pages of .* give more memory"),
+        (-1e9, "exact", "-1 GB of cache"),
+        (1e8, "int4", "state_encoding is 'int4'; use one of"),
+    ],
+)
+def test_bad_settings(memory, encoding, message):
+    with pytest.raises(ValueError, match=message):
+        profile(requests(tokens(10)), CONFIG, memory, encoding)
+
+
+def test_text_needs_the_models_folder(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1]}\n{"prompt": "text"}\n')
+    with pytest.raises(ValueError, match=r"line 2: it has text, and .* give the model's folder"):
+        read_requests(path, tmp_path / "config.json", 256)
