@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
     )
+    generate.add_argument(
+        "--cache-dir", help="folder that keeps the cache from one call to the next"
+    )
     generate.set_defaults(command=_generate)
 
     convert = commands.add_parser(
@@ -152,6 +155,7 @@ def _generate(options: argparse.Namespace) -> int:
         prefix_caching=options.mode,
         cache_bytes=options.cache_mib << 20,
         state_encoding=options.state_encoding,
+        cache_dir=options.cache_dir,
     )
     model, tokenizer = _load(options.model)
     engine = DynamicInferenceEngine(model, tokenizer, config)
@@ -161,11 +165,15 @@ def _generate(options: argparse.Namespace) -> int:
             print(event.text, end="\n" if event.result else "", flush=True)
         prefix, seconds = event.result.prefix, event.result.time_to_first_token
         reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""
+        fetched = f", {prefix.fetched_tokens} of them fetched" if prefix.fetched_tokens else ""
         print(
             f"[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
-            f"{prefix.skipped_tokens} skipped{reason}; first token after {seconds * 1e3:.0f} ms]\n",
+            f"{prefix.skipped_tokens} skipped{fetched}{reason}; first token after {seconds * 1e3:.0f} ms]\n",
             file=sys.stderr,
         )
+    if options.cache_dir:
+        engine.save_cache()
+    engine.close()
     return 0
 
 

@@ -30,6 +30,10 @@ _REASONS = {
 }
 
 
+TIERS = {"host": "host memory", "disk": "the disk"}
+"""What the tiers below the pool are called."""
+
+
 @dataclass(frozen=True)
 class KnownPosition:
     """A position of the prompt whose state was worth saving."""
@@ -65,6 +69,8 @@ class Explanation:
     elsewhere_tokens: int = 0
     """Leading tokens that are known under another salt, where the own one knows less than a block.
     The request's own report does not say so: see `MissReason.SALT`."""
+    below: tuple[str, int] | None = None
+    """A tier below the pool that has more, and how many tokens would be skipped with it."""
 
     @property
     def reason(self) -> MissReason | None:
@@ -78,6 +84,9 @@ class Explanation:
             f"{self.match.shared_tokens:,} is shared",
             f"{self.held_tokens:,} tokens are in the cache, {self.known_tokens:,} are known",
         ]
+        if self.below is not None:
+            tier, position = self.below
+            lines.append(f"{position:,} can be fetched: {TIERS[tier]} has them")
         if self.positions:
             lines.append("states on the way:")
             lines += [str(position) for position in self.positions]

@@ -5,7 +5,7 @@ What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -391,7 +391,13 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: it is no prompt.
         """
-        return self.cache.explain(self.intake.tokens_of(prompt, SamplingParams()), salt)
+        tokens = self.intake.tokens_of(prompt, SamplingParams())
+        explanation = self.cache.explain(tokens, salt)
+        found = self.offload.find(tokens, salt, explanation.match.skipped_tokens)
+        if found is None:
+            return explanation
+        tier, record = found
+        return replace(explanation, below=(tier.name, record.position))
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and sizes now."""

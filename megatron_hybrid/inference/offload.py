@@ -178,21 +178,25 @@ class Offload:
 
     # ---- up ----
 
-    def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
-        """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
-        match = self.cache.match(tokens, salt)
+    def find(self, tokens: np.ndarray, salt: str, skipped: int) -> tuple[Tier, Record] | None:
+        """What a prompt can go on from that is deeper than `skipped` tokens, by a block at least;
+        of two equal ones that in the faster memory."""
         size = self.spec.block_size_tokens
         keys = PrefixKeys(tokens, salt, size)
-        found, tier = None, None
-        for each in self.tiers:
-            record = each.find(keys)
-            if record is not None and (found is None or record.position > found.position):
-                found, tier = record, each
-        position = found.position if found else 0
+        best = None
+        for tier in self.tiers:
+            record = tier.find(keys)
+            if record is not None and record.position >= skipped + size:
+                best, skipped = (tier, record), record.position - size + 1
+        return best
+
+    def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
+        """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
+        match, size = self.cache.match(tokens, salt), self.spec.block_size_tokens
+        tier, found = self.find(tokens, salt, match.skipped_tokens) or (None, None)
         # The ranks' disks may differ: without agreement nobody fetches.
-        if not agree_on_one(position):
-            return None
-        if position < match.skipped_tokens + size:
+        position = found.position if found is not None else 0
+        if not agree_on_one(position) or found is None:
             return None
         fetch = self._fetches.get(found.key)
         if fetch is None:

@@ -44,6 +44,21 @@ def test_generate_prints_the_text_and_what_was_skipped(folder, capsys):
     assert "41 prompt tokens, 41 shared, 41 skipped;" in second
 
 
+def test_generate_goes_on_with_the_cache_of_another_call(folder, capsys, tmp_path):
+    prompt = "some forty characters of a prompt to skip"
+    arguments = ["generate", "--model", folder, "--tokens", "5", "--prompt", prompt]
+    outputs = []
+    for _ in range(2):
+        assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
+        outputs.append(capsys.readouterr())
+    assert "0 skipped, no_shared_prefix" in outputs[0].err
+    assert "41 skipped, 41 of them fetched;" in outputs[1].err
+    assert outputs[0].out == outputs[1].out
+    (tmp_path / "cache" / "rank-0-of-1" / "cache.json").write_text("{}")
+    assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 2
+    assert "cache.json was written for another format" in capsys.readouterr().err
+
+
 def test_greedy_generation_is_the_same_in_all_modes(folder, capsys):
     outputs = set()
     for mode in ("off", "memory_only", "restore"):

@@ -134,6 +134,18 @@ def test_a_deeper_prefix_in_the_pool_is_not_fetched():
     assert engine.stats()["fetches"] == 1
 
 
+def test_explain_tells_what_can_be_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt[:60])
+    assert engine.explain(prompt).below is None
+    empty_pool(engine)
+    explanation = engine.explain(prompt)
+    assert explanation.below == ("host", 60)
+    assert "60 can be fetched: host memory has them" in str(explanation)
+    assert engine.stats()["fetches"] == 0
+
+
 def test_salts_stay_apart():
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(60)
