@@ -168,7 +168,8 @@ def _generate(options: argparse.Namespace) -> int:
         fetched = f", {prefix.fetched_tokens} of them fetched" if prefix.fetched_tokens else ""
         print(
             f"[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
-            f"{prefix.skipped_tokens} skipped{fetched}{reason}; first token after {seconds * 1e3:.0f} ms]\n",
+            f"{prefix.skipped_tokens} skipped{fetched}{reason}; first token after "
+            f"{seconds * 1e3:.0f} ms]\n",
             file=sys.stderr,
         )
     if options.cache_dir:

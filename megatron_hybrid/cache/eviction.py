@@ -4,8 +4,9 @@ Keys are tuples (class, value, last access); the least goes first.
 
 Class 0: KV that no checkpoint can reach, the tail of a leaf; by recency.
 Class 1: checkpoints, and where KV alone resumes also tails. The value of a checkpoint is what it
-saves per page and request: uses to be expected per request (`ReuseModel`) x tokens to compute again
-without it / pages that go with it, its own and those of the KV that only leads to it.
+saves per page and request: uses to be expected per request (`ReuseModel`) x work to be done again
+without it (`CacheSpec.work`: tokens, those with a long context for more) / pages that go with it,
+its own and those of the KV that only leads to it.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def tail_key(edge: Edge, spec: CacheSpec, now: int) -> Key | None:
     return 1, spec.block_size_tokens / spec.kv_pages_per_block / age, edge.last_access
 
 
-def rebuild_tokens(checkpoint: Checkpoint, needs_state: bool) -> int:
-    """Tokens to compute again to get to its position without it."""
-    if not needs_state:
-        return 1  # KV alone resumes; what is missing is the last hidden state
+def rebuild_work(checkpoint: Checkpoint, spec: CacheSpec) -> float:
+    """Work to get to its position without it."""
+    if not spec.needs_state:
+        return 1.0  # KV alone resumes; what is missing is the last hidden state
     below = checkpoint.below()
-    return checkpoint.position - (below.position if below else 0)
+    return spec.work(below.position if below else 0, checkpoint.position)
 
 
 def exclusive_tokens(checkpoint: Checkpoint) -> int:
@@ -70,18 +71,18 @@ def exclusive_tokens(checkpoint: Checkpoint) -> int:
     return checkpoint.position - below.position
 
 
-def value_per_page(rate: float, tokens: int, pages: int) -> float:
-    """Tokens saved per page and request."""
-    return rate * tokens / max(1, pages)
+def value_per_page(rate: float, work: float, pages: int) -> float:
+    """Work saved per page and request."""
+    return rate * work / max(1, pages)
 
 
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
-    tokens = rebuild_tokens(checkpoint, spec.needs_state)
+    work = rebuild_work(checkpoint, spec)
     pages = sum(held.size for held in checkpoint.page_lists())
     if spec.needs_state:
         pages += kv_pages(exclusive_tokens(checkpoint), spec)
-    return value_per_page(reuse.rate(checkpoint), tokens, pages)
+    return value_per_page(reuse.rate(checkpoint), work, pages)
 
 
 def kv_pages(tokens: int, spec: CacheSpec) -> int:

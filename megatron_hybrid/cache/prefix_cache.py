@@ -21,7 +21,7 @@ from megatron_hybrid.cache.eviction import (
     Leaving,
     checkpoint_value,
     kv_pages,
-    rebuild_tokens,
+    rebuild_work,
     tail_key,
     value_per_page,
 )
@@ -702,16 +702,16 @@ class PrefixCache:
         if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
             start = max([start, *(r.position for r in lease.reservations if r.position < position)])
         needed = pages = spec.checkpoint_pages
-        rebuild = 1
+        rebuild = 1.0
         if spec.needs_state:
-            rebuild = position - start
+            rebuild = spec.work(start, position)
             pages += sum(rows.size for rows in local_rows)
             pages += kv_pages(max(0, position - max(start, lease.shared_tokens)), spec)
         if self._evictor.make_room_for(needed, value_per_page(rate, rebuild, pages)):
             return True
         if below is None or start > below.position or not spec.needs_state or below.is_covered():
             return False
-        own = reuse.rate_if_covered(below) * rebuild_tokens(below, True)
+        own = reuse.rate_if_covered(below) * rebuild_work(below, spec)
         return rate * rebuild > own and self._evictor.drop_checkpoint(below)
 
     def _record(self, *decision: int) -> None:

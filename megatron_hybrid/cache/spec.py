@@ -6,6 +6,7 @@ block of tokens, the only thing that a kernel needs contiguous.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +77,8 @@ class CacheSpec:
     """Last hidden state of one sequence; 0 where a prompt's end needs no logits."""
     encoded_state_bytes: int | None = None
     """`state_bytes` as a checkpoint holds them; None: in the same bytes."""
+    attention_parity: float = math.inf
+    """Tokens of context at which full attention costs a token as much work as all the rest."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -84,6 +87,8 @@ class CacheSpec:
                 f"block_size_tokens is {b}; it must be a power of two from 16 to 256 "
                 f"(16 shares most, 256 keeps tables short)"
             )
+        if not self.attention_parity > 0:
+            raise ValueError(f"attention_parity is {self.attention_parity}; it must be above 0")
         for name in ("state_bytes", "hidden_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -160,6 +165,11 @@ class CacheSpec:
     def needs_state(self) -> bool:
         """True where a prompt resumes only at checkpoints: a recurrent state or local KV."""
         return self.state_bytes > 0 or bool(self.local_groups)
+
+    def work(self, start: int, end: int) -> float:
+        """Work to compute the tokens [start, end), in units of a token without context: attention
+        adds to each of them its position / parity."""
+        return (end - start) * (1.0 + (start + end) / (2.0 * self.attention_parity))
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""

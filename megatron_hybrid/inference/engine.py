@@ -29,6 +29,7 @@ from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ran
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
+from megatron_hybrid.models.flops import attention_parity
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class DynamicInferenceEngine:
         layers = model.cache_requirements()
         hidden_size = model.config.hidden_size
         encoding = config.state_encoding
-        spec = cache_spec_of(layers, hidden_size, dtype, config.block_size_tokens, encoding)
+        block, parity = config.block_size_tokens, attention_parity(model)
+        spec = cache_spec_of(layers, hidden_size, dtype, block, encoding, parity)
         num_pages = agree_on_minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(

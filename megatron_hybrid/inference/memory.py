@@ -8,6 +8,7 @@ bytes, encoded or as they are, cut into pages: one indexed copy whatever the lay
 Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ def cache_spec_of(
     dtype: torch.dtype,
     block_size_tokens: int,
     state_encoding: str = "exact",
+    attention_parity: float = math.inf,
 ) -> CacheSpec:
     """What the cache bookkeeping must know of a model.
 
@@ -33,6 +35,8 @@ def cache_spec_of(
         hidden_size: width of the last hidden state, kept with each checkpoint in `dtype`.
         dtype: of K, V and the hidden state.
         state_encoding: how checkpoints hold the states, one of `STATE_ENCODINGS`.
+        attention_parity: `models.flops.attention_parity` of the model; inf: eviction does not
+            reckon with the work of attention.
     """
     shapes = _kv_shapes(layers)
     layout = StateLayout(layers, hidden_size, dtype, state_encoding)
@@ -52,6 +56,7 @@ def cache_spec_of(
         state_bytes=layout.state_bytes,
         hidden_bytes=aligned(layout.hidden.num_bytes),
         encoded_state_bytes=layout.encoded_state_bytes,
+        attention_parity=attention_parity,
     )
 
 

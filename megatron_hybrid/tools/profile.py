@@ -16,6 +16,7 @@ import torch
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig, InferenceConfig
 from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.tools.plan import GB
@@ -138,7 +139,10 @@ def profile(
         model = build_hybrid_model(config)
     layers = model.cache_requirements()
     block = InferenceConfig.block_size_tokens  # the default
-    spec = cache_spec_of(layers, config.hidden_size, config.params_dtype, block, state_encoding)
+    parity = attention_parity(model)
+    spec = cache_spec_of(
+        layers, config.hidden_size, config.params_dtype, block, state_encoding, parity
+    )
     if memory_bytes < 2 * spec.page_bytes:
         raise ValueError(
             f"{memory_bytes / GB:g} GB of cache hold less than 2 pages of {spec.page_bytes} bytes; "

@@ -164,3 +164,5 @@ def test_bad_sizes_are_named():
         KVGroup(1, 64, window=8, chunk=16)
     with pytest.raises(ValueError, match=r"KVGroup\.num_layers is 0"):
         KVGroup(0, 64)
+    with pytest.raises(ValueError, match="attention_parity is 0"):
+        CacheSpec(16, (), 100, 100, attention_parity=0)

@@ -1,5 +1,7 @@
 """Eviction: the order of what goes, the lazy heap, and that room is made or nothing happens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulator import Simulator
@@ -10,7 +12,7 @@ from megatron_hybrid.cache.eviction import (
     checkpoint_value,
     exclusive_tokens,
     kv_pages,
-    rebuild_tokens,
+    rebuild_work,
     tail_key,
     tail_start,
     value_per_page,
@@ -111,11 +113,23 @@ def test_an_edge_with_held_children_has_no_tail():
         ((20,), (80, 90), 90, 10),
     ],
 )
-def test_rebuild_tokens_counts_from_the_next_best_state(above, on_edge, position, expected):
+def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
     lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
     checkpoint = lower.checkpoints[position]
-    assert rebuild_tokens(checkpoint, needs_state=True) == expected
-    assert rebuild_tokens(checkpoint, needs_state=False) == 1
+    assert rebuild_work(checkpoint, HYBRID) == expected
+    assert rebuild_work(checkpoint, replace(HYBRID, state_bytes=0)) == 1
+
+
+def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
+    """A token with a context of one parity costs twice as much as one without."""
+    spec = replace(HYBRID, attention_parity=100.0)
+    lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
+    first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
+    works = [rebuild_work(checkpoint, spec) for checkpoint in (first, second)]
+    each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
+    assert works == pytest.approx(each_token)
+    assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
+    assert [rebuild_work(checkpoint, HYBRID) for checkpoint in (first, second)] == [100, 100]
 
 
 def test_exclusive_tokens():
