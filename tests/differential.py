@@ -303,8 +303,8 @@ class RandomRun:
                 self.cancel()
             elif self._chance(0.03):
                 self.fail()
-            elif self._chance(0.03):
-                self.engine.cache.evict(int(self.random.integers(1, 20)))
+            elif self._chance(0.15 if self.tiers else 0.03):
+                self.engine.cache.evict(int(self.random.integers(1, 500 if self.tiers else 20)))
             elif self._chance(0.01):
                 self.engine.cache.clear()
             elif "cache_dir" in self.fields and self._chance(0.01):

@@ -45,9 +45,9 @@ def test_long_prompts(first_seed):
     assert totals["skipped_tokens"] > 10_000
 
 
-@pytest.mark.parametrize("first_seed", range(4000, 4000 + 2 * RUNS, RUNS))
+@pytest.mark.parametrize("first_seed", range(4000, 4000 + RUNS, RUNS))
 def test_runs_with_tiers(first_seed):
     totals = run_all(first_seed, tiers=True)
-    assert totals["fetched_tokens"] > 1000
+    assert totals["fetched_tokens"] > 100
     assert totals["host_records_evicted"] and totals["disk_kv_blocks"]
     assert not totals["fetches_failed"]
