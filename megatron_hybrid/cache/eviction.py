@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.page_allocator import PageAllocator, indices
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 from megatron_hybrid.cache.reuse import ReuseModel
@@ -243,8 +243,8 @@ class Evictor:
         """Drop a stored state. False: it is pinned by a lease that restores it."""
         if checkpoint.pages is None:
             return True
-        if not force and self._allocator.ref_counts[checkpoint.pages].any():
-            return False
+        if not force and self._allocator.ref_counts[checkpoint.pages[:1]].any():
+            return False  # held are all of its pages or none
         self._record(EVICTED_STATE, checkpoint.position)
         self._reuse.changes(checkpoint)
         below = checkpoint.below()
@@ -261,12 +261,12 @@ class Evictor:
         size = self._spec.block_size_tokens
         first = start // size  # the edge's start may lie inside a block
         rows = edge.pages(size)[first - edge.first_block :]
-        if force:
-            drop = len(rows)
-        else:
-            held = self._allocator.ref_counts[rows].any(axis=1)[::-1]
-            free = int(held.argmax()) if held.any() else len(rows)
-            drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
+        drop, per_block = len(rows), self._spec.kv_pages_per_block
+        if not force:
+            drop = min(drop, -(-wanted // per_block))
+            held = self._allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
+            if held.size:
+                drop -= int(held[-1]) // per_block + 1
         if drop:
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
             self._index.drop_kv(edge, (first + len(rows) - drop) * size)

@@ -42,50 +42,53 @@ class PageAllocator:
             return None
         self.num_free -= n
         pages = self._free[self.num_free : self.num_free + n][::-1].copy()
-        self.ref_counts[pages] = 1
+        self.ref_counts[indices(pages)] = 1
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
         """One more request reference on each page. Raises RuntimeError if one is free."""
-        pages = pages.ravel()
-        refs = self.ref_counts[pages]
-        unheld = int(np.count_nonzero(refs == 0))
+        at = indices(pages)
+        refs = self.ref_counts[at]
+        unheld = at.size - int(np.count_nonzero(refs))
         if unheld:
-            if (refs + self.cached_counts[pages] == 0).any():
+            if np.count_nonzero(refs | self.cached_counts[at]) < at.size:
                 raise RuntimeError(f"retain of a free page among {pages.tolist()}")
             self.num_evictable -= unheld
-        self.ref_counts[pages] = refs + 1
+        self.ref_counts[at] = refs + 1
 
     def release(self, pages: np.ndarray) -> None:
         """One request reference less on each page. Raises RuntimeError if one has none."""
-        pages = pages.ravel()
-        refs = self.ref_counts[pages] - 1
-        if pages.size and refs.min() < 0:
+        at = indices(pages)
+        refs = self.ref_counts[at]
+        if np.count_nonzero(refs) < at.size:
             raise RuntimeError(f"release of a page that no request holds among {pages.tolist()}")
-        self.ref_counts[pages] = refs
-        unheld = pages[refs == 0]
-        if unheld.size:
-            free = unheld[self.cached_counts[unheld] == 0]
-            self.num_evictable += unheld.size - free.size
-            self._push(free)
+        refs -= 1
+        self.ref_counts[at] = refs
+        if np.count_nonzero(refs) < at.size:
+            unheld = at[refs == 0]
+            cached = self.cached_counts[unheld]
+            num_cached = int(np.count_nonzero(cached))
+            self.num_evictable += num_cached
+            if num_cached < unheld.size:
+                self._push(unheld[cached == 0])
 
     def cache(self, pages: np.ndarray) -> None:
         """One more index reference on each page. Raises RuntimeError if one is free."""
-        pages = pages.ravel()
-        counts = self.cached_counts[pages]
-        unheld = self.ref_counts[pages] == 0
-        if (counts[unheld] == 0).any():
+        at = indices(pages)
+        counts = self.cached_counts[at]
+        if np.count_nonzero(counts | self.ref_counts[at]) < at.size:
             raise RuntimeError(f"cache of a free page among {pages.tolist()}")
-        self.cached_counts[pages] = counts + 1
+        self.cached_counts[at] = counts + 1
 
     def uncache(self, pages: np.ndarray) -> None:
         """One index reference less on each page. Raises RuntimeError if one has none."""
-        pages = pages.ravel()
-        counts = self.cached_counts[pages] - 1
-        if pages.size and counts.min() < 0:
+        at = indices(pages)
+        counts = self.cached_counts[at]
+        if np.count_nonzero(counts) < at.size:
             raise RuntimeError(f"uncache of a page that is not cached among {pages.tolist()}")
-        self.cached_counts[pages] = counts
-        free = pages[(counts == 0) & (self.ref_counts[pages] == 0)]
+        counts -= 1
+        self.cached_counts[at] = counts
+        free = at[(counts | self.ref_counts[at]) == 0]
         self.num_evictable -= free.size
         self._push(free)
 
@@ -111,3 +114,8 @@ class PageAllocator:
             )
         if evictable != self.num_evictable:
             raise RuntimeError(f"{evictable} pages are evictable, counted {self.num_evictable}")
+
+
+def indices(pages: np.ndarray) -> np.ndarray:
+    """The pages as numpy wants them: it converts indices of any other type in every access."""
+    return pages.ravel().astype(np.intp)
