@@ -44,27 +44,39 @@ class PrefixIndex:
         self._roots: dict[str, Edge] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
+        self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
 
     # ---- reading ----
 
-    def walk(self, salt: str, tokens: np.ndarray) -> Path:
-        """The path of the longest prefix of tokens (int32) that is in the tree."""
+    def walk(self, salt: str, tokens: np.ndarray, seen: Path | None = None) -> Path:
+        """The path of the longest prefix of tokens (int32) that is in the tree.
+
+        seen: one found before for tokens of which one is the other's start: what is left of it is
+        not compared again.
+        """
         root = edge = self._roots.get(salt)
-        edges, depth, known, n = [], 0, 0, len(tokens)
+        known, n = 0, len(tokens)
+        if seen is not None and seen.cuts == self._cuts:
+            edge, known = seen.left(n) or (root, 0)
+        edges = edge.from_root() if known else []
         while edge is not None and known < n:
-            edge = edge.children.get(int(tokens[known]))
-            if edge is None:
-                break
-            edges.append(edge)
-            known += common_prefix(edge.tokens, tokens[known:])
-            if depth == edge.start:
-                depth = min(known, edge.held_end)
+            if known == edge.end:
+                edge = edge.children.get(int(tokens[known]))
+                if edge is None:
+                    break
+                edges.append(edge)
+            known += common_prefix(edge.tokens[known - edge.start :], tokens[known:])
             if known < edge.end:
                 break
-        return Path(root, edges, depth, known, self._block_size)
+        depth = 0
+        for edge in edges:
+            depth = min(known, edge.held_end)
+            if depth < edge.end:
+                break
+        return Path(root, edges, depth, known, self._block_size, self._cuts)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge that is not a root, parents first."""
@@ -82,13 +94,20 @@ class PrefixIndex:
 
     # ---- growing ----
 
-    def insert(self, salt: str, tokens: np.ndarray, pages: np.ndarray, tick: int) -> Path:
-        """Make the tree hold all of tokens (int32 [n]); returns their path.
+    def insert(
+        self,
+        salt: str,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        tick: int,
+        seen: Path | None = None,
+    ) -> Path:
+        """Make the tree hold all of tokens (int32 [n]); returns their path. seen: as for `walk`.
 
         pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. Only those
         for the part that the tree lacks are taken; the others stay the caller's own.
         """
-        path = self.walk(salt, tokens)
+        path = self.walk(salt, tokens, seen)
         n = len(tokens)
         if path.depth == n:
             return path
@@ -316,6 +335,7 @@ class PrefixIndex:
         if new_end > leaf.start:
             leaf._tokens = leaf._tokens[: new_end - leaf.start].copy()
             leaf.end = leaf.held_end = new_end
+            self._cuts += 1
             if not self._pages_per_block:
                 leaf._pages = leaf._pages[: leaf.num_rows(self._block_size)].copy()
             return

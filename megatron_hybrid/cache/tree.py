@@ -54,10 +54,9 @@ class Checkpoint:
     def is_covered(self) -> bool:
         """Whether a deeper state is stored beneath it."""
         edge = self.edge
-        others = edge.num_stored - (self.pages is not None)
-        if others:
-            others -= sum(position < self.position for position in edge.stored)
-        return others > 0
+        if edge.num_stored > len(edge.stored):
+            return True
+        return bool(edge.stored) and max(edge.stored) > self.position
 
     def is_fork(self) -> bool:
         """Whether prompts part at its position."""
@@ -123,32 +122,63 @@ class Edge:
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The last stored checkpoint on this edge at a position <= limit."""
+        if not self.stored:
+            return None
         found = 0
         for position in self.stored:
             if found < position <= limit:
                 found = position
         return self.stored[found] if found else None
 
+    def from_root(self) -> list[Edge]:
+        """The edges that lead to its end; none for a root."""
+        edges, edge = [], self
+        while edge.parent is not None:
+            edges.append(edge)
+            edge = edge.parent
+        return edges[::-1]
+
     def is_held_leaf(self) -> bool:
         """Whether it holds KV and nothing beneath it does."""
-        return self.held_end > self.start and not any(
-            child.held_end > child.start for child in self.children.values()
-        )
+        if self.held_end < self.end:
+            return self.held_end > self.start
+        for child in self.children.values():
+            if child.held_end > child.start:
+                return False
+        return True
 
 
 class Path:
     """How far a token sequence is in the tree. Valid until the tree changes."""
 
-    __slots__ = ("block_size", "depth", "edges", "known", "root")
+    __slots__ = ("block_size", "cuts", "depth", "edges", "known", "root")
 
     def __init__(
-        self, root: Edge | None, edges: list[Edge], depth: int, known: int, block_size: int
+        self,
+        root: Edge | None,
+        edges: list[Edge],
+        depth: int,
+        known: int,
+        block_size: int,
+        cuts: int = 0,
     ):
         self.root = root
         self.edges = edges
         self.depth = depth  # leading tokens whose KV is held
         self.known = known  # leading tokens that are known; depth <= known
         self.block_size = block_size
+        self.cuts = cuts  # the tree's when it was found
+
+    def left(self, limit: int) -> tuple[Edge, int] | None:
+        """After the tree changed: the last edge that still leads along the first `limit` tokens of
+        this path, and how far; None: look from the root. As long as no edge was cut, tokens before
+        the end of an edge in the tree stay what they were: splits and joins only move its start."""
+        edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
+        if edge is None or edge.parent is None or not known:
+            return None
+        while edge.start >= known:
+            edge = edge.parent
+        return edge, min(known, edge.end)
 
     def pages(self, num_blocks: int) -> np.ndarray:
         """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
