@@ -77,7 +77,7 @@ def value_per_page(rate: float, tokens: int, pages: int) -> float:
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
     tokens = rebuild_tokens(checkpoint, spec.needs_state)
-    pages = sum(held.size for held in checkpoint.page_lists())
+    pages = checkpoint.num_pages
     if spec.needs_state:
         pages += kv_pages(exclusive_tokens(checkpoint), spec)
     return value_per_page(reuse.rate(checkpoint), tokens, pages)
@@ -169,6 +169,8 @@ class Evictor:
         self._stats = stats
         self._reuse = reuse
         self._record = record
+        self._stamp: tuple[int, int] | None = None
+        self._least_state: Key | None = None
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -192,6 +194,7 @@ class Evictor:
                 break
             else:
                 item = queue.pop()
+                self._stamp = None
                 if not self._drop(item, num_pages):
                     pinned.append(item)
         for item in pinned:
@@ -206,6 +209,7 @@ class Evictor:
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Enter an edge's tail or a stored checkpoint."""
+        self._stamp = None
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
 
     def stored(self, checkpoint: Checkpoint) -> None:
@@ -217,18 +221,24 @@ class Evictor:
 
     def refresh(self) -> None:
         """Values changed with time and with what was learnt."""
+        self._stamp = None
         self.checkpoints.refresh()
         if not self._spec.needs_state:
             self.tails.refresh()
 
     def clear(self) -> None:
         """The index was cleared."""
+        self._stamp = None
         self.tails.clear()
         self.checkpoints.clear()
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next."""
-        checkpoint, tail = self.checkpoints.least(), self.tails.least()
+        # The least state is found anew only when values may have changed: most often tails go.
+        stamp = (self._reuse.now, self._index.num_state_changes)
+        if stamp != self._stamp:
+            self._stamp, self._least_state = stamp, self.checkpoints.least()
+        checkpoint, tail = self._least_state, self.tails.least()
         if tail is not None and (checkpoint is None or tail < checkpoint):
             return self.tails, tail
         return (None, None) if checkpoint is None else (self.checkpoints, checkpoint)

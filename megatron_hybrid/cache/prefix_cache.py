@@ -251,8 +251,8 @@ class PrefixCache:
         """lease.copies and the scatter of lease.checkpoint_pages have been issued: their sources
         are unpinned, and both fields become empty."""
         check_live(lease)
-        for pages in lease.pins:
-            self.allocator.release(pages)
+        if lease.pins:
+            self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:

@@ -48,6 +48,8 @@ class PrefixIndex:
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
+        self.num_state_changes = 0
+        """States that were stored or dropped so far."""
 
     # ---- reading ----
 
@@ -188,7 +190,7 @@ class PrefixIndex:
         `pages` starts with a page that has all of its rows and more: it takes its place."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
-        if np.array_equal(replaced, pages[: len(replaced)]):
+        if replaced.tolist() == pages[: len(replaced)].tolist():  # one row at most
             self._allocator.cache(pages[len(replaced) :])
         else:
             self._allocator.cache(pages)
@@ -277,6 +279,7 @@ class PrefixIndex:
 
     def _count_stored(self, edge: Edge, more: int) -> None:
         self.num_checkpoints += more
+        self.num_state_changes += 1
         while edge is not None:
             edge.num_stored += more
             edge = edge.parent

@@ -51,6 +51,11 @@ class Checkpoint:
         """All that it holds, one flat array per kind (a page is in one of them only)."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of `page_lists`; only while it is stored."""
+        return self.pages.size + sum(pages.size for pages in self.local_pages)
+
     def is_covered(self) -> bool:
         """Whether a deeper state is stored beneath it."""
         edge = self.edge
