@@ -64,13 +64,14 @@ class PageAllocator:
             raise RuntimeError(f"release of a page that no request holds among {pages.tolist()}")
         refs -= 1
         self.ref_counts[at] = refs
-        if np.count_nonzero(refs) < at.size:
-            unheld = at[refs == 0]
+        num_held = np.count_nonzero(refs)
+        if num_held < at.size:
+            unheld = at[refs == 0] if num_held else at
             cached = self.cached_counts[unheld]
             num_cached = int(np.count_nonzero(cached))
             self.num_evictable += num_cached
             if num_cached < unheld.size:
-                self._push(unheld[cached == 0])
+                self._push(unheld[cached == 0] if num_cached else unheld)
 
     def cache(self, pages: np.ndarray) -> None:
         """One more index reference on each page. Raises RuntimeError if one is free."""
@@ -88,7 +89,8 @@ class PageAllocator:
             raise RuntimeError(f"uncache of a page that is not cached among {pages.tolist()}")
         counts -= 1
         self.cached_counts[at] = counts
-        free = at[(counts | self.ref_counts[at]) == 0]
+        counts |= self.ref_counts[at]
+        free = at[counts == 0] if np.count_nonzero(counts) else at
         self.num_evictable -= free.size
         self._push(free)
 

@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def num_pages(self) -> int:
         """Pages of `page_lists`; only while it is stored."""
-        return self.pages.size + sum(pages.size for pages in self.local_pages)
+        return sum([pages.size for pages in self.local_pages], self.pages.size)
 
     def is_covered(self) -> bool:
         """Whether a deeper state is stored beneath it."""
