@@ -473,9 +473,11 @@ class PrefixIndex:
 
 
 def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """The array, or one at least twice as long with its first `used` rows, if it is too short."""
+    """The array, or one at least an eighth longer with its first `used` rows, if it is too short:
+    room is made for many tokens at once, or one block at a time."""
     if needed <= len(array):
         return array
-    grown = np.empty((max(needed, 2 * len(array)), *array.shape[1:]), dtype=array.dtype)
+    length = max(needed, len(array) + len(array) // 8)
+    grown = np.empty((length, *array.shape[1:]), dtype=array.dtype)
     grown[:used] = array[:used]
     return grown

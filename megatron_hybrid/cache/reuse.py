@@ -229,7 +229,7 @@ class ReuseModel:
 
 def age_class(age: float) -> int:
     """Index of an age in requests."""
-    return min(AGES, bisect_right(_BOUNDS, age)) - 1
+    return bisect_right(_BOUNDS, age, 0, AGES) - 1
 
 
 def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:
