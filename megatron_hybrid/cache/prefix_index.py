@@ -7,11 +7,11 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.page_allocator import PageAllocator, with_room
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, common_prefix
 
 MAX_EMPTY_ROOTS = 256
@@ -183,6 +183,7 @@ class PrefixIndex:
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
         edge.held_end = edge.end
+        edge._tokens = edge.tokens
         self._fades(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
@@ -202,14 +203,14 @@ class PrefixIndex:
         """Cut an edge at start < at < end; `edge` becomes the lower part, the upper is returned."""
         size = self._block_size
         cut = at - edge.start
-        rows = edge.pages(size)
-        upper = Edge(edge.parent, edge.start, edge.tokens[:cut].copy(), rows[:0])
+        rows, tokens = edge.pages(size), edge.tokens
+        upper = Edge(edge.parent, edge.start, tokens[:cut].copy(), rows[:0])
         upper.first_block = edge.first_block
         upper.last_access = edge.last_access
         upper.held_end = min(edge.held_end, at)
         upper.num_stored = edge.num_stored
         upper._pages = rows[: upper.num_rows(size)].copy()
-        edge._tokens = edge.tokens[cut:].copy()
+        edge._tokens = tokens[cut:].copy()
         first, edge.first_block = edge.first_block, at // size
         edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
         kept = rows[edge.first_block - first :] if edge.held_end > at else rows[:0]
@@ -217,8 +218,9 @@ class PrefixIndex:
         if shared > 0:  # the page of a block that both have tokens of
             self._allocator.cache(kept[:shared])
         edge._pages = kept.copy()
-        upper.parent.children[int(upper._tokens[0])] = upper
-        upper.children[int(edge._tokens[0])] = edge
+        edge.pack()
+        upper.parent.children[int(tokens[0])] = upper
+        upper.children[int(tokens[cut])] = edge
         upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
         edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
         upper.stored = {p: c for p, c in edge.stored.items() if p <= at}
@@ -250,7 +252,7 @@ class PrefixIndex:
                 checkpoint.edge = None
 
     def store(
-        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: list[np.ndarray]
+        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
     ) -> None:
         """Publish the state of a checkpoint that has none."""
         if checkpoint.pages is not None:
@@ -268,10 +270,11 @@ class PrefixIndex:
         """Give a stored state's pages back; that it was there is remembered."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
-        checkpoint.pages, checkpoint.local_pages = None, []
+        checkpoint.pages, checkpoint.local_pages = None, ()
         del checkpoint.edge.stored[checkpoint.position]
         checkpoint.was_stored, checkpoint.queued = True, None
         edge = checkpoint.edge
+        edge.stored = dict(edge.stored)  # without the room of what left
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self._on_tail(edge)
@@ -298,6 +301,7 @@ class PrefixIndex:
         kept = edge.num_rows(self._block_size)
         self._allocator.uncache(rows[kept:])
         edge._pages = rows[:kept].copy()
+        edge.pack()
         self._fades(edge)
         self._on_tail(edge)
         if edge.parent.parent is not None:
@@ -343,8 +347,9 @@ class PrefixIndex:
                 leaf._pages = leaf._pages[: leaf.num_rows(self._block_size)].copy()
             return
         parent = leaf.parent
-        del parent.children[int(leaf._tokens[0])]
-        leaf.parent, leaf._tokens, leaf._pages = None, leaf._tokens[:0], leaf._pages[:0]
+        tokens = leaf.tokens
+        del parent.children[int(tokens[0])]
+        leaf.parent, leaf._tokens, leaf._pages = None, tokens[:0].copy(), leaf._pages[:0]
         leaf.end = leaf.held_end = leaf.start
         if parent.parent is None:
             if not parent.children:
@@ -369,17 +374,18 @@ class PrefixIndex:
         else:
             child._pages = rows.copy()
             child.held_end = edge.held_end
-        child._tokens = np.concatenate([edge.tokens, child.tokens])
+        tokens = child._tokens = np.concatenate([edge.tokens, child.tokens])
         child.start, child.first_block, child.parent = edge.start, edge.first_block, edge.parent
         child.num_stored = edge.num_stored
-        child.parent.children[int(child._tokens[0])] = child
+        child.parent.children[int(tokens[0])] = child
+        child.pack()
         for checkpoint in edge.checkpoints.values():
             checkpoint.edge = child
         child.checkpoints = {**edge.checkpoints, **child.checkpoints}
         child.stored = {**edge.stored, **child.stored}
         self._trim_watched(child)
         edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, {}
-        edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
+        edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
         edge.end = edge.held_end = edge.start
         self._forgettable.pop(edge, None)
         self._fades(child)
@@ -470,14 +476,3 @@ class PrefixIndex:
                 f"{self.num_checkpoints}"
             )
         return counts
-
-
-def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """The array, or one at least an eighth longer with its first `used` rows, if it is too short:
-    room is made for many tokens at once, or one block at a time."""
-    if needed <= len(array):
-        return array
-    length = max(needed, len(array) + len(array) // 8)
-    grown = np.empty((length, *array.shape[1:]), dtype=array.dtype)
-    grown[:used] = array[:used]
-    return grown

@@ -12,7 +12,11 @@ valid rows for all tokens < m (of two edges that hold one block, the deeper one'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from megatron_hybrid.cache.packed_tokens import PackedTokens
 
 
 class Checkpoint:
@@ -40,7 +44,7 @@ class Checkpoint:
         self.kind = kind
         self.turn = turn
         self.pages: np.ndarray | None = None  # None: not stored
-        self.local_pages: list[np.ndarray] = []
+        self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False
         self.uses = 0
         self.passed = False
@@ -107,13 +111,20 @@ class Edge:
         self.num_stored = 0  # stored checkpoints here and beneath
         self.last_access = 0
         self.queued: tuple | None = None
-        self._tokens = tokens
+        self._tokens: np.ndarray | PackedTokens = tokens
         self._pages = pages
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [end - start]."""
+        if isinstance(self._tokens, PackedTokens):
+            return self._tokens.unpack()
         return self._tokens[: self.end - self.start]
+
+    def pack(self) -> None:
+        """Keep the tokens in fewer bytes if all of them are only known."""
+        if self.held_end == self.start:
+            self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
         """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""
@@ -145,12 +156,11 @@ class Edge:
 
     def is_held_leaf(self) -> bool:
         """Whether it holds KV and nothing beneath it does."""
-        if self.held_end < self.end:
+        if self.held_end < self.end or not self.children:  # there is nothing, or nothing held
             return self.held_end > self.start
-        for child in self.children.values():
-            if child.held_end > child.start:
-                return False
-        return True
+        return self.held_end > self.start and not any(
+            child.held_end > child.start for child in self.children.values()
+        )
 
 
 class Path:
