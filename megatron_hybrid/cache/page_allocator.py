@@ -42,13 +42,14 @@ class PageAllocator:
         """n pages with one request reference each, int32 [n]; None if fewer are free."""
         if n > self.num_free:
             return None
-        pages = np.empty(n, dtype=np.int32)
-        again = min(n, self._num_returned)
         end = self._num_returned
-        pages[:again] = self._returned[end - again : end][::-1]
-        pages[again:] = np.arange(self._fresh, self._fresh + n - again)
+        again = min(n, end)
+        pages = self._returned[end - again : end][::-1].copy()
         self._num_returned -= again
-        self._fresh += n - again
+        if again < n:
+            fresh = np.arange(self._fresh, self._fresh + n - again, dtype=np.int32)
+            pages = np.append(pages, fresh)
+            self._fresh += n - again
         self.num_free -= n
         self.ref_counts[indices(pages)] = 1
         return pages
@@ -64,7 +65,7 @@ class PageAllocator:
                 raise RuntimeError(f"retain of a free page among {pages.tolist()}")
             self.num_evictable -= unheld
         refs += 1
-        if refs.min(initial=0) < 0:
+        if np.count_nonzero(refs < 0):
             raise RuntimeError(f"more than 32,767 requests hold a page among {pages.tolist()}")
         self.ref_counts[at] = refs
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator, with_room
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, common_prefix
 
@@ -122,7 +123,7 @@ class PrefixIndex:
             last = path.edges[-1] = self._split(last, path.known)
         for edge in path.edges:
             if edge.held_end < edge.end:
-                self._hold_again(edge, pages)
+                self._hold_again(edge, tokens, pages)
         if path.known < n:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
@@ -164,6 +165,7 @@ class PrefixIndex:
         edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
         edge.first_block = edge.start // self._block_size
         parent.children[int(tokens[0])] = edge
+        parent.num_held_children += 1
         self._allocator.cache(pages)
         self._forgettable.pop(parent, None)
         return edge
@@ -177,13 +179,15 @@ class PrefixIndex:
         leaf.end += len(tokens)
         leaf.held_end = leaf.end
 
-    def _hold_again(self, edge: Edge, pages: np.ndarray) -> None:
+    def _hold_again(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Take the pages of what an edge knows but does not hold, from those of a whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
+        edge.parent.num_held_children += edge.held_end == edge.start
         edge.held_end = edge.end
-        edge._tokens = edge.tokens
+        if isinstance(edge._tokens, PackedTokens):
+            edge._tokens = tokens[edge.start : edge.end].copy()
         self._fades(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
@@ -221,6 +225,7 @@ class PrefixIndex:
         edge.pack()
         upper.parent.children[int(tokens[0])] = upper
         upper.children[int(tokens[cut])] = edge
+        upper.num_held_children = int(edge.held_end > at)
         upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
         edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
         upper.stored = {p: c for p, c in edge.stored.items() if p <= at}
@@ -298,6 +303,7 @@ class PrefixIndex:
         rows = edge.pages(self._block_size)
         self.num_held_tokens -= edge.held_end - new_end
         edge.held_end = new_end
+        edge.parent.num_held_children -= new_end == edge.start
         kept = edge.num_rows(self._block_size)
         self._allocator.uncache(rows[kept:])
         edge._pages = rows[:kept].copy()
@@ -349,6 +355,7 @@ class PrefixIndex:
         parent = leaf.parent
         tokens = leaf.tokens
         del parent.children[int(tokens[0])]
+        parent.num_held_children -= leaf.held_end > leaf.start
         leaf.parent, leaf._tokens, leaf._pages = None, tokens[:0].copy(), leaf._pages[:0]
         leaf.end = leaf.held_end = leaf.start
         if parent.parent is None:
@@ -450,6 +457,8 @@ class PrefixIndex:
                     c.edge is not edge or c.position != p or not edge.start < p <= edge.end
                     for p, c in edge.checkpoints.items()
                 ),
+                "miscounts its children with KV": edge.num_held_children
+                != sum(child.held_end != child.start for child in edge.children.values()),
                 "lists other states than it has": (
                     set(map(id, stored)) != set(map(id, listed))
                     or any(c.position != p for p, c in edge.stored.items())

@@ -18,6 +18,9 @@ import numpy as np
 
 from megatron_hybrid.cache.packed_tokens import PackedTokens
 
+MIN_PACKED = 512
+"""Tokens of an edge from which on packing them saves more than it costs."""
+
 
 class Checkpoint:
     """A position whose state was worth saving: what became of it; its pages while it is stored."""
@@ -93,6 +96,7 @@ class Edge:
         "first_block",
         "held_end",
         "last_access",
+        "num_held_children",
         "num_stored",
         "parent",
         "queued",
@@ -108,6 +112,7 @@ class Edge:
         self.first_block = 0
         self.checkpoints: dict[int, Checkpoint] = {}  # by position
         self.stored: dict[int, Checkpoint] = {}  # those that have pages
+        self.num_held_children = 0  # those that hold KV
         self.num_stored = 0  # stored checkpoints here and beneath
         self.last_access = 0
         self.queued: tuple | None = None
@@ -122,8 +127,8 @@ class Edge:
         return self._tokens[: self.end - self.start]
 
     def pack(self) -> None:
-        """Keep the tokens in fewer bytes if all of them are only known."""
-        if self.held_end == self.start:
+        """Keep the tokens in fewer bytes if all of them are only known, and many."""
+        if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
             self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
@@ -156,11 +161,7 @@ class Edge:
 
     def is_held_leaf(self) -> bool:
         """Whether it holds KV and nothing beneath it does."""
-        if self.held_end < self.end or not self.children:  # there is nothing, or nothing held
-            return self.held_end > self.start
-        return self.held_end > self.start and not any(
-            child.held_end > child.start for child in self.children.values()
-        )
+        return self.held_end > self.start and not self.num_held_children
 
 
 class Path:

@@ -39,6 +39,7 @@ def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
     new = Edge(parent, start, tokens, pages)
     new.first_block = start // 16
     new.held_end = end if held_end is None else held_end
+    parent.num_held_children += new.held_end > start
     parent.children[len(parent.children)] = new
     for position in checkpoints:
         new.checkpoints[position] = Checkpoint(new, position, Kind.JUNCTION, now=0)
@@ -96,7 +97,7 @@ def test_an_edge_with_held_children_has_no_tail():
     upper = edge(0, 50)
     lower = edge(50, 60, parent=upper)
     assert tail_key(upper, HYBRID, 0) is None
-    lower.held_end = 50
+    lower.held_end, upper.num_held_children = 50, 0
     assert tail_key(upper, HYBRID, 0) == (0, 0.0, 0)
     assert tail_key(lower, HYBRID, 0) is None
     assert tail_key(upper.parent, HYBRID, 0) is None

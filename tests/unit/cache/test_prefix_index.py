@@ -710,9 +710,10 @@ def test_depth_of_the_tree_costs_no_recursion():
 
 @pytest.mark.parametrize("columns", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations_against_sets_of_prefixes(columns, seed):
+def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
     """What is held, known and stored, each as a plain set of prefixes; and what every row of every
     page stands for."""
+    monkeypatch.setattr("megatron_hybrid.cache.tree.MIN_PACKED", 5)
     random = np.random.default_rng([columns, seed])
     tree = Tree(num_pages=3000, pages_per_block=columns)
     index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
@@ -814,7 +815,8 @@ def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
     assert (path.known, path.depth) == (end - 8, end - 8)
 
 
-def test_only_known_tokens_are_packed():
+def test_only_known_tokens_are_packed(monkeypatch):
+    monkeypatch.setattr("megatron_hybrid.cache.tree.MIN_PACKED", 10)
     tree = Tree()
     tree.add(LEFT)
     tree.add(RIGHT)
@@ -892,6 +894,7 @@ def shift(tree):
          "lists other states"),
         (lambda tree: setattr(edge_with(tree, 40), "num_stored", 0), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_stored", 2), "miscounts the states"),
+        (lambda tree: setattr(edge_with(tree, 20), "num_held_children", 1), "miscounts its child"),
         (lambda tree: tree.index._forgettable.clear(), "may be forgotten"),
         (lambda tree: tree.index._forgettable.update({edge_with(tree, 40): None}),
          "may be forgotten"),
