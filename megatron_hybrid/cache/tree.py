@@ -194,7 +194,7 @@ class Path:
             return None
         while edge.start >= known:
             edge = edge.parent
-        return edge, min(known, edge.end)
+        return edge, known
 
     def pages(self, num_blocks: int) -> np.ndarray:
         """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks

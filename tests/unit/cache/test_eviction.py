@@ -367,6 +367,24 @@ class TestEvictor:
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
 
+    def test_the_least_state_is_looked_for_again_once_values_may_have_changed(self):
+        room = Room()
+        for n, rate in ((32, 1.0), (48, 2.0)):
+            room.add(part(n, 1000 * n))
+            room.save(part(n, 1000 * n), rate)
+        nothing = (1, 0.0, 0)
+        assert not room.make_room(1, below=nothing)
+        room.add(part(64, 64_000))
+        room.save(part(64, 64_000), rate=0.1)  # stored since the last look
+        assert room.make_room(1, below=(1, 5.0, 0))  # 0.1 * 64 / (2 + 4); the others 8 and 19
+        assert room.stored() == {32, 48}
+        assert room.make_room(4)  # the blocks that only led to it
+        assert not room.make_room(1, below=nothing)
+        room.rates.now += 1
+        room.rates.rates[room.walk(part(32, 32_000)).deepest_checkpoint()] = 9.0
+        assert room.make_room(1)
+        assert room.stored() == {32}
+
     def test_what_is_pinned_is_passed_over_and_stays_in_line(self):
         room = Room()
         for start, rate in ((0, 1.0), (1000, 2.0)):
