@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.page_allocator import PageAllocator, indices
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 from megatron_hybrid.cache.reuse import ReuseModel
@@ -79,7 +79,7 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
     work = rebuild_work(checkpoint, spec)
-    pages = sum(held.size for held in checkpoint.page_lists())
+    pages = checkpoint.num_pages
     if spec.needs_state:
         pages += kv_pages(exclusive_tokens(checkpoint), spec)
     return value_per_page(reuse.rate(checkpoint), work, pages)
@@ -183,6 +183,8 @@ class Evictor:
         self._stats = stats
         self._reuse = reuse
         self._record = record
+        self._stamp: tuple[int, int] | None = None
+        self._least_state: Key | None = None
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -206,6 +208,7 @@ class Evictor:
                 break
             else:
                 item = queue.pop()
+                self._stamp = None
                 if not self._drop(item, num_pages):
                     pinned.append(item)
         for item in pinned:
@@ -220,6 +223,7 @@ class Evictor:
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Enter an edge's tail or a stored checkpoint."""
+        self._stamp = None
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
 
     def stored(self, checkpoint: Checkpoint) -> None:
@@ -231,18 +235,24 @@ class Evictor:
 
     def refresh(self) -> None:
         """Values changed with time and with what was learnt."""
+        self._stamp = None
         self.checkpoints.refresh()
         if not self._spec.needs_state:
             self.tails.refresh()
 
     def clear(self) -> None:
         """The index was cleared."""
+        self._stamp = None
         self.tails.clear()
         self.checkpoints.clear()
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next."""
-        checkpoint, tail = self.checkpoints.least(), self.tails.least()
+        # The least state is found anew only when values may have changed: most often tails go.
+        stamp = (self._reuse.now, self._index.num_state_changes)
+        if stamp != self._stamp:
+            self._stamp, self._least_state = stamp, self.checkpoints.least()
+        checkpoint, tail = self._least_state, self.tails.least()
         if tail is not None and (checkpoint is None or tail < checkpoint):
             return self.tails, tail
         return (None, None) if checkpoint is None else (self.checkpoints, checkpoint)
@@ -257,8 +267,8 @@ class Evictor:
         """Drop a stored state. False: it is pinned by a lease that restores it."""
         if checkpoint.pages is None:
             return True
-        if not force and self._allocator.ref_counts[checkpoint.pages].any():
-            return False
+        if not force and self._allocator.ref_counts[checkpoint.pages[:1]].any():
+            return False  # held are all of its pages or none
         if self.leaving is not None:
             self.leaving.state_leaves(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
@@ -277,12 +287,12 @@ class Evictor:
         size = self._spec.block_size_tokens
         first = start // size  # the edge's start may lie inside a block
         rows = edge.pages(size)[first - edge.first_block :]
-        if force:
-            drop = len(rows)
-        else:
-            held = self._allocator.ref_counts[rows].any(axis=1)[::-1]
-            free = int(held.argmax()) if held.any() else len(rows)
-            drop = min(free, -(-wanted // self._spec.kv_pages_per_block))
+        drop, per_block = len(rows), self._spec.kv_pages_per_block
+        if not force:
+            drop = min(drop, -(-wanted // per_block))
+            held = self._allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
+            if held.size:
+                drop -= int(held[-1]) // per_block + 1
         if drop:
             if self.leaving is not None and not self._spec.needs_state:
                 self.leaving.blocks_leave(edge, edge.held_end)

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_hybrid.cache.placement import NO_RUNG
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.cache.tree import Path
 
 NO_LOCAL_END = 1 << 62
 """Room of the local tables where there are none."""
@@ -56,6 +57,8 @@ class Lease:
     skipped_tokens: int
     """p: the prefill starts here. p == L: no prefill, the saved hidden state gives the logits."""
     report: PrefixReport
+    path: Path
+    """The furthest way through the tree that was found for its tokens; see `Path.left`."""
 
     block_table: np.ndarray = field(init=False)
     """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.

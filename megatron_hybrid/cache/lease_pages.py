@@ -54,8 +54,7 @@ class LeasePages:
             lease.pins.append(shared[full - first :])
         if checkpoint_pages is not None:
             lease.pins.append(checkpoint_pages)
-        for pages in held_pages(lease):
-            self._allocator.retain(pages)
+        self._allocator.retain(np.concatenate(list(held_pages(lease))))
         lease.capacity_tokens = len(lease.block_table) * size
         if spec.local_groups:
             lease.local_end = min(map(len, lease.local_tables)) * size
@@ -129,8 +128,7 @@ class LeasePages:
 
     def let_go(self, lease: Lease) -> None:
         """Drop every reference of a lease; its reservations are settled."""
-        for pages in held_pages(lease):
-            self._allocator.release(pages)
+        self._allocator.release(np.concatenate(list(held_pages(lease))))
 
 
 def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:

@@ -28,10 +28,12 @@ class PageAllocator:
                 f"raise cache_bytes"
             )
         self.num_pages = num_pages
-        self.ref_counts = np.zeros(num_pages, dtype=np.int32)
-        self.cached_counts = np.zeros(num_pages, dtype=np.int32)
-        # A stack, lowest ids on top, so that a fresh pool fills from the front.
-        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self.ref_counts = np.zeros(num_pages, dtype=np.int16)
+        self.cached_counts = np.zeros(num_pages, dtype=np.int16)
+        # Those that were given back, a stack; beneath it all from _fresh on, never handed out yet.
+        self._returned = np.empty(0, dtype=np.int32)
+        self._num_returned = 0
+        self._fresh = 1
         self.num_free = num_pages - 1
         self.num_evictable = 0
         """Pages that only the index holds: what eviction could free."""
@@ -40,63 +42,82 @@ class PageAllocator:
         """n pages with one request reference each, int32 [n]; None if fewer are free."""
         if n > self.num_free:
             return None
+        end = self._num_returned
+        again = min(n, end)
+        pages = self._returned[end - again : end][::-1].copy()
+        self._num_returned -= again
+        if again < n:
+            fresh = np.arange(self._fresh, self._fresh + n - again, dtype=np.int32)
+            pages = np.append(pages, fresh)
+            self._fresh += n - again
         self.num_free -= n
-        pages = self._free[self.num_free : self.num_free + n][::-1].copy()
-        self.ref_counts[pages] = 1
+        self.ref_counts[indices(pages)] = 1
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
-        """One more request reference on each page. Raises RuntimeError if one is free."""
-        pages = pages.ravel()
-        refs = self.ref_counts[pages]
-        unheld = int(np.count_nonzero(refs == 0))
+        """One more request reference on each page. Raises RuntimeError if one is free, or has
+        as many as can be counted (32,767)."""
+        at = indices(pages)
+        refs = self.ref_counts[at]
+        unheld = at.size - int(np.count_nonzero(refs))
         if unheld:
-            if (refs + self.cached_counts[pages] == 0).any():
+            if np.count_nonzero(refs | self.cached_counts[at]) < at.size:
                 raise RuntimeError(f"retain of a free page among {pages.tolist()}")
             self.num_evictable -= unheld
-        self.ref_counts[pages] = refs + 1
+        refs += 1
+        if np.count_nonzero(refs < 0):
+            raise RuntimeError(f"more than 32,767 requests hold a page among {pages.tolist()}")
+        self.ref_counts[at] = refs
 
     def release(self, pages: np.ndarray) -> None:
         """One request reference less on each page. Raises RuntimeError if one has none."""
-        pages = pages.ravel()
-        refs = self.ref_counts[pages] - 1
-        if pages.size and refs.min() < 0:
+        at = indices(pages)
+        refs = self.ref_counts[at]
+        if np.count_nonzero(refs) < at.size:
             raise RuntimeError(f"release of a page that no request holds among {pages.tolist()}")
-        self.ref_counts[pages] = refs
-        unheld = pages[refs == 0]
-        if unheld.size:
-            free = unheld[self.cached_counts[unheld] == 0]
-            self.num_evictable += unheld.size - free.size
-            self._push(free)
+        refs -= 1
+        self.ref_counts[at] = refs
+        num_held = np.count_nonzero(refs)
+        if num_held < at.size:
+            unheld = at[refs == 0] if num_held else at
+            cached = self.cached_counts[unheld]
+            num_cached = int(np.count_nonzero(cached))
+            self.num_evictable += num_cached
+            if num_cached < unheld.size:
+                self._push(unheld[cached == 0] if num_cached else unheld)
 
     def cache(self, pages: np.ndarray) -> None:
         """One more index reference on each page. Raises RuntimeError if one is free."""
-        pages = pages.ravel()
-        counts = self.cached_counts[pages]
-        unheld = self.ref_counts[pages] == 0
-        if (counts[unheld] == 0).any():
+        at = indices(pages)
+        counts = self.cached_counts[at]
+        if np.count_nonzero(counts | self.ref_counts[at]) < at.size:
             raise RuntimeError(f"cache of a free page among {pages.tolist()}")
-        self.cached_counts[pages] = counts + 1
+        self.cached_counts[at] = counts + 1
 
     def uncache(self, pages: np.ndarray) -> None:
         """One index reference less on each page. Raises RuntimeError if one has none."""
-        pages = pages.ravel()
-        counts = self.cached_counts[pages] - 1
-        if pages.size and counts.min() < 0:
+        at = indices(pages)
+        counts = self.cached_counts[at]
+        if np.count_nonzero(counts) < at.size:
             raise RuntimeError(f"uncache of a page that is not cached among {pages.tolist()}")
-        self.cached_counts[pages] = counts
-        free = pages[(counts == 0) & (self.ref_counts[pages] == 0)]
+        counts -= 1
+        self.cached_counts[at] = counts
+        counts |= self.ref_counts[at]
+        free = at[counts == 0] if np.count_nonzero(counts) else at
         self.num_evictable -= free.size
         self._push(free)
 
     def _push(self, pages: np.ndarray) -> None:
-        self._free[self.num_free : self.num_free + pages.size] = pages[::-1]
+        start, self._num_returned = self._num_returned, self._num_returned + pages.size
+        self._returned = with_room(self._returned, start, self._num_returned)
+        self._returned[start : self._num_returned] = pages[::-1]
         self.num_free += pages.size
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + held = all and the running counts are right."""
         held = (self.ref_counts > 0) | (self.cached_counts > 0)
-        free = self._free[: self.num_free]
+        fresh = np.arange(self._fresh, self.num_pages)
+        free = np.append(self._returned[: self._num_returned], fresh)
         evictable = np.count_nonzero((self.ref_counts == 0) & (self.cached_counts > 0))
         if (self.ref_counts < 0).any() or (self.cached_counts < 0).any():
             raise RuntimeError("a page has a negative count")
@@ -104,10 +125,27 @@ class PageAllocator:
             raise RuntimeError("the null page was handed out")
         if np.unique(free).size != free.size or held[free].any():
             raise RuntimeError("a page is in the free list twice, or free and held")
-        if free.size + np.count_nonzero(held) != self.num_pages - 1:
+        if not free.size == self.num_free == self.num_pages - 1 - np.count_nonzero(held):
             raise RuntimeError(
                 f"{free.size} free + {np.count_nonzero(held)} held pages are not "
                 f"{self.num_pages - 1}: pages were lost"
             )
         if evictable != self.num_evictable:
             raise RuntimeError(f"{evictable} pages are evictable, counted {self.num_evictable}")
+
+
+def indices(pages: np.ndarray) -> np.ndarray:
+    """The pages as numpy wants them: it converts indices of any other type in every access."""
+    return pages.ravel().astype(np.intp)
+
+
+def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
+    """The array, or one at least 1/64 longer with its first `used` rows, if it is too short. That
+    is little, for there are many arrays that grow no more, and a copy of so few bytes costs
+    nothing."""
+    if needed <= len(array):
+        return array
+    length = max(needed, len(array) + len(array) // 64)
+    grown = np.empty((length, *array.shape[1:]), dtype=array.dtype)
+    grown[:used] = array[:used]
+    return grown

@@ -268,6 +268,7 @@ class PrefixCache:
             shared_tokens=num_tokens,
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
+            path=lease.path,
             turn=lease.turn,
         )
         blocks = self.spec.num_blocks(num_tokens)
@@ -286,8 +287,8 @@ class PrefixCache:
         """lease.copies and the scatter of lease.checkpoint_pages have been issued: their sources
         are unpinned, and both fields become empty."""
         check_live(lease)
-        for pages in lease.pins:
-            self.allocator.release(pages)
+        if lease.pins:
+            self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
@@ -389,7 +390,7 @@ class PrefixCache:
         needs_state = self.spec.needs_state
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
-        path = self._index.walk(lease.salt, lease.tokens[:position])
+        path = self._index.walk(lease.salt, lease.tokens[:position], lease.path)
         below = path.deepest_checkpoint()
         if below is not None and below.position == position:
             return None
@@ -577,6 +578,7 @@ class PrefixCache:
             shared_tokens=hit.shared,
             skipped_tokens=hit.skipped,
             report=PrefixReport(len(tokens), hit.shared, hit.skipped, hit.reason),
+            path=path,
         )
         rows = path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None
         if checkpoint is None:
@@ -613,7 +615,9 @@ class PrefixCache:
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
-        path = self._index.insert(lease.salt, tokens, rows, self._tick)
+        path = self._index.insert(lease.salt, tokens, rows, self._tick, lease.path)
+        if path.known >= lease.path.known:
+            lease.path = path
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             kind = lease.unwatched.pop(position)
             self._watch(lease, path, position, kind)

@@ -7,11 +7,12 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.packed_tokens import PackedTokens
+from megatron_hybrid.cache.page_allocator import PageAllocator, with_room
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, Root, common_prefix
 
 MAX_EMPTY_ROOTS = 256
@@ -44,38 +45,49 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
+        self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
+        self.num_state_changes = 0
+        """States that were stored or dropped so far."""
 
     # ---- reading ----
 
-    def walk(self, salt: str, tokens: np.ndarray) -> Path:
-        """The path of the longest prefix of tokens (int32) that is in the tree."""
+    def walk(self, salt: str, tokens: np.ndarray, seen: Path | None = None) -> Path:
+        """The path of the longest prefix of tokens (int32) that is in the tree.
+
+        seen: one found before for tokens of which one is the other's start: what is left of it is
+        not compared again.
+        """
         root = edge = self._roots.get(salt)
-        edges, depth, known, n = [], 0, 0, len(tokens)
+        known, n = 0, len(tokens)
+        if seen is not None and seen.cuts == self._cuts:
+            edge, known = seen.left(n) or (root, 0)
+        edges = edge.from_root() if known else []
         while edge is not None and known < n:
-            edge = edge.children.get(int(tokens[known]))
-            if edge is None:
-                break
-            edges.append(edge)
-            known += common_prefix(edge.tokens, tokens[known:])
-            if depth == edge.start:
-                depth = min(known, edge.held_end)
+            if known == edge.end:
+                edge = edge.children.get(int(tokens[known]))
+                if edge is None:
+                    break
+                edges.append(edge)
+            known += common_prefix(edge.tokens[known - edge.start :], tokens[known:])
             if known < edge.end:
                 break
-        return Path(root, edges, depth, known, self._block_size)
+        depth = 0
+        for edge in edges:
+            depth = min(known, edge.held_end)
+            if depth < edge.end:
+                break
+        return Path(root, edges, depth, known, self._block_size, self._cuts)
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
         """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to
         and along an edge; their KV is held."""
-        edges = []
-        while edge.parent is not None:
-            edges.append(edge)
-            edge = edge.parent
-        edges.reverse()
+        edges = edge.from_root()
+        root = edges[0].parent
         tokens = np.concatenate([edge.tokens for edge in edges])[:position]
-        return edge.salt, tokens, Path(edge, edges, position, position, self._block_size)
+        return root.salt, tokens, Path(root, edges, position, position, self._block_size)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge that is not a root, parents first."""
@@ -93,13 +105,20 @@ class PrefixIndex:
 
     # ---- growing ----
 
-    def insert(self, salt: str, tokens: np.ndarray, pages: np.ndarray, tick: int) -> Path:
-        """Make the tree hold all of tokens (int32 [n]); returns their path.
+    def insert(
+        self,
+        salt: str,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        tick: int,
+        seen: Path | None = None,
+    ) -> Path:
+        """Make the tree hold all of tokens (int32 [n]); returns their path. seen: as for `walk`.
 
         pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. Only those
         for the part that the tree lacks are taken; the others stay the caller's own.
         """
-        path = self.walk(salt, tokens)
+        path = self.walk(salt, tokens, seen)
         n = len(tokens)
         if path.depth == n:
             return path
@@ -112,7 +131,7 @@ class PrefixIndex:
             last = path.edges[-1] = self._split(last, path.known)
         for edge in path.edges:
             if edge.held_end < edge.end:
-                self._hold_again(edge, pages)
+                self._hold_again(edge, tokens, pages)
         if path.known < n:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
@@ -154,6 +173,7 @@ class PrefixIndex:
         edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
         edge.first_block = edge.start // self._block_size
         parent.children[int(tokens[0])] = edge
+        parent.num_held_children += 1
         self._allocator.cache(pages)
         self._forgettable.pop(parent, None)
         return edge
@@ -167,12 +187,15 @@ class PrefixIndex:
         leaf.end += len(tokens)
         leaf.held_end = leaf.end
 
-    def _hold_again(self, edge: Edge, pages: np.ndarray) -> None:
+    def _hold_again(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Take the pages of what an edge knows but does not hold, from those of a whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
+        edge.parent.num_held_children += edge.held_end == edge.start
         edge.held_end = edge.end
+        if isinstance(edge._tokens, PackedTokens):
+            edge._tokens = tokens[edge.start : edge.end].copy()
         self._fades(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
@@ -180,7 +203,7 @@ class PrefixIndex:
         `pages` starts with a page that has all of its rows and more: it takes its place."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
-        if np.array_equal(replaced, pages[: len(replaced)]):
+        if replaced.tolist() == pages[: len(replaced)].tolist():  # one row at most
             self._allocator.cache(pages[len(replaced) :])
         else:
             self._allocator.cache(pages)
@@ -192,14 +215,14 @@ class PrefixIndex:
         """Cut an edge at start < at < end; `edge` becomes the lower part, the upper is returned."""
         size = self._block_size
         cut = at - edge.start
-        rows = edge.pages(size)
-        upper = Edge(edge.parent, edge.start, edge.tokens[:cut].copy(), rows[:0])
+        rows, tokens = edge.pages(size), edge.tokens
+        upper = Edge(edge.parent, edge.start, tokens[:cut].copy(), rows[:0])
         upper.first_block = edge.first_block
         upper.last_access = edge.last_access
         upper.held_end = min(edge.held_end, at)
         upper.num_stored = edge.num_stored
         upper._pages = rows[: upper.num_rows(size)].copy()
-        edge._tokens = edge.tokens[cut:].copy()
+        edge._tokens = tokens[cut:].copy()
         first, edge.first_block = edge.first_block, at // size
         edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
         kept = rows[edge.first_block - first :] if edge.held_end > at else rows[:0]
@@ -207,8 +230,10 @@ class PrefixIndex:
         if shared > 0:  # the page of a block that both have tokens of
             self._allocator.cache(kept[:shared])
         edge._pages = kept.copy()
-        upper.parent.children[int(upper._tokens[0])] = upper
-        upper.children[int(edge._tokens[0])] = edge
+        edge.pack()
+        upper.parent.children[int(tokens[0])] = upper
+        upper.children[int(tokens[cut])] = edge
+        upper.num_held_children = int(edge.held_end > at)
         upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
         edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
         upper.stored = {p: c for p, c in edge.stored.items() if p <= at}
@@ -240,7 +265,7 @@ class PrefixIndex:
                 checkpoint.edge = None
 
     def store(
-        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: list[np.ndarray]
+        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
     ) -> None:
         """Publish the state of a checkpoint that has none."""
         if checkpoint.pages is not None:
@@ -258,10 +283,11 @@ class PrefixIndex:
         """Give a stored state's pages back; that it was there is remembered."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
-        checkpoint.pages, checkpoint.local_pages = None, []
+        checkpoint.pages, checkpoint.local_pages = None, ()
         del checkpoint.edge.stored[checkpoint.position]
         checkpoint.was_stored, checkpoint.queued = True, None
         edge = checkpoint.edge
+        edge.stored = dict(edge.stored)  # without the room of what left
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self._on_tail(edge)
@@ -269,6 +295,7 @@ class PrefixIndex:
 
     def _count_stored(self, edge: Edge, more: int) -> None:
         self.num_checkpoints += more
+        self.num_state_changes += 1
         while edge is not None:
             edge.num_stored += more
             edge = edge.parent
@@ -284,9 +311,11 @@ class PrefixIndex:
         rows = edge.pages(self._block_size)
         self.num_held_tokens -= edge.held_end - new_end
         edge.held_end = new_end
+        edge.parent.num_held_children -= new_end == edge.start
         kept = edge.num_rows(self._block_size)
         self._allocator.uncache(rows[kept:])
         edge._pages = rows[:kept].copy()
+        edge.pack()
         self._fades(edge)
         self._on_tail(edge)
         if edge.parent.parent is not None:
@@ -327,12 +356,15 @@ class PrefixIndex:
         if new_end > leaf.start:
             leaf._tokens = leaf._tokens[: new_end - leaf.start].copy()
             leaf.end = leaf.held_end = new_end
+            self._cuts += 1
             if not self._pages_per_block:
                 leaf._pages = leaf._pages[: leaf.num_rows(self._block_size)].copy()
             return
         parent = leaf.parent
-        del parent.children[int(leaf._tokens[0])]
-        leaf.parent, leaf._tokens, leaf._pages = None, leaf._tokens[:0], leaf._pages[:0]
+        tokens = leaf.tokens
+        del parent.children[int(tokens[0])]
+        parent.num_held_children -= leaf.held_end > leaf.start
+        leaf.parent, leaf._tokens, leaf._pages = None, tokens[:0].copy(), leaf._pages[:0]
         leaf.end = leaf.held_end = leaf.start
         if parent.parent is None:
             if not parent.children:
@@ -357,17 +389,18 @@ class PrefixIndex:
         else:
             child._pages = rows.copy()
             child.held_end = edge.held_end
-        child._tokens = np.concatenate([edge.tokens, child.tokens])
+        tokens = child._tokens = np.concatenate([edge.tokens, child.tokens])
         child.start, child.first_block, child.parent = edge.start, edge.first_block, edge.parent
         child.num_stored = edge.num_stored
-        child.parent.children[int(child._tokens[0])] = child
+        child.parent.children[int(tokens[0])] = child
+        child.pack()
         for checkpoint in edge.checkpoints.values():
             checkpoint.edge = child
         child.checkpoints = {**edge.checkpoints, **child.checkpoints}
         child.stored = {**edge.stored, **child.stored}
         self._trim_watched(child)
         edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, {}
-        edge._tokens, edge._pages = edge._tokens[:0], edge._pages[:0]
+        edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
         edge.end = edge.held_end = edge.start
         self._forgettable.pop(edge, None)
         self._fades(child)
@@ -432,6 +465,8 @@ class PrefixIndex:
                     c.edge is not edge or c.position != p or not edge.start < p <= edge.end
                     for p, c in edge.checkpoints.items()
                 ),
+                "miscounts its children with KV": edge.num_held_children
+                != sum(child.held_end != child.start for child in edge.children.values()),
                 "lists other states than it has": (
                     set(map(id, stored)) != set(map(id, listed))
                     or any(c.position != p for p, c in edge.stored.items())
@@ -458,12 +493,3 @@ class PrefixIndex:
                 f"{self.num_checkpoints}"
             )
         return counts
-
-
-def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """The array, or one at least twice as long with its first `used` rows, if it is too short."""
-    if needed <= len(array):
-        return array
-    grown = np.empty((max(needed, 2 * len(array)), *array.shape[1:]), dtype=array.dtype)
-    grown[:used] = array[:used]
-    return grown

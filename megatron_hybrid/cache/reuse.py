@@ -105,8 +105,9 @@ class ReuseModel:
         """Requests admitted so far."""
         self.distances = TailDistances()
         self._learnt = 0
-        self._uses_CA = np.zeros((CLASSES, AGES))
-        self._risk_CA = np.zeros((CLASSES, AGES))
+        # Lists: they are counted in one by one, which numpy is slow at.
+        self._uses_CA = np.zeros((CLASSES, AGES)).tolist()
+        self._risk_CA = np.zeros((CLASSES, AGES)).tolist()
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
 
     def observe(
@@ -191,7 +192,7 @@ class ReuseModel:
         self.changes(checkpoint)
         cls = class_of(checkpoint)
         age = (self.now - checkpoint.last_use) * time_scale(checkpoint, cls)
-        self._uses_CA[cls, age_class(age)] += 1
+        self._uses_CA[cls][age_class(age)] += 1
         checkpoint.uses += 1
         checkpoint.last_use = checkpoint.counted = self.now
 
@@ -209,27 +210,28 @@ class ReuseModel:
         scale = time_scale(checkpoint, cls)
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (self.now - checkpoint.last_use) * scale
-        age = age_class(start)
+        age, risk_A = age_class(start), self._risk_CA[cls]
         while age < AGES - 1 and _BOUNDS[age + 1] < end:
-            self._risk_CA[cls, age] += _BOUNDS[age + 1] - start
+            risk_A[age] += _BOUNDS[age + 1] - start
             age += 1
             start = _BOUNDS[age]
-        self._risk_CA[cls, age] += end - start
+        risk_A[age] += end - start
         checkpoint.counted = self.now
 
     def learn(self, watched: Iterable[Checkpoint]) -> None:
         """Bring the rates up to date. watched: every checkpoint whose tokens are known."""
         for checkpoint in watched:
             self.changes(checkpoint)
-        self._rate_CA = best_rates(hazards(self._uses_CA, self._risk_CA)).tolist()
-        for counts in (self._uses_CA, self._risk_CA):
-            counts *= _MEMORY / (_MEMORY + self.now - self._learnt)
+        uses_CA, risk_CA = np.array(self._uses_CA), np.array(self._risk_CA)
+        self._rate_CA = best_rates(hazards(uses_CA, risk_CA)).tolist()
+        kept = _MEMORY / (_MEMORY + self.now - self._learnt)
+        self._uses_CA, self._risk_CA = (uses_CA * kept).tolist(), (risk_CA * kept).tolist()
         self._learnt = self.now
 
 
 def age_class(age: float) -> int:
     """Index of an age in requests."""
-    return min(AGES, bisect_right(_BOUNDS, age)) - 1
+    return bisect_right(_BOUNDS, age, 0, AGES) - 1
 
 
 def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:

@@ -12,7 +12,14 @@ valid rows for all tokens < m (of two edges that hold one block, the deeper one'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from megatron_hybrid.cache.packed_tokens import PackedTokens
+
+MIN_PACKED = 512
+"""Tokens of an edge from which on packing them saves more than it costs."""
 
 
 class Checkpoint:
@@ -41,7 +48,7 @@ class Checkpoint:
         self.kind = kind
         self.turn = turn
         self.pages: np.ndarray | None = None  # None: not stored
-        self.local_pages: list[np.ndarray] = []
+        self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
@@ -53,13 +60,17 @@ class Checkpoint:
         """All that it holds, one flat array per kind (a page is in one of them only)."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of `page_lists`; only while it is stored."""
+        return sum([pages.size for pages in self.local_pages], self.pages.size)
+
     def is_covered(self) -> bool:
         """Whether a deeper state is stored beneath it."""
         edge = self.edge
-        others = edge.num_stored - (self.pages is not None)
-        if others:
-            others -= sum(position < self.position for position in edge.stored)
-        return others > 0
+        if edge.num_stored > len(edge.stored):
+            return True
+        return bool(edge.stored) and max(edge.stored) > self.position
 
     def is_fork(self) -> bool:
         """Whether prompts part at its position."""
@@ -87,6 +98,7 @@ class Edge:
         "first_block",
         "held_end",
         "last_access",
+        "num_held_children",
         "num_stored",
         "parent",
         "queued",
@@ -102,16 +114,24 @@ class Edge:
         self.first_block = 0
         self.checkpoints: dict[int, Checkpoint] = {}  # by position
         self.stored: dict[int, Checkpoint] = {}  # those that have pages
+        self.num_held_children = 0  # those that hold KV
         self.num_stored = 0  # stored checkpoints here and beneath
         self.last_access = 0
         self.queued: tuple | None = None
-        self._tokens = tokens
+        self._tokens: np.ndarray | PackedTokens = tokens
         self._pages = pages
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [end - start]."""
+        if isinstance(self._tokens, PackedTokens):
+            return self._tokens.unpack()
         return self._tokens[: self.end - self.start]
+
+    def pack(self) -> None:
+        """Keep the tokens in fewer bytes if all of them are only known, and many."""
+        if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
+            self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
         """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""
@@ -125,17 +145,25 @@ class Edge:
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The last stored checkpoint on this edge at a position <= limit."""
+        if not self.stored:
+            return None
         found = 0
         for position in self.stored:
             if found < position <= limit:
                 found = position
         return self.stored[found] if found else None
 
+    def from_root(self) -> list[Edge]:
+        """The edges that lead to its end; none for a root."""
+        edges, edge = [], self
+        while edge.parent is not None:
+            edges.append(edge)
+            edge = edge.parent
+        return edges[::-1]
+
     def is_held_leaf(self) -> bool:
         """Whether it holds KV and nothing beneath it does."""
-        return self.held_end > self.start and not any(
-            child.held_end > child.start for child in self.children.values()
-        )
+        return self.held_end > self.start and not self.num_held_children
 
 
 class Root(Edge):
@@ -151,16 +179,34 @@ class Root(Edge):
 class Path:
     """How far a token sequence is in the tree. Valid until the tree changes."""
 
-    __slots__ = ("block_size", "depth", "edges", "known", "root")
+    __slots__ = ("block_size", "cuts", "depth", "edges", "known", "root")
 
     def __init__(
-        self, root: Edge | None, edges: list[Edge], depth: int, known: int, block_size: int
+        self,
+        root: Edge | None,
+        edges: list[Edge],
+        depth: int,
+        known: int,
+        block_size: int,
+        cuts: int = 0,
     ):
         self.root = root
         self.edges = edges
         self.depth = depth  # leading tokens whose KV is held
         self.known = known  # leading tokens that are known; depth <= known
         self.block_size = block_size
+        self.cuts = cuts  # the tree's when it was found
+
+    def left(self, limit: int) -> tuple[Edge, int] | None:
+        """After the tree changed: the last edge that still leads along the first `limit` tokens of
+        this path, and how far; None: look from the root. As long as no edge was cut, tokens before
+        the end of an edge in the tree stay what they were: splits and joins only move its start."""
+        edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
+        if edge is None or edge.parent is None or not known:
+            return None
+        while edge.start >= known:
+            edge = edge.parent
+        return edge, known
 
     def pages(self, num_blocks: int) -> np.ndarray:
         """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks

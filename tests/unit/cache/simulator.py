@@ -307,8 +307,9 @@ class Simulator:
         """Integrity, and every cached row and checkpoint is what its path says."""
         cache, size = self.cache, self.spec.block_size_tokens
         cache.check_integrity()
-        free = cache.allocator._free[: cache.allocator.num_free]
-        self.memory[free] = GARBAGE
+        pool = cache.allocator
+        free = (pool.ref_counts == 0) & (pool.cached_counts == 0)
+        self.memory[1:][free[1:]] = GARBAGE
         for salt, tokens, edge in cached_paths(cache):
             expected = prefix_hashes(tokens, salt)
             for block, pages in enumerate(edge.pages(size), start=edge.first_block):

@@ -41,6 +41,7 @@ def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
     new = Edge(parent, start, tokens, pages)
     new.first_block = start // 16
     new.held_end = end if held_end is None else held_end
+    parent.num_held_children += new.held_end > start
     parent.children[len(parent.children)] = new
     for position in checkpoints:
         new.checkpoints[position] = Checkpoint(new, position, Kind.JUNCTION, now=0)
@@ -98,7 +99,7 @@ def test_an_edge_with_held_children_has_no_tail():
     upper = edge(0, 50)
     lower = edge(50, 60, parent=upper)
     assert tail_key(upper, HYBRID, 0) is None
-    lower.held_end = 50
+    lower.held_end, upper.num_held_children = 50, 0
     assert tail_key(upper, HYBRID, 0) == (0, 0.0, 0)
     assert tail_key(lower, HYBRID, 0) is None
     assert tail_key(upper.parent, HYBRID, 0) is None
@@ -379,6 +380,24 @@ class TestEvictor:
         assert room.walk([*part(20, 0), *part(30, 500)]).depth == 48
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
+
+    def test_the_least_state_is_looked_for_again_once_values_may_have_changed(self):
+        room = Room()
+        for n, rate in ((32, 1.0), (48, 2.0)):
+            room.add(part(n, 1000 * n))
+            room.save(part(n, 1000 * n), rate)
+        nothing = (1, 0.0, 0)
+        assert not room.make_room(1, below=nothing)
+        room.add(part(64, 64_000))
+        room.save(part(64, 64_000), rate=0.1)  # stored since the last look
+        assert room.make_room(1, below=(1, 5.0, 0))  # 0.1 * 64 / (2 + 4); the others 8 and 19
+        assert room.stored() == {32, 48}
+        assert room.make_room(4)  # the blocks that only led to it
+        assert not room.make_room(1, below=nothing)
+        room.rates.now += 1
+        room.rates.rates[room.walk(part(32, 32_000)).deepest_checkpoint()] = 9.0
+        assert room.make_room(1)
+        assert room.stored() == {32}
 
     def test_what_is_pinned_is_passed_over_and_stays_in_line(self):
         room = Room()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator
+from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator, with_room
 
 
 def test_allocates_all_but_the_null_page():
@@ -124,3 +124,28 @@ def test_random_operations_against_counting():
         assert pool.cached_counts.tolist() == cached
         assert pool.num_free == sum(not a and not b for a, b in zip(refs, cached)) - 1
         pool.check_integrity()
+
+
+def test_pages_are_handed_out_again_before_fresh_ones():
+    pool = PageAllocator(8)
+    pages = pool.allocate(3)
+    pool.release(pages[:2])
+    assert pool.allocate(4).tolist() == [1, 2, 4, 5]
+    pool.check_integrity()
+
+
+def test_a_page_that_more_requests_hold_than_can_be_counted_is_refused():
+    pool = PageAllocator(3)
+    pages = pool.allocate(2)
+    pool.ref_counts[pages[1]] = 32_767
+    with pytest.raises(RuntimeError, match="more than 32,767 requests"):
+        pool.retain(pages)
+    assert pool.ref_counts[pages].tolist() == [1, 32_767]
+
+
+def test_with_room_grows_by_a_64th():
+    array = np.arange(640, dtype=np.int32)
+    assert with_room(array, 640, 640) is array
+    assert len(with_room(array, 640, 641)) == 650
+    assert len(with_room(array, 640, 2000)) == 2000
+    assert with_room(array, 600, 641)[:600].tolist() == array[:600].tolist()

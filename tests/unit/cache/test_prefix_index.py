@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import (
     MAX_EMPTY_ROOTS,
     MAX_WATCHED,
     PrefixIndex,
-    with_room,
 )
 from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.tree import Edge, common_prefix
@@ -710,14 +710,15 @@ def test_depth_of_the_tree_costs_no_recursion():
 
 @pytest.mark.parametrize("columns", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations_against_sets_of_prefixes(columns, seed):
+def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
     """What is held, known and stored, each as a plain set of prefixes; and what every row of every
     page stands for."""
+    monkeypatch.setattr("megatron_hybrid.cache.tree.MIN_PACKED", 5)
     random = np.random.default_rng([columns, seed])
     tree = Tree(num_pages=3000, pages_per_block=columns)
     index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
     held, known, stored = set(), set(), set()
-    prompts = [()]
+    prompts, seen = [()], []  # seen: (tokens, a path that was found for them some time ago)
 
     def prefixes(tokens, start=0):
         return {tokens[:n] for n in range(start + 1, len(tokens) + 1)}
@@ -780,6 +781,7 @@ def test_random_operations_against_sets_of_prefixes(columns, seed):
         assert (index.num_tokens, index.num_held_tokens) == (len(known), len(held))
         for tokens in [pick(prompts) for _ in range(5)]:
             path = tree.walk(tokens)
+            seen.append((tokens, path))
             assert path.known == len(prefixes(tokens) & known)
             assert path.depth == len(prefixes(tokens) & held)
             deepest = path.deepest_checkpoint()
@@ -790,15 +792,46 @@ def test_random_operations_against_sets_of_prefixes(columns, seed):
                 for n in range(1, path.depth + 1):
                     for page in table[(n - 1) // B]:
                         assert rows[page, (n - 1) % B] == tokens[:n]
+        for tokens, path in [pick(seen) for _ in range(20)]:
+            longer = [other for other in prompts if other[: len(tokens)] == tokens]
+            asked = pick([tokens[: random.integers(len(tokens) + 1)], *longer])
+            plain, found = tree.walk(asked), index.walk("", np.array(asked, np.int32), path)
+            assert found.edges == plain.edges
+            assert (found.depth, found.known) == (plain.depth, plain.known)
     assert held and known and prompts
 
 
-def test_with_room_doubles():
-    array = np.arange(6, dtype=np.int32)
-    assert with_room(array, 6, 6) is array
-    assert len(with_room(array, 6, 7)) == 12
-    assert len(with_room(array, 6, 100)) == 100
-    assert with_room(array, 6, 7)[:6].tolist() == array.tolist()
+@pytest.mark.parametrize("end", [10, 16, 40])
+def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
+    """Others may have followed in their place, on the same edge."""
+    tree = Tree()
+    tree.add(counting(40))
+    before = tree.walk(counting(40))
+    tree.drop(counting(40), end - 8)
+    tree.index.forget(0)
+    tree.add([*counting(end - 8), *counting(60, 500)])
+    assert tree.spans() == [(0, end + 52)]
+    path = tree.index.walk("", np.arange(40, dtype=np.int32), before)
+    assert (path.known, path.depth) == (end - 8, end - 8)
+
+
+def test_only_known_tokens_are_packed(monkeypatch):
+    monkeypatch.setattr("megatron_hybrid.cache.tree.MIN_PACKED", 10)
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    leaf = tree.leaf(RIGHT)
+    tree.drop(RIGHT, 30)
+    assert not isinstance(leaf._tokens, PackedTokens)
+    tree.drop(RIGHT, 0)
+    assert isinstance(leaf._tokens, PackedTokens)
+    assert leaf.tokens.tolist() == RIGHT[20:]
+    tree.touch(RIGHT[:35], 9)  # cut in two: both are read, the lower one is packed again
+    assert isinstance(tree.leaf(RIGHT)._tokens, PackedTokens)
+    assert tree.walk([*RIGHT[:45], 7]).known == 45
+    tree.add(RIGHT)
+    assert tree.held() == [(0, 20, 20), (20, 40, 40), (20, 50, 50)]
+    assert isinstance(tree.leaf(RIGHT)._tokens, np.ndarray)
 
 
 def edge_with(tree, end):
@@ -861,6 +894,7 @@ def shift(tree):
          "lists other states"),
         (lambda tree: setattr(edge_with(tree, 40), "num_stored", 0), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_stored", 2), "miscounts the states"),
+        (lambda tree: setattr(edge_with(tree, 20), "num_held_children", 1), "miscounts its child"),
         (lambda tree: tree.index._forgettable.clear(), "may be forgotten"),
         (lambda tree: tree.index._forgettable.update({edge_with(tree, 40): None}),
          "may be forgotten"),
