@@ -21,6 +21,8 @@ STYLES = {
     "lru-block-end-64": ("C5", "--", 1.2),
     "lru-block-end-528": ("C4", "-", 1.2),
     "lru-free": ("0.6", "--", 1.2),
+    "clairvoyant": ("0.3", "-.", 1.2),
+    "clairvoyant-int8": ("0.3", (0, (1, 3)), 1.2),
     "ceiling": ("0.3", ":", 1.2),
 }
 

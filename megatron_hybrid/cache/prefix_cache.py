@@ -59,8 +59,9 @@ this many per page of the pool (4 KiB of host memory)."""
 KNOWN_TOKENS = 1.5
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each); what was
 dropped still teaches where prompts part."""
-MIN_KNOWN_TOKENS = 1 << 20
-"""Tokens that it may know in any case."""
+MIN_KNOWN_TOKENS = 1 << 22
+"""Tokens that it may know in any case (16 MiB): a small pool's sessions are away for longer than
+their tokens would be known, and a session that comes back as a stranger teaches nothing."""
 
 
 class PrefixCache:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from benchmarks.replay.engines.marconi import ALPHAS, Marconi
 from benchmarks.replay.geometry import Geometry
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
@@ -43,6 +44,14 @@ def _ours(encoding: str) -> Entry:
         return {None: lambda: Ours(geometry.spec(encoding), budget)}
 
     return Entry(f"this project, cached states {encoding}", build)
+
+
+def _clairvoyant(encoding: str) -> Entry:
+    def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+        sizes = geometry.kv_bytes_per_token, geometry.state_bytes(encoding)
+        return {None: lambda: Clairvoyant(*sizes, budget)}
+
+    return Entry(f"a policy that knows the trace, states {encoding}", build)
 
 
 def _lru_block_end(block: int) -> Entry:
@@ -96,6 +105,8 @@ ENGINES = {
     "lru-block-end-64": _lru_block_end(64),
     "lru-block-end-528": _lru_block_end(528),
     "lru-free": Entry("plain LRU over leaves of KV, states cost nothing", _lru_free),
+    "clairvoyant": _clairvoyant("exact"),
+    "clairvoyant-int8": _clairvoyant("int8"),
     "ceiling": Entry(
         "an infinite cache that resumes at any token",
         lambda geometry, budget, in_flight: {None: Ceiling},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+
+from megatron_hybrid.tools.replay.request import Request
 
 
 def step_tokens(windows: bool) -> int:
@@ -33,3 +36,11 @@ class Engine(Protocol):
 
     def finish(self, handle: Handle, tokens: Any) -> None:
         """Prompt and answer as from `prepare`."""
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """An engine that has to know the trace before it begins."""
+
+    def foresee(self, requests: Sequence[Request]) -> None:
+        """All requests, in order of arrival."""

@@ -9,7 +9,7 @@ from time import thread_time
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import Engine, Handle
+from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle
 from megatron_hybrid.tools.replay.request import Request
 
 
@@ -55,6 +55,9 @@ def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> R
     Raises:
         RuntimeError: the engine has no room for a request that is alone.
     """
+    if isinstance(engine, Foreseeing):
+        requests = list(requests)
+        engine.foresee(requests)
     result = Replay()
     running: deque[tuple[int, Request, Handle]] = deque()
 
