@@ -56,7 +56,7 @@ MODES = ("off", "memory_only", "restore")
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
 this many per page of the pool (4 KiB of host memory)."""
-KNOWN_TOKENS = 1.5
+KNOWN_TOKENS = 1.4
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each); what was
 dropped still teaches where prompts part."""
 MIN_KNOWN_TOKENS = 1 << 22

@@ -36,9 +36,11 @@ class Ours:
 
     def begin(self, prompt: np.ndarray) -> Running | None:
         cache, n = self.cache, len(prompt)
+        if not cache.fits(n, self._chunk):  # as an engine asks at the door
+            return Running(None, 0, TOO_LARGE)
         lease = cache.acquire(prompt, capacity_tokens=n, chunk_tokens=self._chunk)
         if lease is None:
-            return None if cache.fits(n, self._chunk) else Running(None, 0, TOO_LARGE)
+            return None
         cache.restored(lease)
         if not self._compute(lease, prompt, n):
             cache.release(lease)

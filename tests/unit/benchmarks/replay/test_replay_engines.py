@@ -199,6 +199,15 @@ def test_ours_runs_a_request_that_never_fits_beside_the_cache():
     assert result.miss_reasons == ["too_large"] * 3 and result.skipped_share == 0
 
 
+def test_a_prompt_whose_last_forward_has_no_room_is_too_large():
+    """Its first forward would have: windows roll, and what they give back is not enough."""
+    engine = Ours(GEOMETRIES["gemma-3-27b"].spec(), 4e9)
+    prompt = np.arange(29_404, dtype=np.int32)
+    assert engine.cache.fits(20_000, 2048) and not engine.cache.fits(len(prompt), 2048)
+    result = replay([Request(prompt, prompt[:10], "one", 0, 0.0)], engine)
+    assert result.miss_reasons == ["too_large"]
+
+
 def test_what_is_not_installed_says_so():
     entry = ENGINES["vllm"]
     missing = type(entry)(entry.what, entry.build, module="no_such_package.at_all")
