@@ -27,7 +27,7 @@ class PrefixKeys:
         self.num_tokens = len(tokens)
         self._bytes = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         self._block_bytes = 4 * block_size_tokens
-        self._chain = [blake2b(salt.encode(), digest_size=_BYTES, person=b"salt").digest()]
+        self._chain = [blake2b(_bytes_of(salt), digest_size=_BYTES, person=b"salt").digest()]
 
     def block(self, index: int) -> bytes:
         """Key of block `index`, which must be full: of the first (index + 1) * B tokens."""
@@ -52,3 +52,8 @@ class PrefixKeys:
         before = self.block(full - 1)
         tail = self._bytes[full * self._block_bytes : position * 4]
         return blake2b(tail, digest_size=_BYTES, key=before, person=b"state").digest()
+
+
+def _bytes_of(salt: str) -> bytes:
+    """Different for different strings, also for those that are no valid Unicode (JSON has some)."""
+    return salt.encode("utf-8", "surrogatepass")

@@ -192,6 +192,8 @@ class Tier:
             saved_tokens = len(missing) * spec.block_size_tokens
         else:
             cost += state_record_pages(spec, position) * spec.page_bytes
+        if known * self._block_bytes + cost > self.capacity_bytes:
+            return False  # not even alone with the blocks that lead to it
         joint = last = self._records[blocks[known - 1]] if known else None
         if joint is not None:
             joint.pins += 1
@@ -248,7 +250,10 @@ class Tier:
             self._prioritise(each)
 
     def remove(self, record: Record) -> None:
-        """Forget a record, all that follows it, and blocks in front that lead nowhere any more."""
+        """Forget a record, all that follows it, and blocks in front that lead nowhere any more.
+        Nothing happens if it has gone, also if its key has come again since."""
+        if not self._holds(record):
+            return
         doomed = {id(record)}
         removed = [record]
         if record.num_children:  # only a damaged one: children come after their parents
@@ -273,7 +278,7 @@ class Tier:
     def unpin(self, record: Record) -> None:
         """It may go again; what it led to may have gone meanwhile."""
         record.pins -= 1
-        if record.pins or record.key not in self._records or record.num_children:
+        if record.pins or record.num_children or not self._holds(record):
             return
         if record.is_state or not self._spec.needs_state:
             self._queue.add(record)
@@ -282,8 +287,11 @@ class Tier:
 
     # ---- within ----
 
+    def _holds(self, record: Record) -> bool:
+        return self._records.get(record.key) is record
+
     def _key(self, record: Record) -> Key | None:
-        if record.num_children or record.pins or record.key not in self._records:
+        if record.num_children or record.pins or not self._holds(record):
             return None
         if self._spec.needs_state and not record.is_state:
             return None  # it goes with the last state behind it
@@ -294,8 +302,6 @@ class Tier:
         record.priority = self._clock + record.uses * saved
 
     def _make_room(self, num_bytes: int, value: float) -> bool:
-        if num_bytes > self.capacity_bytes:
-            return False
         while self.used_bytes + num_bytes > self.capacity_bytes:
             least = self._queue.least()
             if least is None or least[1] > self._clock + value:

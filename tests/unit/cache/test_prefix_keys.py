@@ -39,3 +39,9 @@ def test_all_prefixes_of_all_short_sequences_have_keys_of_their_own():
 @pytest.mark.parametrize("value", [255, 256, -1, 2**31 - 1])
 def test_every_byte_of_a_token_counts(value):
     assert keys_of([0] * 15 + [value]).block(0) != keys_of([0] * 16).block(0)
+
+
+def test_any_string_is_a_salt():
+    tokens = np.arange(16, dtype=np.int32)
+    salts = ["", "a", "\ud800", "\udfff", "\N{GRINNING FACE}", "\ud83d\ude00"]
+    assert len({PrefixKeys(tokens, salt, 16).block(0) for salt in salts}) == len(salts)

@@ -245,3 +245,33 @@ def test_a_store_that_takes_no_more_changes_nothing(name):
     assert keep(tier, [2] * 40, spec) is None
     assert keep(tier, [1] * 40, spec)  # it is here
     assert store.data == before
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_was_removed_and_came_again_is_another_record(name):
+    """A fetch may still hold what was damaged, while its prompt is computed and kept again."""
+    spec = SPECS[name]
+    tier = Tier("host", spec, bytes_of(spec, 48, 48), Bytes())
+    keep(tier, [1] * 48, spec)
+    before = tier.find(PrefixKeys(np.full(48, 1, dtype=np.int32), "", 16))
+    tier.pin(before)
+    tier.remove(before.chain()[0])
+    assert find(tier, [1] * 48) == 0
+    tier.remove(before.chain()[0])  # a second fetch met the same damage
+    assert keep(tier, [1] * 48, spec)
+    tier.remove(before)
+    tier.unpin(before)
+    assert find(tier, [1] * 48) == 48
+    for token in range(2, 9):  # all that is old has to go
+        assert keep(tier, [token] * 48, spec)
+    assert tier.used_bytes == sum(record.num_bytes for record in tier.records())
+    assert find(tier, [1] * 48) == 0 and find(tier, [8] * 48) == 48
+
+
+def test_what_can_not_fit_behind_its_own_blocks_costs_nothing():
+    spec = SPECS["hybrid"]
+    deeper = [*[1] * 48, *[3] * 160]
+    tier = Tier("host", spec, bytes_of(spec, len(deeper)) - spec.page_bytes, Bytes())
+    assert keep(tier, [1] * 48, spec, saved=1) and keep(tier, [2] * 48, spec, saved=1)
+    assert keep(tier, deeper, spec, saved=10**6) is None
+    assert find(tier, [1] * 48) == find(tier, [2] * 48) == 48
