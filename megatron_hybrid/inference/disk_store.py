@@ -35,8 +35,12 @@ from megatron_hybrid.inference.page_mover import HostPages
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+"""Of the folder, and of what a page holds: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes on their way to the disk beyond which nothing more is taken in."""
+MAX_STALE_LINES = 10_000
+"""Lines of the log about records that have gone, beyond those about records that are there, at
+which it is written anew."""
 _HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
 
 
@@ -46,8 +50,11 @@ class CacheFolderError(ValueError):
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a record lies."""
+    """A record that is on the disk, and where."""
 
+    record: Record
+    parent: bytes | None
+    """Key of the record before it."""
     slots: np.ndarray
     """int64 [n]: pages of pages.bin."""
     checksum: str
@@ -60,15 +67,23 @@ class DiskStore:
         folder: made if it does not exist.
         page_bytes: bytes of a page.
         fingerprint: what the records are good for.
+        pin_memory: read into pinned memory, from where copies to a CUDA device hold nobody up.
 
     Raises:
         CacheFolderError: it holds something else, was made for another model or configuration, or
             another engine uses it. Nothing in it has changed.
     """
 
-    def __init__(self, folder: str | Path, page_bytes: int, fingerprint: dict[str, str]):
+    def __init__(
+        self,
+        folder: str | Path,
+        page_bytes: int,
+        fingerprint: dict[str, str],
+        pin_memory: bool = False,
+    ):
         self.folder = Path(folder)
         self.page_bytes = page_bytes
+        self._pin_memory = pin_memory
         self._head = {"format": FORMAT, "page_bytes": page_bytes, **fingerprint}
         self._placed: dict[bytes, Placed] = {}
         self._free: list[int] = []
@@ -78,18 +93,19 @@ class DiskStore:
         self._waiting_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._error: OSError | None = None
+        self._error: Exception | None = None
+        self._num_lines = 0
         self.problems: list[str] = []
         """What was damaged and left out, and what could not be written; logged too."""
-        self._lock = self._open_folder()
-        self._pages = os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock, self._pages = self._open_folder()
         self._log: int | None = None
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="cache-disk-read")
         self._writer = threading.Thread(target=self._write_jobs, name="cache-disk", daemon=True)
 
     # ---- opening ----
 
-    def _open_folder(self) -> int:
+    def _open_folder(self) -> tuple[int, int]:
+        """Descriptors of the lock and of the pages."""
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +121,10 @@ class DiskStore:
             ) from None
         try:
             self._check_head()
+            return lock, os.open(folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
         except BaseException:
             os.close(lock)
             raise
-        return lock
 
     def _check_head(self) -> None:
         path = self.folder / _HEAD
@@ -140,10 +156,9 @@ class DiskStore:
         entries: dict[bytes, dict] = {}
         for line_number, entry in self._read_log():
             key = bytes.fromhex(entry["key"])
+            entries.pop(key, None)  # one that came again takes its place behind its parent
             if entry["op"] == "put":
                 entries[key] = {**entry, "line": line_number}
-            else:
-                entries.pop(key, None)
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
         for key, entry in reversed(entries.items()):  # of two that claim a page the later one wrote
@@ -155,18 +170,17 @@ class DiskStore:
                 self._warn(f"{_LOG} line {entry['line']}", "its pages are not there")
                 continue
             taken[slots] = True
-            self._placed[key] = Placed(slots, entry["sum"])
             parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
             num_bytes = len(slots) * self.page_bytes
             record = Record(key, None, entry["position"], num_bytes, entry["state"])
             record.saved_tokens, record.cost_bytes = entry["saved"], entry["cost"]
-            found.append((record, parent))
-        found.reverse()
+            found.append(Placed(record, parent, slots, entry["sum"]))
+        self._placed = {placed.record.key: placed for placed in reversed(found)}
         self._num_slots = size
         self._free = np.flatnonzero(~taken)[::-1].tolist()
-        self._rewrite_log(found)
+        self._rewrite_log()
         self._writer.start()
-        return found
+        return [(placed.record, placed.parent) for placed in self._placed.values()]
 
     def _read_log(self) -> Iterator[tuple[int, dict]]:
         path = self.folder / _LOG
@@ -182,12 +196,18 @@ class DiskStore:
                 continue
             yield number, json.loads(text)
 
-    def _rewrite_log(self, found: list[tuple[Record, bytes | None]]) -> None:
+    def _rewrite_log(self) -> None:
         """The log without what has gone; the old one stays until the new one is complete."""
         path = self.folder / _LOG
-        lines = [self._line(record, parent, self._placed[record.key]) for record, parent in found]
-        _write_whole(path, b"".join(lines))
-        self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
+        _write_whole(path, b"".join(map(_put_line, self._placed.values())))
+        self._num_lines = len(self._placed)
+        log, self._log = self._log, os.open(path, os.O_WRONLY | os.O_APPEND)
+        if log is not None:
+            os.close(log)
+
+    def _write_line(self, line: bytes) -> None:
+        _write_all(self._log, line)
+        self._num_lines += 1
 
     def _warn(self, what: str, why: str) -> None:
         problem = f"{self.folder / what} is not used: {why}"
@@ -212,26 +232,37 @@ class DiskStore:
             self._changed.notify_all()
 
     def get(self, record: Record) -> Future[HostPages | None]:
-        """Its pages; None if they are damaged."""
+        """Its pages; None if they are damaged or cannot be read."""
         waiting = self._waiting.get(record.key)
         if waiting is not None:
             future: Future[HostPages | None] = Future()
             future.set_result(waiting)
             return future
-        return self._readers.submit(self._read, record)
+        return self._readers.submit(self._read_or_warn, record)
+
+    def _read_or_warn(self, record: Record) -> HostPages | None:
+        try:
+            return self._read(record)
+        except Exception as error:  # whatever it is, a request must not fail by it
+            self._warn(_PAGES, f"reading a record of position {record.position} failed ({error})")
+            return None
 
     def _read(self, record: Record) -> HostPages | None:
         placed = self._placed.get(record.key)
         if placed is None:  # writing it failed
             return None
-        data = torch.empty(len(placed.slots), self.page_bytes, dtype=torch.uint8)
+        shape = len(placed.slots), self.page_bytes
+        data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
         target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
         for row, slot, count in _runs(placed.slots):
             part = target[row * self.page_bytes : (row + count) * self.page_bytes]
-            read = os.preadv(self._pages, [part], slot * self.page_bytes)
-            if read < len(part):
-                self._warn(f"{_PAGES} page {slot}", "the file ends before it")
-                return None
+            offset = slot * self.page_bytes
+            while part:  # one call reads 2 GiB at most
+                read = os.preadv(self._pages, [part], offset)
+                if not read:
+                    self._warn(f"{_PAGES} page {slot}", "the file ends before its end")
+                    return None
+                part, offset = part[read:], offset + read
         if _checksum(data.numpy()) != placed.checksum:
             what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
             self._warn(what, "their checksum does not fit")
@@ -254,7 +285,9 @@ class DiskStore:
                         self._write(record, data)
                     else:
                         self._forget(record)
-            except OSError as error:
+                    if self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
+                        self._rewrite_log()
+            except Exception as error:  # without this thread nobody could wait for it either
                 self._error = error
                 self._warn(_PAGES, f"writing to it failed, nothing more is written ({error})")
             with self._changed:
@@ -274,9 +307,9 @@ class DiskStore:
             while part:
                 written = os.pwrite(self._pages, part, offset)
                 part, offset = part[written:], offset + written
-        placed = Placed(slots, _checksum(pages))
         parent = record.parent.key if record.parent is not None else None
-        _write_all(self._log, self._line(record, parent, placed))
+        placed = Placed(record, parent, slots, _checksum(pages))
+        self._write_line(_put_line(placed))
         self._placed[record.key] = placed
 
     def _take(self, count: int) -> np.ndarray:
@@ -289,23 +322,8 @@ class DiskStore:
     def _forget(self, record: Record) -> None:
         placed = self._placed.pop(record.key, None)
         if placed is not None:
-            _write_all(self._log, _log_line({"op": "drop", "key": record.key.hex()}))
+            self._write_line(_log_line({"op": "drop", "key": record.key.hex()}))
             self._free += placed.slots[::-1].tolist()
-
-    def _line(self, record: Record, parent: bytes | None, placed: Placed) -> bytes:
-        return _log_line(
-            {
-                "op": "put",
-                "key": record.key.hex(),
-                "parent": parent.hex() if parent else "",
-                "state": record.is_state,
-                "position": record.position,
-                "saved": record.saved_tokens,
-                "cost": record.cost_bytes,
-                "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
-                "sum": placed.checksum,
-            }
-        )
 
     # ---- ending ----
 
@@ -313,7 +331,7 @@ class DiskStore:
         """Returns when all that was put is on the disk, also after a loss of power.
 
         Raises:
-            OSError: writing failed.
+            OSError: writing failed (what else stopped it is raised as it is).
         """
         with self._changed:
             while self._jobs:
@@ -324,16 +342,35 @@ class DiskStore:
         os.fsync(self._log)
 
     def close(self) -> None:
-        """Writes what waits and lets the folder go."""
+        """Writes what waits and lets the folder go. What is yet to be read is not read."""
+        if self._closing:
+            return
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._writer.is_alive():
             self._writer.join()
-        self._readers.shutdown()
+        self._readers.shutdown(cancel_futures=True)
         for descriptor in (self._pages, self._log, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def _put_line(placed: Placed) -> bytes:
+    record = placed.record
+    return _log_line(
+        {
+            "op": "put",
+            "key": record.key.hex(),
+            "parent": placed.parent.hex() if placed.parent else "",
+            "state": record.is_state,
+            "position": record.position,
+            "saved": record.saved_tokens,
+            "cost": record.cost_bytes,
+            "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
+            "sum": placed.checksum,
+        }
+    )
 
 
 def _log_line(entry: dict) -> bytes:
@@ -368,3 +405,8 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the names too outlast a loss of power
+    finally:
+        os.close(folder)

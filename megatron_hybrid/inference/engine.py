@@ -377,7 +377,8 @@ class DynamicInferenceEngine:
             encoding = self.config.state_encoding
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
         page_bytes = self.cache.spec.page_bytes
-        return DiskStore(Path(folder) / rank_name(), page_bytes, self._fingerprint)
+        is_cuda = self.memory.pool.device.type == "cuda"
+        return DiskStore(Path(folder) / rank_name(), page_bytes, self._fingerprint, is_cuda)
 
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached

@@ -368,5 +368,9 @@ class HostSource:
 def disk_tier(store: DiskStore, spec: CacheSpec, capacity_bytes: int) -> Tier:
     """A tier with what a folder holds; the least valuable goes if there is less room now."""
     tier = Tier("disk", spec, capacity_bytes, store)
-    tier.load(store.load())
+    try:
+        tier.load(store.load())
+    except BaseException:
+        store.close()  # or nobody could open the folder again
+        raise
     return tier

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tier import state_record_pages
+from megatron_hybrid.inference import disk_store
 from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.inference.offload import disk_tier
 from megatron_hybrid.inference.page_mover import HostPages
@@ -119,7 +121,8 @@ def test_the_file_does_not_outgrow_its_limit(tmp_path):
 WRITER = """
 import sys
 sys.path[:0] = {paths}
-from test_disk_store import Prompt, open_tier, SPEC
+from test_disk_store import Prompt, disk_store, open_tier
+disk_store.MAX_STALE_LINES = 50  # the log is written anew all the time
 tier = open_tier({folder!r}, capacity={capacity})
 for i in range(100_000):
     while not tier.store.accepts():
@@ -276,3 +279,95 @@ def test_a_disk_that_refuses_is_told_and_costs_nothing_else(filled, monkeypatch)
     assert all(Prompt(i).is_right_in(tier) for i in range(10))
     assert any("No space left" in problem for problem in tier.store.problems)
     tier.store.close()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
+def test_a_read_that_fails_is_told_and_gives_nothing(filled, monkeypatch, error):
+    tier = open_tier(filled)
+
+    def broken(*arguments):
+        raise error
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert Prompt(3).read_from(tier) == [None, None, None]
+    assert all(str(error) in problem for problem in tier.store.problems)
+    monkeypatch.undo()
+    assert Prompt(3).is_right_in(tier)
+    tier.store.close()
+
+
+def test_reads_may_come_in_parts(filled, monkeypatch):
+    tier = open_tier(filled)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:100]], at))
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    tier.store.close()
+
+
+def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
+    class Lost(HostPages):
+        def numpy(self):
+            raise RuntimeError("the device is gone")
+
+    tier = open_tier(filled)
+    prompt = Prompt(10)
+    prompt.state = lambda: Lost(torch.zeros(1, PAGE, dtype=torch.uint8))
+    assert prompt.keep_in(tier)
+    told = []
+
+    def flush():
+        try:
+            tier.store.flush()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert told == ["the device is gone"]
+    assert not Prompt(11).keep_in(tier)
+    tier.store.close()
+    tier = open_tier(filled)
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    tier.store.close()
+
+
+def test_the_log_does_not_grow_with_what_has_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_store, "MAX_STALE_LINES", 20)
+    prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
+    tier = open_tier(tmp_path, capacity=4 * prompt_bytes)
+    for i in range(100):
+        assert Prompt(i).keep_in(tier)
+    tier.store.flush()
+    assert (tmp_path / "index.log").read_bytes().count(b"\n") <= 2 * 15 + 20
+    right = [i for i in range(100) if Prompt(i).is_right_in(tier)]
+    tier.store.close()
+    tier = open_tier(tmp_path)
+    assert [i for i in range(100) if Prompt(i).is_right_in(tier)] == right == [96, 97, 98, 99]
+    assert not tier.store.problems
+    tier.store.close()
+
+
+def test_a_lost_line_costs_only_what_it_told_of(tmp_path):
+    """A block went and came again behind its child; of both only the later lines count."""
+    tier = open_tier(tmp_path)
+    assert Prompt(1).keep_in(tier)
+    tier.remove(tier.find(Prompt(1).keys).chain()[0])
+    assert Prompt(2).keep_in(tier)  # takes the pages
+    assert Prompt(1).keep_in(tier)
+    tier.store.close()
+    lines = (tmp_path / "index.log").read_bytes().splitlines(keepends=True)
+    for lost in range(3, 6):  # the drops
+        (tmp_path / "index.log").write_bytes(b"".join(lines[:lost] + lines[lost + 1 :]))
+        tier = open_tier(tmp_path)
+        assert Prompt(1).is_right_in(tier) and Prompt(2).is_right_in(tier)
+        assert not tier.store.problems
+        tier.store.close()
+
+
+def test_a_folder_that_could_not_be_loaded_can_be_opened_again(filled, monkeypatch):
+    monkeypatch.setattr(DiskStore, "_read_log", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        open_tier(filled)
+    monkeypatch.undo()
+    open_tier(filled).store.close()
