@@ -162,11 +162,12 @@ class DynamicInferenceEngine:
 
         If the model raises, the step's requests go back to the queue and nothing cached is lost.
         """
+        was_fetching = self.offload.is_busy
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.is_busy:
                 self.offload.wait()
-            elif self.scheduler.waiting:
+            elif self.scheduler.waiting and not was_fetching:
                 raise RuntimeError(
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"
@@ -358,10 +359,11 @@ class DynamicInferenceEngine:
             OSError: writing failed.
         """
         if folder is None and self.offload.disk is None:
-            raise ValueError("save_cache needs a folder: there is no config.cache_dir")
-        own = self.config.cache_dir
-        if folder is None or (own is not None and Path(folder).resolve() == Path(own).resolve()):
-            tier = self.offload.disk
+            raise ValueError(
+                "save_cache needs a folder: there is no config.cache_dir, or the engine is closed"
+            )
+        tier, own = self.offload.disk, self.config.cache_dir
+        if tier is not None and (folder is None or Path(folder).resolve() == Path(own).resolve()):
             self.offload.save_to(tier)
         else:
             store = self._open_disk(folder)

@@ -27,6 +27,10 @@ from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
 
+MAX_READ_BYTES = 1 << 30
+"""Bytes read from the disk and not yet in the pool beyond which no further fetch begins."""
+
+
 @dataclass
 class OffloadStats:
     """Counters since the engine was made."""
@@ -49,17 +53,24 @@ class Fetch:
     first_block: int  # the blocks before it were in the pool
     chain: list[Record]
     skipped_before: int  # tokens that the pool alone would have skipped
-    reads: list[Future]  # pages of the chain's blocks from first_block on, then of the state
+    wanted: list[Record]  # the chain's blocks from first_block on, then the state
+    reads: list[Future] | None = None  # their pages; None: it has yet to begin
+    read_bytes: int = 0  # host memory that these take
     lease: Lease | None = None
     reservation: Reservation | None = None
     arrival: Arrival | None = None
+    lacks_room: bool = False  # all is read, and what runs holds the pool
     is_over: bool = False
-    has_failed: bool = False  # damaged, and not there any more
+    has_failed: bool = False  # damaged or given up: nothing of it came
 
     @property
     def position(self) -> int:
         """p: where a prefill could start when it is there."""
         return self.record.position
+
+    @property
+    def is_read(self) -> bool:
+        return self.reads is not None and all(read.done() for read in self.reads)
 
 
 class Offload:
@@ -81,6 +92,7 @@ class Offload:
         self.tiers: list[Tier] = []
         self._mover = PageMover(pool)
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
+        self._read_bytes = 0
         if disk is not None:
             self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
         if host_bytes:
@@ -107,7 +119,14 @@ class Offload:
         return {**asdict(self.stats), **held}
 
     def close(self) -> None:
-        """Writes what is on its way to the disk; nothing is kept from now on."""
+        """Writes what is on its way to the disk; nothing is kept or fetched from now on."""
+        for fetch in list(self._fetches.values()):
+            if fetch.arrival is not None:
+                fetch.arrival.wait()
+                self._publish(fetch)
+            else:
+                fetch.has_failed = True
+                self._end(fetch)
         if self.disk is not None:
             self.disk.store.close()
         self.tiers.clear()
@@ -204,7 +223,6 @@ class Offload:
             first = min(match.shared_tokens // size, len(chain))
             wanted = chain[first:] + ([found] if found.is_state else [])
             tier.pin(found)
-            reads = [tier.store.get(record) for record in wanted]
             fetch = Fetch(
                 tokens[:position].copy(),
                 salt,
@@ -213,7 +231,7 @@ class Offload:
                 first,
                 chain,
                 match.skipped_tokens,
-                reads,
+                wanted,
             )
             self._fetches[found.key] = fetch
         return fetch
@@ -221,7 +239,9 @@ class Offload:
     def poll(self) -> None:
         """Takes every fetch as far as it goes without waiting. Call it before requests start."""
         for fetch in list(self._fetches.values()):
-            if fetch.lease is None and agree_on_all(all(read.done() for read in fetch.reads)):
+            if fetch.reads is None and self._read_bytes < MAX_READ_BYTES:
+                self._read(fetch, fetch.wanted)
+            if fetch.lease is None and agree_on_all(fetch.is_read):
                 self._to_pool(fetch)
             if fetch.arrival is not None and agree_on_all(fetch.arrival.is_done()):
                 self._publish(fetch)
@@ -232,17 +252,24 @@ class Offload:
 
     def wait(self) -> None:
         """Waits until a fetch can go on."""
-        fetch = next(iter(self._fetches.values()))
+        fetch = next(iter(self._fetches.values()))  # the first always has begun to read
         wait(fetch.reads)
-        if fetch.arrival is not None and fetch.arrival.event is not None:
-            fetch.arrival.event.synchronize()
+        if fetch.arrival is not None:
+            fetch.arrival.wait()
+
+    def _read(self, fetch: Fetch, records: list[Record]) -> None:
+        """Begins to read these, the first of what a fetch wants."""
+        fetch.reads = [fetch.tier.store.get(record) for record in records] + (fetch.reads or [])
+        if fetch.tier is self.disk:  # host memory holds its own anyway
+            num_bytes = sum(record.num_bytes for record in records)
+            fetch.read_bytes += num_bytes
+            self._read_bytes += num_bytes
 
     def _to_pool(self, fetch: Fetch) -> None:
         """All is in host memory: starts the way into the pool, if there is room."""
         pages = [read.result() for read in fetch.reads]
         if not agree_on_all(all(part is not None for part in pages)):
-            read = [*fetch.chain[fetch.first_block :], fetch.record]
-            damaged = [record for record, part in zip(read, pages) if part is None]
+            damaged = [record for record, part in zip(fetch.wanted, pages) if part is None]
             if damaged:
                 fetch.tier.remove(damaged[0])  # and what follows it
             self.stats.fetches_failed += 1
@@ -251,14 +278,15 @@ class Offload:
             return
         size, position = self.spec.block_size_tokens, fetch.position
         lease = self.cache.adopt(fetch.tokens, fetch.salt, capacity_tokens=position)
+        fetch.lacks_room = lease is None
         if lease is None:
-            return  # what runs holds the pool; again later
+            return  # again later
         shared = lease.shared_tokens // size
         if shared < fetch.first_block:  # the pool has evicted some of what it had: read that too
             self.cache.release(lease)
             more = fetch.chain[shared : fetch.first_block]
-            fetch.reads[:0] = [fetch.tier.store.get(record) for record in more]
-            fetch.first_block = shared
+            fetch.wanted[:0], fetch.first_block = more, shared
+            self._read(fetch, more)
             return
         targets = list(lease.block_table[shared : len(fetch.chain)])
         sources = pages[shared - fetch.first_block : len(fetch.chain) - fetch.first_block]
@@ -274,8 +302,12 @@ class Offload:
             if position % size:
                 targets.append(lease.block_table[position // size])
                 sources.append(partial_block)
+        try:
+            fetch.arrival = self._mover.to_pool(targets, sources)
+        except BaseException:
+            self.cache.release(lease)  # it is tried again
+            raise
         fetch.lease = lease
-        fetch.arrival = self._mover.to_pool(targets, sources)
 
     def _split_state(
         self, pages: HostPages, position: int
@@ -302,11 +334,15 @@ class Offload:
 
     def _end(self, fetch: Fetch) -> None:
         fetch.is_over = True
+        self._read_bytes -= fetch.read_bytes
+        fetch.reads, fetch.arrival = [], None  # the request may be held for long, not their bytes
         fetch.tier.unpin(fetch.record)
         del self._fetches[fetch.record.key]
 
     def count(self, fetch: Fetch, skipped_tokens: int) -> int:
         """A request that waited for a fetch was admitted; tokens that it skips thanks to it."""
+        if fetch.has_failed:
+            return 0
         tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
         self.stats.fetched_tokens += tokens
         return tokens

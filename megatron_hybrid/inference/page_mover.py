@@ -67,17 +67,22 @@ class PageMover:
         return [HostPages(data, arrived) for data in parts]
 
     def to_pool(self, page_lists: list[np.ndarray], sources: list[HostPages]) -> Arrival:
-        """Writes `sources` into the pages of each list; nobody may read them before the arrival."""
+        """Writes `sources` into the pages of each list; until the arrival they are nobody else's.
+        If it raises, nothing is on its way."""
         arrival = Arrival(sources)
         if self._on_cuda:
             # The pages may be new: what the steps before still read of them comes first.
             self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-            with torch.cuda.stream(self._stream):
-                for pages, source in zip(page_lists, sources):
-                    rows = source.data.to(self._pool.device, non_blocking=True)
-                    self._pool.index_copy_(0, self._ids(pages), rows)
-                arrival.event = torch.cuda.Event()
-                arrival.event.record()
+            try:
+                with torch.cuda.stream(self._stream):
+                    for pages, source in zip(page_lists, sources):
+                        rows = source.data.to(self._pool.device, non_blocking=True)
+                        self._pool.index_copy_(0, self._ids(pages), rows)
+                    arrival.event = torch.cuda.Event()
+                    arrival.event.record()
+            except BaseException:
+                self._stream.synchronize()
+                raise
             return arrival
         for pages, source in zip(page_lists, sources):
             self._pool.index_copy_(0, self._ids(pages), source.data)
@@ -94,3 +99,8 @@ class Arrival:
 
     def is_done(self) -> bool:
         return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """Returns when they are there."""
+        if self.event is not None:
+            self.event.synchronize()

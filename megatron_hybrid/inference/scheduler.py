@@ -77,8 +77,10 @@ class Scheduler:
             # Also asked of requests that cannot start yet: it is the running prefill that must know
             # early where they will part from it.
             if self._waits_for_other(request) or self._waits_for_fetch(request) or blocked:
+                blocked = blocked or (request.fetch is not None and request.fetch.lacks_room)
                 continue
-            # First come, first served: nobody overtakes a request that lacks room.
+            # First come, first served: nobody overtakes a request that lacks room, be it for what
+            # is fetched for it.
             blocked = (
                 not self.free_slots or not self._budget(plan) or not self._admit(plan, request)
             )

@@ -1,6 +1,7 @@
 """Host memory and disk below the pool: what left it comes back to the bit, and nobody waits for it
 who need not."""
 
+import os
 import threading
 from concurrent.futures import Future
 
@@ -10,7 +11,9 @@ from differential import LogitsRecorder, RandomRun, poison
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.config import STATE_ENCODINGS
+from megatron_hybrid.inference import offload
 from megatron_hybrid.inference.disk_store import CacheFolderError
+from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
 
 PATTERNS = {
@@ -193,7 +196,7 @@ class SlowStore:
 @pytest.fixture
 def slow():
     """An engine with a prompt in host memory that takes its time."""
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, cache_bytes=256 << 10)
     prompt = random_tokens(60)
     engine.expected = answer(engine, prompt).generated_tokens
     empty_pool(engine)
@@ -278,6 +281,142 @@ def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
     engine.check_integrity()
 
 
+def hold_all_but(engine, blocks: int):
+    """A lease that leaves room for so many blocks in the pool."""
+    pages = engine.cache.allocator.num_free + engine.cache.allocator.num_evictable
+    room = (pages // engine.cache.spec.kv_pages_per_block - blocks) * 16
+    return engine.cache.acquire(torch.arange(8).numpy(), "hog", capacity_tokens=room)
+
+
+def test_a_request_whose_fetch_lacks_room_is_not_overtaken(slow):
+    engine, prompt, store = slow
+    hog = hold_all_but(engine, 3)
+    waiting = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+    later = engine.add_request(random_tokens(20, seed=5), greedy(1))
+    engine.step()
+    assert waiting.fetch.lacks_room and later.status is RequestStatus.WAITING
+    engine.cache.release(hog)
+    while engine.has_work:
+        engine.step()
+    assert waiting.generated_tokens == engine.expected
+    assert waiting.result().prefix.skipped_tokens == 60
+    engine.check_integrity()
+
+
+def step_with_arrival(engine, store):
+    """A step that has nothing to do but to wait for the reads."""
+    threading.Timer(0.1, store.arrive).start()
+    engine.step()
+    assert not store.reads
+
+
+class SlowArrival(Arrival):
+    """Pages that arrive in the pool when the test says so."""
+
+    def __init__(self, is_there):
+        super().__init__([])
+        self.is_done = is_there
+
+    def wait(self):
+        pass
+
+
+def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
+    """It was in the way of a request that needs the whole pool; nothing runs in that step."""
+    engine, prompt, store = slow
+    whole_pool = (engine.cache.allocator.num_pages - 1) // engine.cache.spec.kv_pages_per_block
+    requests = [engine.add_request(prompt, greedy(6))]
+    to_pool = engine.offload._mover.to_pool
+
+    def slow_to_pool(targets, sources):
+        to_pool(targets, sources)
+        return SlowArrival(lambda: requests[-1].was_looked_up)
+
+    engine.offload._mover.to_pool = slow_to_pool
+    step_with_arrival(engine, store)
+    large = random_tokens(whole_pool * 16 - 20, seed=7)
+    requests.append(engine.add_request(large, greedy(1)))
+    requests[-1].was_looked_up = True  # so that the next one's look-up ends the fetch
+    requests.append(engine.add_request(random_tokens(20, seed=8), greedy(1)))
+    while engine.has_work:
+        engine.step()
+    assert requests[0].generated_tokens == engine.expected
+
+
+def test_what_fails_on_the_way_into_the_pool_is_tried_again(slow, monkeypatch):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine.offload._mover, "to_pool", lambda *parts: bytearray(1 << 62))
+        engine.step()
+    assert not engine.cache.allocator.ref_counts.any()
+    while not request.closed:
+        engine.step()
+    assert request.result().prefix.skipped_tokens == 60
+    engine.check_integrity()
+
+
+def test_what_is_read_from_the_disk_at_a_time_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompts = [random_tokens(60, seed=seed) for seed in range(3)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    requests = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
+    other = engine.add_request(random_tokens(30, seed=5), greedy(30))
+    for left in (3, 2, 1):
+        engine.step()
+        assert sum(request.fetch is not None for request in requests) == left
+        assert store.arrive() == 60 // 16 + 1  # one prompt's
+    while engine.has_work:
+        engine.step()
+    assert [r.result().prefix.skipped_tokens for r in requests] == [60] * 3 and other.done
+    engine.close()
+
+
+def test_a_handle_keeps_no_bytes(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+    engine.cancel(request)
+    fetch = request.fetch
+    assert fetch.reads
+    answer(engine, random_tokens(30, seed=5))
+    assert fetch.is_over and not fetch.reads and fetch.arrival is None
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompt = random_tokens(60)
+    expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    disk = engine.offload.disk
+    store = disk.store = SlowStore(disk.store)
+    request = engine.add_request(prompt, greedy(6))
+    if in_pool:
+        engine.offload._mover.to_pool = lambda *parts: SlowArrival(lambda: False)
+        step_with_arrival(engine, store)
+        engine.step()
+    else:
+        answer(engine, random_tokens(30, seed=5))
+    assert engine.offload.is_busy and engine.cache.allocator.ref_counts.any() == in_pool
+    engine.close()
+    assert not engine.cache.allocator.ref_counts.any() and not engine.offload.is_busy
+    assert all(not record.pins for record in disk.records())
+    if not in_pool:
+        while not request.closed:
+            engine.step()
+        assert request.generated_tokens == expected
+        assert request.result().prefix.fetched_tokens == 0
+        assert engine.save_cache(tmp_path).states  # into the folder that it has let go
+    engine.check_integrity()
+
+
 # What is damaged is not used ---------------------------------------------------------------------
 
 
@@ -303,6 +442,42 @@ def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     assert engine.stats()["fetches_failed"] == 1
     assert "pages.bin" in engine.offload.disk.store.problems[0]
     assert answer(engine, longer).prefix.skipped_tokens == len(longer)
+    engine.close()
+
+
+def test_two_requests_meet_one_damage(tmp_path):
+    model, shared = tiny_model("MG*-"), random_tokens(40)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in (1, 2, 3)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    disk = engine.offload.disk
+    disk.store.flush()
+    first = next(record for record in disk.records() if record.parent is None)
+    page = int(disk.store._placed[first.key].slots[0])
+    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    results = engine.generate(prompts, greedy(6))
+    for prompt, result in zip(prompts, results):
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    engine.check_integrity()
+    empty_pool(engine)
+    again = engine.generate(prompts, greedy(6))
+    assert all(result.prefix.fetched_tokens for result in again)
+    engine.close()
+
+
+def test_a_disk_that_cannot_be_read_kills_no_request(tmp_path, monkeypatch):
+    model, prompt = tiny_model("MG*-"), random_tokens(60)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *arguments: os.close(-1))
+        result = answer(engine, prompt)
+    assert result.generated_tokens == expected and result.prefix.skipped_tokens == 0
+    assert "Bad file descriptor" in engine.offload.disk.store.problems[0]
     engine.close()
 
 
