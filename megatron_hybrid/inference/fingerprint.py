@@ -18,7 +18,9 @@ def fingerprint(
     model, spec: CacheSpec, kv_dtype: torch.dtype, state_encoding: str
 ) -> dict[str, str]:
     """Hashes of all that cached states, keys and values depend on, on this rank, by name."""
-    configuration = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    fields = model.config.to_dict()
+    del fields["huggingface_config"]  # where the others come from, and much that matters to nobody
+    configuration = json.dumps(fields, sort_keys=True, default=str)
     return {
         "weights": weights_hash(model),
         "model_configuration": _hash(configuration),
@@ -29,12 +31,13 @@ def fingerprint(
 
 
 def weights_hash(model) -> str:
-    """Of the names, shapes, dtypes and bits of all parameters and buffers. Bits are summed, and
+    """Of the names, shapes, dtypes and bits of all that a checkpoint holds. Bits are summed, and
     summed times an odd factor of their place, modulo 2^64, on the device where they are: integers
     add up to the same in any order."""
     digest = blake2b(digest_size=16)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue  # Transformer Engine's bookkeeping
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
         digest.update(" ".join(map(str, _sums(tensor))).encode())
     return digest.hexdigest()

@@ -26,7 +26,6 @@ from megatron_hybrid.inference.host_store import HostStore
 from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
-
 MAX_READ_BYTES = 1 << 30
 """Bytes read from the disk and not yet in the pool beyond which no further fetch begins."""
 

@@ -522,6 +522,21 @@ def test_another_model_or_configuration_is_told_apart(tmp_path):
     tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
 
 
+def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
+    """A Hugging Face folder's other entries, and counters of the training."""
+    routing = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    engine = tiny_engine(tiny_model("ME*-", **routing))
+    answer(engine, random_tokens(40))
+    engine.save_cache(tmp_path)
+    noted = {"transformers_version": "5"}
+    again = tiny_model.__wrapped__("ME*-", huggingface_config=noted, **routing)
+    counters = [b for name, b in again.named_buffers() if name.endswith("tokens_per_expert")]
+    for counter in counters:
+        counter.add_(7)
+    assert counters
+    tiny_engine(again, cache_dir=tmp_path).close()
+
+
 def test_save_cache_without_a_folder_is_refused():
     with pytest.raises(ValueError, match="save_cache needs a folder"):
         tiny_engine(tiny_model("MG*-")).save_cache()
