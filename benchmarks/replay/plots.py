@@ -64,9 +64,8 @@ def _hit_rate_panel(axis, cells: list[Cell]) -> None:
         if None in points:
             points = dict.fromkeys(budgets, points[None])
         xs = sorted(points)
-        axis.plot(
-            xs, [points[x] for x in xs], dashes, color=color, lw=width, marker=".", label=engine
-        )
+        ys = [points[x] for x in xs]
+        axis.plot(xs, ys, linestyle=dashes, color=color, lw=width, marker=".", label=engine)
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
     axis.set_xlabel("cache, GB")
@@ -84,7 +83,8 @@ def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
         for cliff in (cliff for cliff in found if cliff.geometry == geometry):
             color, dashes, width = STYLES[cliff.engine]
             for axis, values in zip(axes, (cliff.repeated, cliff.forked)):
-                axis.plot(cliff.lengths, values, dashes, color=color, lw=width, label=cliff.engine)
+                style = {"linestyle": dashes, "color": color, "lw": width}
+                axis.plot(cliff.lengths, values, label=cliff.engine, **style)
         axes[0].set_title("the same prompt again")
         axes[0].set_xlabel("prompt tokens")
         axes[0].set_ylabel("tokens computed the second time")
