@@ -5,7 +5,7 @@ record's parent is the block before it, so a tier is a forest, and what is reach
 without the pool: all blocks in front of a record are there too.
 
 What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
-priority = clock + uses x tokens that it saves / bytes that go with it, where the clock is the
+priority = clock + uses x work that it saves / bytes that go with it, where the clock is the
 priority of the last one that went. Static keys, so an eviction is a heap operation. The bytes
 themselves are the store's.
 """
@@ -34,7 +34,7 @@ class Record:
         "position",
         "priority",
         "queued",
-        "saved_tokens",
+        "saved_work",
         "states",
         "uses",
     )
@@ -47,7 +47,7 @@ class Record:
         self.position = position  # tokens up to its end
         self.num_bytes = num_bytes
         self.is_state = is_state
-        self.saved_tokens = 0  # tokens to compute again without it
+        self.saved_work = 0.0  # work to be done again without it (`CacheSpec.work`)
         self.cost_bytes = num_bytes  # its own, and those of the blocks that came with it
         self.uses = 1
         self.priority = 0.0
@@ -163,7 +163,7 @@ class Tier:
         *,
         state: bytes | None = None,
         position: int = 0,
-        saved_tokens: int = 0,
+        saved_work: float = 0.0,
         uses: int = 1,
     ) -> bool:
         """Take in a state, or blocks of KV, if they are worth more than what has to go for them.
@@ -172,7 +172,7 @@ class Tier:
             blocks: keys of all full blocks up to there; those that are here are not copied again.
             source: gives the bytes of what is missing.
             state: key of the state after `position` tokens; None: only the blocks.
-            saved_tokens: tokens to compute again without the state.
+            saved_work: work to be done again without the state (`CacheSpec.work`).
             uses: how often it was of use, this time included.
         Returns:
             Whether all of it is here now.
@@ -189,7 +189,8 @@ class Tier:
         missing = list(range(known, len(blocks)))
         cost = len(missing) * self._block_bytes
         if state is None:
-            saved_tokens = len(missing) * spec.block_size_tokens
+            size = spec.block_size_tokens
+            saved_work = spec.work(known * size, len(blocks) * size)
         else:
             cost += state_record_pages(spec, position) * spec.page_bytes
         if known * self._block_bytes + cost > self.capacity_bytes:
@@ -197,17 +198,17 @@ class Tier:
         joint = last = self._records[blocks[known - 1]] if known else None
         if joint is not None:
             joint.pins += 1
-        fits = self._make_room(cost, uses * saved_tokens / max(1, cost))
+        fits = self._make_room(cost, uses * saved_work / max(1, cost))
         if fits:
             for index, data in zip(missing, source.blocks(missing)):
-                end = (index + 1) * spec.block_size_tokens
+                start, end = index * spec.block_size_tokens, (index + 1) * spec.block_size_tokens
                 last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
-                last.saved_tokens = spec.block_size_tokens
+                last.saved_work = spec.work(start, end)
                 self.add(last, data)
             if state is not None:
                 num_bytes = cost - len(missing) * self._block_bytes
                 record = Record(state, last, position, num_bytes, is_state=True)
-                record.saved_tokens, record.cost_bytes, record.uses = saved_tokens, cost, uses
+                record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
                 self.add(record, source.state())
         if joint is not None:
             self.unpin(joint)
@@ -271,6 +272,12 @@ class Tier:
             self._forget(parent)
             parent = parent.parent
 
+    def clear(self) -> None:
+        """Forget every record."""
+        for record in reversed(self.records()):
+            self._forget(record)
+        self._queue.clear()
+
     def pin(self, record: Record) -> None:
         """Keep a record, and so all that leads to it, until `unpin`."""
         record.pins += 1
@@ -298,7 +305,7 @@ class Tier:
         return 0, record.priority, record.position
 
     def _prioritise(self, record: Record) -> None:
-        saved = record.saved_tokens / max(1, record.cost_bytes)
+        saved = record.saved_work / max(1, record.cost_bytes)
         record.priority = self._clock + record.uses * saved
 
     def _make_room(self, num_bytes: int, value: float) -> bool:

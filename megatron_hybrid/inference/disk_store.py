@@ -173,7 +173,7 @@ class DiskStore:
             parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
             num_bytes = len(slots) * self.page_bytes
             record = Record(key, None, entry["position"], num_bytes, entry["state"])
-            record.saved_tokens, record.cost_bytes = entry["saved"], entry["cost"]
+            record.saved_work, record.cost_bytes = entry["saved"], entry["cost"]
             found.append(Placed(record, parent, slots, entry["sum"]))
         self._placed = {placed.record.key: placed for placed in reversed(found)}
         self._num_slots = size
@@ -327,6 +327,16 @@ class DiskStore:
 
     # ---- ending ----
 
+    def is_for(self, fingerprint: dict[str, str]) -> None:
+        """From now on the records are good for something else; there are none.
+
+        Raises:
+            OSError: writing failed.
+        """
+        self.flush()
+        self._head.update(fingerprint)
+        _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+
     def flush(self) -> None:
         """Returns when all that was put is on the disk, also after a loss of power.
 
@@ -365,7 +375,7 @@ def _put_line(placed: Placed) -> bytes:
             "parent": placed.parent.hex() if placed.parent else "",
             "state": record.is_state,
             "position": record.position,
-            "saved": record.saved_tokens,
+            "saved": record.saved_work,
             "cost": record.cost_bytes,
             "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
             "sum": placed.checksum,

@@ -374,13 +374,36 @@ class DynamicInferenceEngine:
                 store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
+    def clear_cache(self) -> None:
+        """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
+        it after the weights have changed: what was cached belongs to the old ones.
+
+        Raises:
+            RuntimeError: requests are running or waiting; nothing has changed.
+            OSError: writing to the folder failed.
+        """
+        if self.has_work:
+            raise RuntimeError(
+                f"{len(self.scheduler.running)} requests run and {len(self.scheduler.waiting)} "
+                "wait: clear the cache when all are answered, or cancel them"
+            )
+        self.offload.clear()
+        self.cache.clear()
+        self._fingerprint = None
+        if self.offload.disk is not None:
+            self.offload.disk.store.is_for(self._made_for())
+
     def _open_disk(self, folder: str | PathLike) -> DiskStore:
+        page_bytes = self.cache.spec.page_bytes
+        is_cuda = self.memory.pool.device.type == "cuda"
+        return DiskStore(Path(folder) / rank_name(), page_bytes, self._made_for(), is_cuda)
+
+    def _made_for(self) -> dict[str, str]:
+        """The fingerprint of what is cached."""
         if self._fingerprint is None:
             encoding = self.config.state_encoding
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
-        page_bytes = self.cache.spec.page_bytes
-        is_cuda = self.memory.pool.device.type == "cuda"
-        return DiskStore(Path(folder) / rank_name(), page_bytes, self._fingerprint, is_cuda)
+        return self._fingerprint
 
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached

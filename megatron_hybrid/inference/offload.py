@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from megatron_hybrid.cache.eviction import rebuild_work
 from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
@@ -117,8 +118,21 @@ class Offload:
             held[f"{name}_records_evicted"] = tier.num_evicted if tier else 0
         return {**asdict(self.stats), **held}
 
+    def clear(self) -> None:
+        """Forgets all that the tiers hold."""
+        self._give_up_fetches()
+        for tier in self.tiers:
+            tier.clear()
+
     def close(self) -> None:
         """Writes what is on its way to the disk; nothing is kept or fetched from now on."""
+        self._give_up_fetches()
+        if self.disk is not None:
+            self.disk.store.close()
+        self.tiers.clear()
+        self.cache.watch_evictions(None)
+
+    def _give_up_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
             if fetch.arrival is not None:
                 fetch.arrival.wait()
@@ -126,10 +140,6 @@ class Offload:
             else:
                 fetch.has_failed = True
                 self._end(fetch)
-        if self.disk is not None:
-            self.disk.store.close()
-        self.tiers.clear()
-        self.cache.watch_evictions(None)
 
     # ---- down ----
 
@@ -155,13 +165,12 @@ class Offload:
         keys = PrefixKeys(tokens, salt, size)
         full = position // size
         pages = np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
-        below = checkpoint.below()
         return tier.keep(
             keys.blocks(full),
             PoolSource(self._mover, rows, pages),
             state=keys.state(position),
             position=position,
-            saved_tokens=position - (below.position if below else 0),
+            saved_work=rebuild_work(checkpoint, self.spec),
             uses=checkpoint.uses + 1,
         )
 
@@ -188,7 +197,7 @@ class Offload:
                 source,
                 state=record.key,
                 position=record.position,
-                saved_tokens=record.saved_tokens,
+                saved_work=record.saved_work,
                 uses=record.uses,
             )
         else:

@@ -62,7 +62,7 @@ def keep(tier, tokens, spec, salt="", saved=None, uses=1):
     if spec.needs_state:
         saved = len(tokens) if saved is None else saved
         position = len(tokens)
-        state = {"state": keys.state(position), "position": position, "saved_tokens": saved}
+        state = {"state": keys.state(position), "position": position, "saved_work": saved}
     done = tier.keep(keys.blocks(len(tokens) // 16), source, uses=uses, **state)
     return source if done else None
 
@@ -233,6 +233,18 @@ def test_a_shared_block_stays_for_the_state_that_needs_it():
     tier.remove(first)
     assert tier.num_blocks == 3
     assert find(tier, [*shared, *[3] * 16]) == 48
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_clear(name):
+    spec, store = SPECS[name], Bytes()
+    tier = Tier("host", spec, 1 << 30, store)
+    keep(tier, [1] * 40, spec)
+    keep(tier, [2] * 70, spec)
+    tier.clear()
+    assert not store.data and not len(tier) and tier.used_bytes == tier.num_states == 0
+    assert keep(tier, [1] * 40, spec)
+    assert find(tier, [1] * 40) == (40 if spec.needs_state else 32)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -55,7 +55,7 @@ class Prompt:
             self,
             state=self.keys.state(PROMPT),
             position=PROMPT,
-            saved_tokens=PROMPT,
+            saved_work=PROMPT,
         )
 
     def read_from(self, tier) -> list[HostPages | None] | None:

@@ -537,6 +537,41 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
     tiny_engine(again, cache_dir=tmp_path).close()
 
 
+def test_clear_cache_after_the_weights_changed(tmp_path):
+    model = tiny_model.__wrapped__("MG*-")  # one of its own
+    fields = {"host_cache_bytes": 60_000, "cache_dir": tmp_path}
+    engine = tiny_engine(model, **fields)
+    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    engine.save_cache()
+    request = engine.add_request(prompts[0], greedy(3))
+    with pytest.raises(RuntimeError, match="0 requests run and 1 wait"):
+        engine.clear_cache()
+    engine.cancel(request)
+    stats = engine.stats()
+    assert stats["checkpoints"] and stats["disk_states"]
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine.clear_cache()
+    stats = engine.stats()
+    held = ("checkpoints", "cached_tokens", "host_bytes", "disk_bytes", "disk_kv_blocks")
+    assert not any(stats[name] for name in held)
+    for prompt in prompts:
+        result = answer(engine, prompt)
+        assert result.prefix.skipped_tokens == 0
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    engine.save_cache()
+    engine.close()
+    with pytest.raises(CacheFolderError, match="for another weights"):
+        tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    engine = tiny_engine(model, **fields)  # the folder is good for the new ones
+    assert all(answer(engine, prompt).prefix.fetched_tokens for prompt in prompts)
+    engine.close()
+
+
 def test_save_cache_without_a_folder_is_refused():
     with pytest.raises(ValueError, match="save_cache needs a folder"):
         tiny_engine(tiny_model("MG*-")).save_cache()
