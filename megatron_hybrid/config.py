@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.compat import TransformerConfig, have_apex, replace_deprecated_defaults
 from megatron_hybrid.config_checks import (
     check_fixed_fields,
@@ -591,7 +592,6 @@ def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
     return decoded
 
 
-PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
 STATE_ENCODINGS = ("exact", "bf16", "int8")
 
 

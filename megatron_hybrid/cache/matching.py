@@ -13,6 +13,8 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Path
 
+PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
+
 
 @dataclass(frozen=True)
 class Hit:

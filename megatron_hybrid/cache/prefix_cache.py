@@ -28,7 +28,7 @@ from megatron_hybrid.cache.eviction import (
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.lease import Lease, Match, Reservation
 from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_pages
-from megatron_hybrid.cache.matching import Hit, look_up
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.placement import (
     next_rung,
@@ -52,13 +52,12 @@ from megatron_hybrid.cache.salts import FirstBlocks
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
-MODES = ("off", "memory_only", "restore")
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
 this many per page of the pool (4 KiB of host memory)."""
 KNOWN_TOKENS = 1.4
-"""Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each); what was
-dropped still teaches where prompts part."""
+"""Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
+without KV about 2); what was dropped still teaches where prompts part."""
 MIN_KNOWN_TOKENS = 1 << 22
 """Tokens that it may know in any case (16 MiB): a small pool's sessions are away for longer than
 their tokens would be known, and a session that comes back as a stranger teaches nothing."""
@@ -77,8 +76,9 @@ class PrefixCache:
     """
 
     def __init__(self, spec: CacheSpec, num_pages: int, mode: str = "restore"):
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        if mode not in PREFIX_CACHING_MODES:
+            modes = ", ".join(PREFIX_CACHING_MODES)
+            raise ValueError(f"mode is {mode!r}; it must be one of {modes}")
         self.spec = spec
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
