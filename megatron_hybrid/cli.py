@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -11,6 +12,9 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"megatron-hybrid: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"megatron-hybrid: not enough memory on this machine: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -207,6 +211,8 @@ def _profile(options: argparse.Namespace) -> int:
 
     if options.png:
         pyplot("--png")  # fail now, not after the replay
+        if not Path(options.png).resolve().parent.is_dir():
+            raise ValueError(f"--png {options.png}: there is no such folder")
     config = read_model_config(options.model)
     requests = read_requests(options.prompts, options.model, config.vocab_size)
     result = profile(requests, config, options.memory * GB, options.state_encoding)

@@ -84,7 +84,7 @@ class DiskStore:
         self.folder = Path(folder)
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
-        self._head = {"format": FORMAT, "page_bytes": page_bytes, **fingerprint}
+        self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}
         self._placed: dict[bytes, Placed] = {}
         self._free: list[int] = []
         self._num_slots = 0
@@ -109,6 +109,7 @@ class DiskStore:
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._check_files()
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CacheFolderError(f"{folder} cannot be used as a cache folder: {error}") from None
@@ -117,7 +118,8 @@ class DiskStore:
         except OSError:
             os.close(lock)
             raise CacheFolderError(
-                f"{folder} is in use by another engine; give each its own folder"
+                f"{folder} is in use by another engine, or by one that was not closed "
+                f"(`engine.close()`); give each its own folder"
             ) from None
         try:
             self._check_head()
@@ -126,15 +128,19 @@ class DiskStore:
             os.close(lock)
             raise
 
+    def _check_files(self) -> None:
+        """Raises CacheFolderError for a folder of something else, before anything is put there."""
+        names = {entry.name for entry in self.folder.iterdir()}
+        others = names - {_LOCK, f"{_HEAD}.new"}
+        if others and _HEAD not in names:
+            raise CacheFolderError(
+                f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
+                f"folder; name a new or an empty one"
+            )
+
     def _check_head(self) -> None:
         path = self.folder / _HEAD
         if not path.exists():
-            others = {entry.name for entry in self.folder.iterdir()} - {_LOCK, f"{_HEAD}.new"}
-            if others:
-                raise CacheFolderError(
-                    f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
-                    f"folder; name a new or an empty one"
-                )
             _write_whole(path, json.dumps(self._head, indent=1).encode())
             return
         try:

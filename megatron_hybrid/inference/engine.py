@@ -30,6 +30,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.models.flops import attention_parity
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class DynamicInferenceEngine:
             config = InferenceConfig()
         if not isinstance(config, InferenceConfig):
             raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+        if not isinstance(model, HybridModel):
+            raise TypeError(
+                f"model must be one of build_hybrid_model or load_pretrained, got "
+                f"{type(model).__name__}"
+            )
         self.config = config
         num_stages = model.pg_collection.pp.size()
         if num_stages > 1:

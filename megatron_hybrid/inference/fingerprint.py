@@ -21,12 +21,14 @@ def fingerprint(
     fields = model.config.to_dict()
     del fields["huggingface_config"]  # where the others come from, and much that matters to nobody
     configuration = json.dumps(fields, sort_keys=True, default=str)
+    # What a user chose comes first: the first difference is the one that is named.
     return {
-        "weights": weights_hash(model),
+        "state_encoding": state_encoding,
+        "kv_dtype": str(kv_dtype),
+        "block_size_tokens": str(spec.block_size_tokens),
         "model_configuration": _hash(configuration),
         "memory_layout": _hash(repr(spec)),
-        "kv_dtype": str(kv_dtype),
-        "state_encoding": state_encoding,
+        "weights": weights_hash(model),
     }
 
 

@@ -240,12 +240,23 @@ def is_int(value) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+_EXPECTED = {
+    "params": "SamplingParams",
+    "salt": "a str",
+    "cache_breakpoints": "a sequence of positions",
+    "n": "an int",
+}
+
+
 def spread(value, count: int, name: str, is_single) -> list:
     """One value for each of `count` prompts, from a single one or from a sequence of them."""
     if is_single(value):
         return [value] * count
     if not hasattr(value, "__len__"):
-        raise TypeError(f"{name} has the wrong type: {type(value).__name__}")
+        raise TypeError(
+            f"{name} is {value!r}, of type {type(value).__name__}: give {_EXPECTED[name]}, or a "
+            f"sequence with one for each prompt"
+        )
     if len(value) != count:
         raise ValueError(
             f"{name} has {len(value)} entries for {count} prompts: give one, or one for each"

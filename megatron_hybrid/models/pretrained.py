@@ -34,7 +34,7 @@ def load_pretrained(
     Raises:
         CheckpointError: the folder is not a checkpoint, or a broken one.
     """
-    path = DEMO_FOLDER if str(folder) == DEMO else Path(folder)
+    path = model_folder(folder)
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
@@ -48,6 +48,11 @@ def load_pretrained(
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
     return model.eval(), _load_tokenizer(path, config.vocab_size)
+
+
+def model_folder(name: str | os.PathLike) -> Path:
+    """The folder that is meant: "demo" is in the package."""
+    return DEMO_FOLDER if str(name) == DEMO else Path(name)
 
 
 def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:

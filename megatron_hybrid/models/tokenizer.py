@@ -196,6 +196,8 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
+        if "tokenize" in variables:
+            raise TypeError("apply_chat_template gives token ids; render_chat gives the text")
         text = self.render_chat(messages, add_generation_prompt, tools, **variables)
         return self.tokenize(text, add_special_tokens=False)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.checkpoint import CONFIG_FILE, config_of, read_json
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.pretrained import model_folder
 
 GB = 10**9
 RESERVED = 0.1
@@ -80,12 +80,14 @@ class Plan:
 
 
 def read_model_config(path: str) -> HybridConfig:
-    """The config of a checkpoint folder, or of a config.json alone; ours or Hugging Face's.
+    """The config of a checkpoint folder ("demo": the one in the package), or of a config.json
+    alone; ours or Hugging Face's.
 
     Raises:
         CheckpointError: it cannot be read or used.
     """
-    file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
+    folder = model_folder(path)
+    file = folder / CONFIG_FILE if folder.is_dir() else folder
     return config_of(read_json(file), str(file), perform_initialization=False)
 
 

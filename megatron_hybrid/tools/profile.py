@@ -15,9 +15,11 @@ import torch
 
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig, InferenceConfig
+from megatron_hybrid.inference.intake import check_message
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.pretrained import model_folder
 from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.tools.plan import GB
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
@@ -95,23 +97,28 @@ class Profile:
 
 
 def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[Request]:
-    """The requests of a JSONL file; text is tokenized as the model in this folder does.
+    """The requests of a JSONL file; text is tokenized, and chats are rendered, as the model in this
+    folder does.
 
     Raises:
         ValueError: a line cannot be used; names file, line and remedy.
     """
-    tokenizer = None
+    tokenizer, folder = None, model_folder(model)
 
-    def tokenize(text: str) -> list[int]:
+    def tokenize(text: str | list) -> list[int]:
         nonlocal tokenizer
         if tokenizer is None:
-            if not Path(model).is_dir() or find_tokenizer(model) is None:
+            if not folder.is_dir() or find_tokenizer(folder) is None:
                 raise ValueError(
                     f"it has text, and {model} is no folder with a tokenizer: give the model's "
                     f"folder, or token ids in place of text"
                 )
-            tokenizer = Tokenizer.from_folder(model)
-        return tokenizer.tokenize(text)
+            tokenizer = Tokenizer.from_folder(folder)
+        if isinstance(text, str):
+            return tokenizer.tokenize(text)
+        for index, message in enumerate(text):
+            check_message(index, message)
+        return tokenizer.apply_chat_template(text)
 
     return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))
 

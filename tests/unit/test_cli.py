@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -136,6 +137,28 @@ def test_profile(folder, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main([*arguments, "--png", str(picture)]) == 2
     assert "--png needs matplotlib: `pip install matplotlib`" in capsys.readouterr().err
+
+
+def test_profile_of_chats_and_of_the_demo_model(folder, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "Hello"}]
+    prompts.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"prompt": chat}) + "\n")
+    arguments = ["profile", str(prompts), "--memory", "0.01", "--model"]
+    assert cli.main([*arguments, folder]) == 2
+    assert "this tokenizer has no chat template" in capsys.readouterr().err
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}. {% endfor %}"
+    (Path(folder) / "chat_template.jinja").write_text(template)
+    assert cli.main([*arguments, folder]) == 0
+    assert "2 prompts, 26 tokens" in capsys.readouterr().out  # "user: Hello. " twice
+    prompts.write_text('{"prompt": [{"content": "Hello"}]}\n')
+    assert cli.main([*arguments, folder]) == 2
+    assert "line 1: message 0 of the chat has the role None" in capsys.readouterr().err
+
+    prompts.write_text('{"prompt": "Once upon a time"}\n' * 2)
+    assert cli.main([*arguments, "demo", "--png", str(tmp_path / "no" / "x.png")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert cli.main([*arguments, "demo"]) == 0
+    assert cli.main(["plan", "--model", "demo", "--memory", "1"]) == 0
 
 
 def test_convert_says_what_is_wrong(folder, capsys, tmp_path):

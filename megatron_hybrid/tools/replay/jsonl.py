@@ -2,7 +2,8 @@
 
 | field | what it is |
 | --- | --- |
-| `prompt` | text, or a list of token ids |
+| `prompt` | text, a list of token ids, or the messages of a chat |
+| `messages` | the same, messages |
 | `tokens`, `prompt_tokens` | the same, token ids |
 | `output` or `completion` | if known: the answer, text or token ids |
 | `session` | if known: a string or a number; turns of one session follow each other |
@@ -22,21 +23,22 @@ import numpy as np
 
 from megatron_hybrid.tools.replay.request import Request
 
-PROMPT_FIELDS = ("prompt", "tokens", "prompt_tokens")
+PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")
+Tokenize = Callable[[str | list], Sequence[int]]
 
 
 def load_jsonl(
     path: str | Path,
     limit: int | None = None,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
+    tokenize: Tokenize | None = None,
     vocab_size: int = 1 << 31,
 ) -> Iterator[Request]:
     """The requests of a file. Without an output the answer is empty.
 
     Args:
         limit: read at most so many requests.
-        tokenize: turns text into token ids; None: there has to be no text.
+        tokenize: turns text, or a list of messages, into token ids; None: there has to be neither.
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
@@ -85,14 +87,12 @@ def _object(line: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _request(
-    row: dict[str, Any], index: int, tokenize: Callable[[str], Sequence[int]] | None, vocab: int
-) -> Request:
+def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: int) -> Request:
     field, prompt = _one_of(row, PROMPT_FIELDS)
     if field is None:
         names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
         raise ValueError(f"there is no prompt: add one of the fields {names}")
-    if field != "prompt" and isinstance(prompt, str):
+    if field not in ("prompt", "messages") and isinstance(prompt, str):
         raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
     tokens = _tokens(field, prompt, tokenize, vocab)
     if not len(tokens):
@@ -118,14 +118,16 @@ def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]
     return (found[0], row[found[0]]) if found else (None, None)
 
 
-def _tokens(
-    field: str, value: Any, tokenize: Callable[[str], Sequence[int]] | None, vocab: int
-) -> np.ndarray:
+def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np.ndarray:
     """int32 [n] of text or a list of ids."""
-    if isinstance(value, str):
+    is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
+    if isinstance(value, str) or is_chat:
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
-        value = tokenize(value)
+        try:
+            value = tokenize(value)
+        except TypeError as error:  # of a message
+            raise ValueError(str(error)) from error
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"`{field}` is {_shown(value)}: give text, or a flat list of token ids")
     if value and not 0 <= min(value) <= max(value) < vocab:

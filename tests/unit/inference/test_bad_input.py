@@ -157,8 +157,8 @@ def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, me
         (dict(prompts=[1.5, 2.5]), "prompt 0: .*float"),
         (dict(prompts=[PROMPT], cache_breakpoints=5), "prompt 0: cache_breakpoints.*int"),
         (dict(prompts=[PROMPT], cache_breakpoints=None), "prompt 0: cache_breakpoints.*NoneType"),
-        (dict(prompts=[PROMPT], salt=None), "salt has the wrong type: NoneType"),
-        (dict(prompts=[PROMPT], n=1.5), "n has the wrong type: float"),
+        (dict(prompts=[PROMPT], salt=None), "salt is None, of type NoneType: give a str"),
+        (dict(prompts=[PROMPT], n=1.5), "n is 1.5, of type float: give an int"),
         (dict(prompts=[PROMPT], params=["x"]), "prompt 0: params must be SamplingParams, got str"),
     ],
 )
@@ -176,10 +176,15 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
     assert len(engine.scheduler.waiting) == queued
 
 
+def test_what_is_no_model_is_told():
+    with pytest.raises(TypeError, match=r"model must be one of build_hybrid_model.*got str"):
+        DynamicInferenceEngine("demo")
+
+
 def test_one_value_for_each_prompt_must_be_given_for_all(engine):
     with pytest.raises(ValueError, match="salt has 3 entries for 2 prompts"):
         engine.generate([PROMPT, PROMPT], greedy(2), salt=["a", "b", "c"])
-    with pytest.raises(TypeError, match="params has the wrong type: int"):
+    with pytest.raises(TypeError, match="params is 5, of type int: give SamplingParams"):
         engine.generate([PROMPT], 5)
 
 

@@ -334,6 +334,12 @@ def folder_with(write, template, **settings):
     return write(with_bos, tokenizer_config=config, **{"chat_template.jinja": template})
 
 
+def test_apply_chat_template_gives_token_ids_and_says_so(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, next(iter(TEMPLATES.values()))))
+    with pytest.raises(TypeError, match="render_chat gives the text"):
+        tokenizer.apply_chat_template([QUESTION], tokenize=False)
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("generate", [True, False])
 def test_same_prompts_as_transformers(write, template, generate):

@@ -53,7 +53,7 @@ def test_sessions_turns_and_empty_lines(tmp_path):
     [
         ('{"prompt": [1', "is no JSON .* write one object a line"),
         ("[1, 2]", "is a list: write an object with a `prompt`"),
-        ({"text": "a"}, "there is no prompt: add one of the fields `prompt`, `tokens`"),
+        ({"text": "a"}, "there is no prompt: add one of the fields `prompt`, `messages`, `tokens`"),
         ({"prompt": [1], "tokens": [2]}, "both `prompt` and `tokens` are given: keep one"),
         ({"prompt": [1], "output": [2], "completion": [3]}, "both `output` and `completion`"),
         ({"prompt": []}, "`prompt` is empty: give at least one token"),
