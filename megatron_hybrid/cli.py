@@ -186,6 +186,7 @@ def _convert(options: argparse.Namespace) -> int:
     from megatron_hybrid.tools.convert import convert
 
     convert(options.source, options.target, options.to, options.dtype)
+    print(f"wrote {options.target}")
     return 0
 
 

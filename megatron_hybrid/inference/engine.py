@@ -413,8 +413,14 @@ class DynamicInferenceEngine:
 
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
-        goes no further than the pool from now on."""
+        goes no further than the pool from now on. `with` does it at its end."""
         self.offload.close()
+
+    def __enter__(self) -> "DynamicInferenceEngine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     # Inspection --------------------------------------------------------------------------------
 

@@ -163,6 +163,7 @@ def test_profile_of_chats_and_of_the_demo_model(folder, capsys, tmp_path):
 
 def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
     assert cli.main(["convert", folder, str(tmp_path / "copy"), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'copy'}\n"
     assert cli.main(["convert", str(tmp_path / "copy"), str(tmp_path / "copy")]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert cli.main(["convert", folder, str(tmp_path / "hf"), "--to", "huggingface"]) == 2

@@ -538,6 +538,16 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
     tiny_engine(again, cache_dir=tmp_path).close()
 
 
+def test_an_engine_as_a_context_lets_its_folder_go(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(60)
+    with pytest.raises(ZeroDivisionError), tiny_engine(model, cache_dir=tmp_path) as engine:
+        answer(engine, prompt)
+        empty_pool(engine)
+        raise ZeroDivisionError
+    with tiny_engine(model, cache_dir=tmp_path) as engine:
+        assert answer(engine, prompt).prefix.fetched_tokens == 60
+
+
 def test_clear_cache_after_the_weights_changed(tmp_path):
     model = tiny_model.__wrapped__("MG*-")  # one of its own
     fields = {"host_cache_bytes": 60_000, "cache_dir": tmp_path}
