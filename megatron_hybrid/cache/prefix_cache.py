@@ -269,7 +269,8 @@ class PrefixCache:
             shared_tokens=num_tokens,
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
-            path=lease.path,
+            # Not the lease's own: in a prefill it may lead on where these tokens part from it.
+            path=self._index.walk(lease.salt, tokens[:num_tokens], lease.path),
             turn=lease.turn,
         )
         blocks = self.spec.num_blocks(num_tokens)

@@ -477,6 +477,25 @@ def test_samples_share_full_blocks_and_part_at_the_last(spec, length):
         assert sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens == length + 40
 
 
+def test_a_fork_inside_a_known_prompt_goes_its_own_way():
+    """The lease knows its whole prompt; the fork's tokens are others behind the fork."""
+    sim = simulator(HYBRID)
+    prompt = tokens(64)
+    sim.run(prompt)
+    while sim.cache.evict(1):  # its tokens stay known
+        pass
+    first = sim.start(prompt)
+    sim.forward(first, 20)
+    other = sim.fork(first)
+    other.tokens[20:] = [9] * 30
+    assert sim.forward(other, 30)
+    sim.finish(other)
+    sim.cancel(first)
+    sim.check()
+    assert sim.cache.match(np.array(other.tokens, np.int32)).skipped_tokens == 50
+    assert sim.cache.match(prompt).shared_tokens == 20
+
+
 def test_a_fork_without_room_changes_nothing():
     sim = simulator(num_pages=1 + 4)
     first = sim.start(tokens(64))
