@@ -29,7 +29,8 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int16)
-        self.cached_counts = np.zeros(num_pages, dtype=np.int16)
+        # Every state within a window behind a block holds that block's pages, of any prompt.
+        self.cached_counts = np.zeros(num_pages, dtype=np.int32)
         # Those that were given back, a stack; beneath it all from _fresh on, never handed out yet.
         self._returned = np.empty(0, dtype=np.int32)
         self._num_returned = 0

@@ -55,6 +55,20 @@ def test_two_edges_may_hold_a_page():
     assert pool.num_free == 2
 
 
+def test_any_number_of_states_may_hold_a_page():
+    """As those of short chats do, whose windows all reach back into one system prompt."""
+    pool = PageAllocator(3)
+    pages = pool.allocate(1)
+    for _ in range(1 << 16):  # an int16 overflows at half of it, and is 0 again here
+        pool.cache(pages)
+    pool.check_integrity()
+    pool.release(pages)
+    assert (pool.num_free, pool.num_evictable) == (1, 1)
+    for _ in range(1 << 16):
+        pool.uncache(pages)
+    assert (pool.num_free, pool.num_evictable) == (2, 0)
+
+
 @pytest.mark.parametrize("operation", ["retain", "release", "cache", "uncache"])
 def test_a_free_page_is_not_to_be_touched(operation):
     pool = PageAllocator(4)
