@@ -15,6 +15,7 @@ Other fields are ignored, empty lines are skipped.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{place} is no JSON ({error}): write one object a line, without line breaks in it"
         ) from error
@@ -121,7 +122,8 @@ def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]
 def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np.ndarray:
     """int32 [n] of text or a list of ids."""
     is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
-    if isinstance(value, str) or is_chat:
+    # An answer is no prompt: rendered as a chat it would end with what opens the next answer.
+    if isinstance(value, str) or (is_chat and field not in OUTPUT_FIELDS):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
         try:
@@ -143,6 +145,8 @@ def _number(row: dict[str, Any], field: str, default: float) -> float:
     value = row.get(field, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"`{field}` is {value!r}: give a number, or leave it out")
+    if not abs(value) <= sys.float_info.max:  # JSON in Python has NaN, Infinity and 1e999
+        raise ValueError(f"`{field}` is {_shown(value)}: give a finite number, or leave it out")
     return value
 
 

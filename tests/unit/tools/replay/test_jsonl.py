@@ -68,12 +68,22 @@ def test_sessions_turns_and_empty_lines(tmp_path):
         ({"prompt": [100]}, "`prompt` has the token id 100, ids go from 0 to 99"),
         ({"prompt": [1], "session": [1]}, r"`session` is \[1\]: give a string or a number"),
         ({"prompt": [1], "turn": "x"}, "`turn` is 'x': give a number, or leave it out"),
+        ('{"prompt": [1], "turn": 1e999}', "`turn` is Infinity: give a finite number"),
+        ('{"prompt": [1], "arrival": NaN}', "`arrival` is NaN: give a finite number"),
+        ({"prompt": [1], "arrival": 10**400}, r"`arrival` is 10+\.\.\.: give a finite number"),
+        ("[" * 100_000, "is no JSON .* write one object a line"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     path = write(tmp_path, {"prompt": [1]}, line)
     with pytest.raises(ValueError, match=rf"prompts.jsonl, line 2:? {message}"):
         list(load_jsonl(path, vocab_size=100))
+
+
+def test_an_answer_is_no_chat(tmp_path):
+    path = write(tmp_path, {"prompt": [1], "output": [{"role": "assistant", "content": "b"}]})
+    with pytest.raises(ValueError, match=r"line 1: `output` is \[\{.* give text, or a flat list"):
+        list(load_jsonl(path, tokenize=lambda chat: [7]))
 
 
 def test_an_empty_file(tmp_path):
