@@ -123,7 +123,7 @@ class PrefixIndex:
         if path.depth == n:
             return path
         if path.root is None:
-            path.root = self._roots[salt] = Root(salt, tokens[:0], pages[:0])
+            path.root = self._roots[salt] = Root(salt, tokens[:0].copy(), pages[:0].copy())
         elif not path.edges:  # keep salts in use behind the ones that are only remembered
             self._roots[salt] = self._roots.pop(salt)
         last = path.edges[-1] if path.edges else path.root

@@ -138,6 +138,13 @@ def test_walk_of_an_empty_tree_or_another_salt_finds_nothing():
     assert tree.walk([2, 2], "a").depth == 0
 
 
+def test_a_root_keeps_no_prompt_in_memory():
+    tree = Tree()
+    tree.add(counting(40))
+    root = tree.walk(counting(40)).root
+    assert root._tokens.base is None and root._pages.base is None  # no views of what was given
+
+
 def test_a_split_inside_a_block_leaves_its_page_with_both_edges():
     tree = Tree()
     first = tree.add(LEFT)
