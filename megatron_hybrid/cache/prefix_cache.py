@@ -647,11 +647,13 @@ class PrefixCache:
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """What a position is in a request."""
+        if position in lease.wanted:  # also in an answer, of which a repeated prefill has a part
+            return lease.wanted[position]
         if position >= lease.next_rung and position % self._rung_tokens == 0:
             return Kind.RUNG
         if position >= lease.prompt_tokens:
             return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
-        return lease.wanted.get(position, Kind.JUNCTION)
+        return Kind.JUNCTION
 
     def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
         """These are the positions that a prefill should save."""

@@ -1,7 +1,7 @@
 """Which states the engine saves, out of which forward passes, and that they are the right ones."""
 
 import pytest
-from differential import LogitsRecorder, check_answer
+from differential import InjectedError, LogitsRecorder, check_answer, failing_forward
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.reuse import Kind
@@ -56,6 +56,21 @@ def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
     cut = history[: 2 * rung + 3] + random_tokens(20, seed=2)
     assert spy.serve(cut, 3).report.skipped_tokens == 2 * rung
     assert spy.copies == engine.stats()["checkpoints_saved"]
+
+
+def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again():
+    engine = tiny_engine(tiny_model("M*"))
+    rung = engine.cache._rung_tokens
+    request = engine.add_request(random_tokens(rung // 2), greedy(rung))
+    while request.num_tokens < rung + 5:
+        engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    while engine.cache.evict(1):
+        pass
+    while not request.closed:
+        engine.step()
+    assert kinds(engine, request.tokens[: request.num_tokens])[rung] == Kind.RUNG
 
 
 @pytest.mark.parametrize("pattern", ["MG*-W-", "M*"])
