@@ -54,9 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
     generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
-    generate.add_argument(
-        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
-    )
+    _add_state_encoding(generate)
     generate.add_argument(
         "--cache-dir", help="folder that keeps the cache from one call to the next"
     )
@@ -86,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--model", required=True, help="model folder or config.json")
     plan.add_argument("--memory", type=float, required=True, help="of the device, in GB (10^9)")
     plan.add_argument("--context", default="8k", help="tokens of a request: 4096, 100k, 1M")
-    plan.add_argument(
-        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
-    )
+    _add_state_encoding(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(command=_plan)
 
@@ -103,9 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--model", required=True, help="model folder or config.json")
     profile.add_argument("--memory", type=float, required=True, help="of the cache, in GB (10^9)")
-    profile.add_argument(
-        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
-    )
+    _add_state_encoding(profile)
     profile.add_argument("--json", action="store_true", help="print JSON instead of a table")
     profile.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
     profile.set_defaults(command=_profile)
@@ -113,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
     return parser
+
+
+def _add_state_encoding(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"
+    )
 
 
 def _load(folder: str):

@@ -176,7 +176,7 @@ class PrefixCache:
         if lease is None and hit.path.depth and not self._leases:
             # Alone, and what is pinned to restore from is in the way: share whole blocks only.
             size = self.spec.block_size_tokens
-            path = self._index.walk(salt, tokens[: hit.shared // size * size])
+            path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
             skipped = 0 if self.spec.needs_state else min(hit.skipped, path.depth)
             hit = Hit(path, path.depth, skipped, None, MissReason.NO_ROOM)
             lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
@@ -216,8 +216,8 @@ class PrefixCache:
         fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
-        depth = self._look_up(tokens, salt, None).path.depth
-        path = self._index.walk(salt, tokens[: depth // size * size])
+        path = self._index.walk(salt, tokens)
+        path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
         if lease is None:
@@ -628,7 +628,7 @@ class PrefixCache:
     def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
         turn = lease.turn if kind <= Kind.ANSWER_END else 0
-        edge, now = edge_at(path, position), self._reuse.now
+        edge, now = path.edge_at(position), self._reuse.now
         checkpoint = self._index.watch(edge, position, kind, now, turn)
         if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
@@ -640,10 +640,8 @@ class PrefixCache:
         """Remember that a state found no room: at its position if that is watched, else in the
         lease until it is."""
         lease.refused.add(position)
-        if path.known == position:
-            watched = edge_at(path, position).checkpoints.get(position)
-            if watched is not None:
-                watched.refused = True
+        if (watched := path.watched(position)) is not None:
+            watched.refused = True
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """What a position is in a request."""
@@ -699,13 +697,8 @@ class PrefixCache:
     ) -> bool:
         """Room for a state among what is worth less; or in place of the one below it, if that one
         has no use of its own that is worth more than the tokens between them."""
-        spec, reuse, watched = self.spec, self._reuse, None
-        if path.known == position:
-            watched = edge_at(path, position).checkpoints.get(position)
-        if watched is None:
-            rate = reuse.new_rate(kind, lease.turn)
-        else:
-            rate = reuse.rate(watched)
+        spec, reuse, watched = self.spec, self._reuse, path.watched(position)
+        rate = reuse.new_rate(kind, lease.turn) if watched is None else reuse.rate(watched)
         start = below.position if below else 0
         if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
             start = max([start, *(r.position for r in lease.reservations if r.position < position)])
@@ -740,14 +733,6 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
         raise ValueError(f"tokens go up to {array.max()}; they must fit in int32")
     return narrow
-
-
-def edge_at(path: Path, position: int) -> Edge:
-    """The edge of a path that spans a position."""
-    for edge in reversed(path.edges):
-        if edge.start < position:
-            return edge
-    raise ValueError(f"position {position} is not on a path of {path.known} tokens")
 
 
 def check_live(lease: Lease) -> None:

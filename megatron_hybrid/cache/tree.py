@@ -227,6 +227,17 @@ class Path:
                     return checkpoint
         return None
 
+    def watched(self, position: int) -> Checkpoint | None:
+        """The checkpoint at a position, stored or not; None: it is not known, or not watched."""
+        return self.edge_at(position).checkpoints.get(position) if position <= self.known else None
+
+    def edge_at(self, position: int) -> Edge:
+        """The edge that spans a position. Raises ValueError where there is none."""
+        for edge in reversed(self.edges):
+            if edge.start < position:
+                return edge
+        raise ValueError(f"position {position} is not on a path of {self.known} tokens")
+
     def missed_state(self, above: int) -> Checkpoint | None:
         """The last checkpoint in (above, depth] whose state was dropped to make room, or found none
         when it was wanted."""

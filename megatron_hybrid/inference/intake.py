@@ -154,8 +154,7 @@ class Intake:
                 f"a chat needs a tokenizer with chat_prompt(), and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained, or pass text or token ids"
             )
-        for index, message in enumerate(messages):
-            check_message(index, message)
+        check_messages(messages)
         return self.tokenizer.chat_prompt(messages)
 
     def _check_length(self, length: int, params: SamplingParams) -> int:
@@ -213,8 +212,13 @@ def is_chat(prompt) -> bool:
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def check_message(index: int, message) -> None:
+def check_messages(messages: Sequence) -> None:
     """Raises TypeError or ValueError where a template might write something else than is meant."""
+    for index, message in enumerate(messages):
+        _check_message(index, message)
+
+
+def _check_message(index: int, message) -> None:
     if not isinstance(message, Mapping):
         raise TypeError(
             f"message {index} of the chat is of type {type(message).__name__}; each is a dict with "

@@ -146,62 +146,57 @@ class Offload:
     def state_leaves(self, checkpoint: Checkpoint) -> None:
         """The pool evicts a state (`eviction.Leaving`)."""
         if self.spec.needs_state:
-            for tier in self.tiers:
-                if self._keep_state(tier, checkpoint):
-                    break
+            self._offer_state(checkpoint, self.tiers)
 
     def blocks_leave(self, edge: Edge, end: int) -> None:
         """The pool evicts KV that resumes by itself (`eviction.Leaving`)."""
-        for tier in self.tiers:
-            if self._keep_blocks(tier, edge, end):
-                break
+        self._offer_blocks(edge, end, self.tiers)
 
-    def _keep_state(self, tier: Tier, checkpoint: Checkpoint) -> bool:
-        """Offers a stored state, with the KV before it, to a tier; whether it took it."""
+    def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
+        """Offers a stored state, with the KV before it, to tiers, until one takes it."""
         size, position = self.spec.block_size_tokens, checkpoint.position
         if position < size:
-            return False  # less than a block is sooner computed
+            return  # less than a block is sooner computed
         salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
         keys = PrefixKeys(tokens, salt, size)
         full = position // size
-        pages = np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
-        return tier.keep(
-            keys.blocks(full),
-            PoolSource(self._mover, rows, pages),
-            state=keys.state(position),
-            position=position,
-            saved_work=rebuild_work(checkpoint, self.spec),
-            uses=checkpoint.uses + 1,
+        source = PoolSource(
+            self._mover, rows, np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
         )
+        state = {
+            "state": keys.state(position),
+            "position": position,
+            "saved_work": rebuild_work(checkpoint, self.spec),
+            "uses": checkpoint.uses + 1,
+        }
+        for tier in tiers:
+            if tier.keep(keys.blocks(full), source, **state):
+                break
 
-    def _keep_blocks(self, tier: Tier, edge: Edge, end: int) -> bool:
+    def _offer_blocks(self, edge: Edge, end: int, tiers: list[Tier]) -> None:
         """Offers the KV of the full blocks of the first `end` tokens on the way to and along an
-        edge to a tier."""
+        edge to tiers, until one takes it."""
         size = self.spec.block_size_tokens
         end = end // size * size
         if not end:
-            return False
+            return
         salt, tokens, rows = self.cache.prefix(edge, end)
-        keys = PrefixKeys(tokens, salt, size)
-        return tier.keep(keys.blocks(end // size), PoolSource(self._mover, rows, rows[:0]))
+        keys, source = PrefixKeys(tokens, salt, size), PoolSource(self._mover, rows, rows[:0])
+        for tier in tiers:
+            if tier.keep(keys.blocks(end // size), source):
+                break
 
     def _host_to(self, lower: Tier, record: Record) -> None:
         """The host tier evicts a record."""
-        host = self.tiers[0]
         chain = record.chain()
-        blocks = [block.key for block in chain]
-        source = HostSource(host.store, chain, record)
-        if record.is_state:
-            lower.keep(
-                blocks,
-                source,
-                state=record.key,
-                position=record.position,
-                saved_work=record.saved_work,
-                uses=record.uses,
-            )
-        else:
-            lower.keep(blocks, source, uses=record.uses)
+        lower.keep(
+            [block.key for block in chain],
+            HostSource(self.tiers[0].store, chain, record),
+            state=record.key if record.is_state else None,
+            position=record.position,
+            saved_work=record.saved_work,
+            uses=record.uses,
+        )
 
     # ---- up ----
 
@@ -367,10 +362,10 @@ class Offload:
         offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():
-                offers.append(partial(self._keep_state, tier, checkpoint))
+                offers.append(partial(self._offer_state, checkpoint, [tier]))
         else:
             for edge in self.cache.held_leaves():
-                offers.append(partial(self._keep_blocks, tier, edge, edge.held_end))
+                offers.append(partial(self._offer_blocks, edge, edge.held_end, [tier]))
         for upper in self.tiers:
             if upper.name == "host":
                 for record in upper.records():

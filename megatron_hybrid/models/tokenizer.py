@@ -10,7 +10,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,8 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        template, named = self._template(tools), {**self._named, **variables}
-        text = template.render(messages, add_generation_prompt, tools, **named)
-        starts = template.message_starts(messages, add_generation_prompt, tools, **named)
-        return self._encode_with_positions(text, starts)[1]
+        given = messages, add_generation_prompt, tools
+        return self._encode_with_positions(ChatTemplate.message_starts, given, variables)[1]
 
     def chat_prompt(
         self,
@@ -240,16 +238,17 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        template, named = self._template(tools), {**self._named, **variables}
-        text = template.render(messages, add_generation_prompt, tools, **named)
-        forks = template.fork_points(messages, add_generation_prompt, tools, **named)
-        return self._encode_with_positions(text, forks)
+        given = messages, add_generation_prompt, tools
+        return self._encode_with_positions(ChatTemplate.fork_points, given, variables)
 
     def _encode_with_positions(
-        self, text: str, starts: Iterable[int]
+        self, find: Callable[..., list[int]], given: tuple, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """Tokens of a rendered chat, and for each character position in `starts` how many of them
-        do not depend on what follows it."""
+        """Tokens of a chat, and for each character position that `find` finds in the rendered text
+        how many of them do not depend on what follows it. given: messages, add_generation_prompt,
+        tools."""
+        template, named = self._template(given[2]), {**self._named, **variables}
+        text = template.render(*given, **named)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each makes a list anew
         added = self._tokenizer.get_added_tokens_decoder()
@@ -260,7 +259,7 @@ class Tokenizer:
         ]
         anchor_ends = [spans[index][1] for index in anchors]
         positions = set()
-        for start in starts:
+        for start in find(template, *given, **named):
             # Text is cut at added tokens before all else: no token before one depends on what
             # comes after it, so the tokens from the last one on are all that needs comparing.
             past = bisect_right(anchor_ends, start)

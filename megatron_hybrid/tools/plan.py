@@ -16,6 +16,7 @@ from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.checkpoint import CONFIG_FILE, config_of, read_json
+from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.pretrained import model_folder
@@ -118,15 +119,13 @@ def plan(
     Raises:
         ValueError: an unknown encoding, or the weights leave no room for one request.
     """
-    if state_encoding not in STATE_ENCODINGS:
-        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     with torch.device("meta"):
         model = build_hybrid_model(config)
     parameters = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     cache_bytes = int(memory_bytes * (1 - RESERVED)) - weight_bytes
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
-    spec = _spec(model, block, state_encoding)
+    spec = spec_of(model, block, state_encoding)
     footprint = _footprint(spec, cache_bytes, context)
     if cache_bytes < footprint.request_bytes:
         raise ValueError(
@@ -158,9 +157,18 @@ def plan(
     )
 
 
-def _spec(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
+def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
+    """What a cache must know of a model (it may be on the meta device), with the dtype of its
+    parameters for KV.
+
+    Raises:
+        ValueError: an unknown encoding.
+    """
+    if state_encoding not in STATE_ENCODINGS:
+        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     layers, config = model.cache_requirements(), model.config
-    return cache_spec_of(layers, config.hidden_size, config.params_dtype, block, state_encoding)
+    dtype, parity = config.params_dtype, attention_parity(model)
+    return cache_spec_of(layers, config.hidden_size, dtype, block, state_encoding, parity)
 
 
 def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:

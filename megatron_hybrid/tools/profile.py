@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig, InferenceConfig
-from megatron_hybrid.inference.intake import check_message
-from megatron_hybrid.inference.memory import cache_spec_of
-from megatron_hybrid.models.flops import attention_parity
+from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.intake import check_messages
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.pretrained import model_folder
 from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
-from megatron_hybrid.tools.plan import GB
+from megatron_hybrid.tools.plan import GB, spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling
 from megatron_hybrid.tools.replay.ours import TOO_LARGE, Ours
@@ -116,8 +114,7 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
             tokenizer = Tokenizer.from_folder(folder)
         if isinstance(text, str):
             return tokenizer.tokenize(text)
-        for index, message in enumerate(text):
-            check_message(index, message)
+        check_messages(text)
         return tokenizer.apply_chat_template(text)
 
     return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))
@@ -140,16 +137,10 @@ def profile(
     Raises:
         ValueError: an unknown encoding, or memory for less than two pages.
     """
-    if state_encoding not in STATE_ENCODINGS:
-        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     with torch.device("meta"):
         model = build_hybrid_model(config)
-    layers = model.cache_requirements()
     block = InferenceConfig.block_size_tokens  # the default
-    parity = attention_parity(model)
-    spec = cache_spec_of(
-        layers, config.hidden_size, config.params_dtype, block, state_encoding, parity
-    )
+    spec = spec_of(model, block, state_encoding)
     if memory_bytes < 2 * spec.page_bytes:
         raise ValueError(
             f"{memory_bytes / GB:g} GB of cache hold less than 2 pages of {spec.page_bytes} bytes; "
@@ -163,7 +154,7 @@ def profile(
         percents = (round(100 * share, 2) for share in shares)
         caches.append(CacheResult(name, what, block_tokens, *percents))
 
-    for rule in rules(layers, spec):
+    for rule in rules(model.cache_requirements(), spec):
         too_short = sum(length <= rule.block_tokens for length in lengths)
         found = replay(requests, rule.build(memory_bytes))
         add(rule.name, rule.what, rule.block_tokens, too_short, found)
