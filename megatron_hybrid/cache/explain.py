@@ -109,9 +109,7 @@ def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
             KnownPosition(
                 c.position, Kind(c.kind), c.pages is not None, c.was_stored, c.refused, c.uses
             )
-            for edge in path.edges
-            for c in edge.checkpoints.values()
-            if c.position <= path.known
+            for c in path.checkpoints()
         ),
         key=lambda position: position.position,
     )

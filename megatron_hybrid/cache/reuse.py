@@ -128,12 +128,7 @@ class ReuseModel:
             forks (`Lease.again`).
         """
         self.now += 1
-        known = [
-            checkpoint
-            for edge in path.edges
-            for checkpoint in edge.checkpoints.values()
-            if checkpoint.position <= path.known
-        ]
+        known = path.checkpoints()
         if not known:
             return 0, 0
         if end_only is not None:

@@ -227,6 +227,15 @@ class Path:
                     return checkpoint
         return None
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those at known positions, stored or not."""
+        return [
+            checkpoint
+            for edge in self.edges
+            for checkpoint in edge.checkpoints.values()
+            if checkpoint.position <= self.known
+        ]
+
     def watched(self, position: int) -> Checkpoint | None:
         """The checkpoint at a position, stored or not; None: it is not known, or not watched."""
         return self.edge_at(position).checkpoints.get(position) if position <= self.known else None
@@ -243,9 +252,8 @@ class Path:
         when it was wanted."""
         missed = (
             checkpoint
-            for edge in self.edges
-            for position, checkpoint in edge.checkpoints.items()
-            if above < position <= self.depth
+            for checkpoint in self.checkpoints()
+            if above < checkpoint.position <= self.depth
             and checkpoint.pages is None
             and (checkpoint.was_stored or checkpoint.refused)
         )
