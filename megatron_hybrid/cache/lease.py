@@ -88,7 +88,8 @@ class Lease:
     next_rung: int = NO_RUNG
     """The next position in the answer whose state should be saved; > done."""
     turn: int = 0
-    """What its prompt goes on from: 1 the end of a prompt, 2 the end of an answer, 0 neither."""
+    """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
+    turns came before it; 0: it goes on from neither."""
     again: int = 0
     """A position in (p, q] whose state is gone and was used often; 0: there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)

@@ -6,38 +6,38 @@ it would serve is a use, all the time in between is time at risk. Uses / time at
 age is a hazard rate. From the hazards of a class follows, for each age, the best rate of uses per
 request that holding such a state from now on can bring, if it is given up at the best moment (the
 Gittins index of its waiting time, Gittins 1979; hit density by age and class as in LHD, Beckmann et
-al. 2018).
+al. 2018). Where sessions end is learnt turn by turn (sessions.py).
 
 Shape letters: C classes, A ages.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
 
+from megatron_hybrid.cache.hazards import (
+    AGES,
+    BOUNDS,
+    age_class,
+    best_rates,
+    hazards,
+    in_order,
+)
+from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
 from megatron_hybrid.cache.tree import Checkpoint, Path
 
-AGES = 34
-_BOUNDS = [2.0 ** (age // 2) * (math.sqrt(2.0) if age % 2 else 1.0) - 1 for age in range(AGES + 1)]
-"""Requests where each age class starts, two per octave; the last one has no end."""
-_HORIZON = 16
-"""Age classes that the search for the best moment looks ahead."""
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
 _TYPICAL_GAP = 100.0
 """Requests between uses that a state which was used once is credited with."""
-_CLASS_WEIGHT = 1.0
+_CLASS_WEIGHT = 0.25
 """Uses that speak for the mean of all classes in the mean of one class."""
 _AGE_WEIGHT = 3.0
 """Uses that speak for the hazard of younger ones of a class in the hazard at an age."""
-_FADE = 0.8
-"""What the hazard is multiplied with from age class to age class where nobody has been yet."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
 
@@ -58,41 +58,44 @@ class Kind(IntEnum):
 
 
 _REPEATED = 8 * len(Kind)
-_TURNS = _REPEATED + 2
-CLASSES = _TURNS + 8
-_PARENTS = np.arange(CLASSES)
-_PARENTS[_TURNS:] = [
-    8 * kind + covered for _ in range(2) for kind in range(2) for covered in (0, 1)
+_OWN_GAPS = slice(_REPEATED, _REPEATED + 2)
+_SESSIONS = [
+    slice(start, start + TURN_CLASSES)
+    for start in range(_REPEATED + 2, _REPEATED + 2 + 8 * TURN_CLASSES, TURN_CLASSES)
 ]
-"""The class that a class is part of, itself if none: it lends its mean to one with few members."""
+"""Classes that differ in the number of turns: by kind, what their request went on from, covered."""
+CLASSES = _SESSIONS[-1].stop
 
 
-def class_of(checkpoint: Checkpoint) -> int:
-    """States of one class are expected to have one fate.
+def class_of(checkpoint: Checkpoint, covered: bool = False) -> int:
+    """States of one class are expected to have one fate. covered: as if a deeper state was stored
+    beneath it.
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
-    deeper state is stored beneath it. The ends of prompts and answers also by where their request
-    went on from: who continues prompts, not answers (a chat that drops its thinking) does it again.
-    Used more often: its own rate tells more; see `time_scale`.
+    deeper state is stored beneath it. The ends of prompts and answers that were neither used nor
+    passed also by the turns before them, and by where their request went on from: who continues
+    prompts, not answers (a chat that drops its thinking) does it again. Used more often: its own
+    rate tells more; see `time_scale`.
     """
     if checkpoint.uses >= 2:
         return _REPEATED + checkpoint.passed
+    covered = covered or checkpoint.is_covered()
     if checkpoint.uses or checkpoint.passed:
-        first = 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed
-    else:
-        first = _new_class(checkpoint.kind, checkpoint.turn)
-    return first + checkpoint.is_covered()
+        return 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + covered
+    return _new_class(checkpoint.kind, checkpoint.turn, covered)
 
 
-def _new_class(kind: int, turn: int) -> int:
-    """Of a state that was neither used nor passed, and has no deeper one beneath it."""
-    return _TURNS + 4 * (turn - 1) + 2 * kind if turn else 8 * kind
+def _new_class(kind: int, turn: int, covered: bool) -> int:
+    """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
+    if not turn:
+        return 8 * kind + covered
+    return _SESSIONS[4 * kind + 2 * (turn % 2) + covered].start + turn_class(turn // 2)
 
 
 def time_scale(checkpoint: Checkpoint, cls: int) -> float:
     """Ages of states that were used repeatedly are measured in their own mean gap (times 32), so
     that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
-    if not _REPEATED <= cls < _TURNS:
+    if not _REPEATED <= cls < _REPEATED + 2:
         return 1.0
     return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _TYPICAL_GAP)
 
@@ -109,6 +112,7 @@ class ReuseModel:
         self._uses_CA = np.zeros((CLASSES, AGES)).tolist()
         self._risk_CA = np.zeros((CLASSES, AGES)).tolist()
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
+        self._back_GKA = np.ones((len(_SESSIONS), TURN_CLASSES, AGES))
 
     def observe(
         self, path: Path, resumed: Checkpoint | None, end_only: int | None = None
@@ -149,8 +153,9 @@ class ReuseModel:
                     again, most = checkpoint.position, saved
             self.passed(checkpoint)
         self._observe_distance(path, known)
-        turn = deepest.kind + 1 if deepest.kind <= Kind.ANSWER_END else 0
-        return turn, again
+        if deepest.kind > Kind.ANSWER_END:
+            return 0, again
+        return 2 * (deepest.turn // 2 + 1) + deepest.kind, again
 
     def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
         ends = [
@@ -169,10 +174,7 @@ class ReuseModel:
 
     def rate_if_covered(self, checkpoint: Checkpoint) -> float:
         """`rate`, were a deeper state stored beneath it."""
-        cls = class_of(checkpoint)
-        if cls < _REPEATED or cls >= _TURNS:
-            cls |= 1
-        return self._rate_in(cls, checkpoint)
+        return self._rate_in(class_of(checkpoint, covered=True), checkpoint)
 
     def _rate_in(self, cls: int, checkpoint: Checkpoint) -> float:
         scale = time_scale(checkpoint, cls)
@@ -180,13 +182,14 @@ class ReuseModel:
 
     def new_rate(self, kind: Kind, turn: int) -> float:
         """Uses per request to be expected of a state that is about to be saved."""
-        return self._rate_CA[_new_class(kind, turn if kind <= Kind.ANSWER_END else 0)][0]
+        return self._rate_CA[_new_class(kind, turn if kind <= Kind.ANSWER_END else 0, False)][0]
 
     def used(self, checkpoint: Checkpoint) -> None:
         """A request resumed from it, or would have, had it been stored."""
         self.changes(checkpoint)
         cls = class_of(checkpoint)
-        age = (self.now - checkpoint.last_use) * time_scale(checkpoint, cls)
+        # Some time within the last request: its age was whole before, and is again from now on.
+        age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint, cls)
         self._uses_CA[cls][age_class(age)] += 1
         checkpoint.uses += 1
         checkpoint.last_use = checkpoint.counted = self.now
@@ -206,10 +209,10 @@ class ReuseModel:
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (self.now - checkpoint.last_use) * scale
         age, risk_A = age_class(start), self._risk_CA[cls]
-        while age < AGES - 1 and _BOUNDS[age + 1] < end:
-            risk_A[age] += _BOUNDS[age + 1] - start
+        while age < AGES - 1 and BOUNDS[age + 1] < end:
+            risk_A[age] += BOUNDS[age + 1] - start
             age += 1
-            start = _BOUNDS[age]
+            start = BOUNDS[age]
         risk_A[age] += end - start
         checkpoint.counted = self.now
 
@@ -218,55 +221,31 @@ class ReuseModel:
         for checkpoint in watched:
             self.changes(checkpoint)
         uses_CA, risk_CA = np.array(self._uses_CA), np.array(self._risk_CA)
-        self._rate_CA = best_rates(hazards(uses_CA, risk_CA)).tolist()
+        mean = mean_rate(uses_CA, risk_CA)
+        hazard_CA = class_hazards(uses_CA, risk_CA, mean)
+        for group, rows in enumerate(_SESSIONS):
+            hazard_CA[rows], self._back_GKA[group] = session_hazards(
+                uses_CA[rows], risk_CA[rows], self._back_GKA[group], mean
+            )
+        self._rate_CA = best_rates(hazard_CA).tolist()
         kept = _MEMORY / (_MEMORY + self.now - self._learnt)
         self._uses_CA, self._risk_CA = (uses_CA * kept).tolist(), (risk_CA * kept).tolist()
         self._learnt = self.now
 
 
-def age_class(age: float) -> int:
-    """Index of an age in requests."""
-    return bisect_right(_BOUNDS, age, 0, AGES) - 1
+def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
+    """Uses per request at risk of all states whose ages are in requests."""
+    uses, risk = (
+        in_order(in_order(counts_CA.T)) - in_order(in_order(counts_CA[_OWN_GAPS].T))
+        for counts_CA in (uses_CA, risk_CA)
+    )
+    return float((uses + 1) / (risk + 1 / _AT_FIRST))
 
 
-def hazards(uses_CA: np.ndarray, risk_CA: np.ndarray) -> np.ndarray:
-    """Uses per request at risk, [C, A]. Few observations lean on what is known of younger states of
-    the class, these on the class, and that on all classes."""
-    # Python sums in one order; numpy's depend on the CPU.
-    uses_C, risk_C = (np.array([sum(row) for row in c.tolist()]) for c in (uses_CA, risk_CA))
-    uses, risk = (np.bincount(_PARENTS, counts_C, CLASSES) for counts_C in (uses_C, risk_C))
-    repeated = slice(_REPEATED, _TURNS)
-    uses_once, risk_once = (sum(c.tolist()) - sum(c[repeated].tolist()) for c in (uses, risk))
-    overall = (uses_once + 1) / (risk_once + 1 / _AT_FIRST)
-    base = np.full(CLASSES, overall)
-    base[repeated] = 1 / 32  # in units of its own mean gap / 32
-    weight = _CLASS_WEIGHT
-    base = ((uses + weight) / (risk + weight / base))[_PARENTS]
-    younger = (uses_C + weight) / (risk_C + weight / base)
-    result = np.empty_like(uses_CA)
-    for age in range(uses_CA.shape[1]):
-        uses, risk = uses_CA[:, age], risk_CA[:, age]
-        hazard = (uses + _AGE_WEIGHT) / (risk + _AGE_WEIGHT / np.maximum(younger, 1e-9))
-        result[:, age] = hazard
-        younger = np.where(risk < 1, hazard * _FADE, hazard)
-    return result
-
-
-def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
-    """Per class and age, the largest rate of uses per request over all moments of giving up:
-    max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
-    # exp(-x) as (1 - x / 2^14)^(2^14): products have the same bits on every CPU, np.exp has not.
-    unused_CA = np.maximum(0.0, 1 - hazard_CA * np.diff(_BOUNDS) / 2**14)
-    for _ in range(14):
-        unused_CA *= unused_CA
-    used_CA = 1 - unused_CA
-    time_CA = used_CA / hazard_CA
-    best, uses, time = (np.zeros_like(hazard_CA) for _ in range(3))
-    alive = np.ones_like(hazard_CA)
-    for k in range(min(_HORIZON, hazard_CA.shape[1])):
-        n = hazard_CA.shape[1] - k
-        uses[:, :n] += alive[:, :n] * used_CA[:, k:]
-        time[:, :n] += alive[:, :n] * time_CA[:, k:]
-        alive[:, :n] *= 1 - used_CA[:, k:]
-        np.maximum(best[:, :n], uses[:, :n] / time[:, :n], out=best[:, :n])
-    return best
+def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
+    """Uses per request at risk, [C, A]. A class with few observations leans on the mean of all."""
+    uses_C, risk_C = in_order(uses_CA.T), in_order(risk_CA.T)
+    base_C = np.full(CLASSES, mean)
+    base_C[_OWN_GAPS] = 1 / 32  # in units of its own mean gap / 32
+    mean_C = (uses_C + _CLASS_WEIGHT) / (risk_C + _CLASS_WEIGHT / base_C)
+    return hazards(uses_CA, risk_CA, mean_C, _AGE_WEIGHT)

@@ -301,7 +301,7 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     skips(sim, history, answer)
     prompt = joined(history, answer, tokens(30, 2))
     running = sim.start(prompt, room=400)
-    assert running.lease.turn == 2  # it goes on from the end of an answer
+    assert running.lease.turn == 3  # the second, from the end of an answer
     assert sim.forward(running, 30)
     for token in tokens(20, 3):
         running.tokens.append(int(token))
@@ -314,7 +314,7 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     assert resumed.saved[-2:] == [320, 370]
     path = sim.cache._index.walk("", np.array(resumed.tokens, np.int32))
     ends = {p: c.turn for edge in path.edges for p, c in edge.checkpoints.items()}
-    assert ends[370] == 2
+    assert ends[370] == 3
 
 
 def test_a_lease_that_is_live_cannot_be_resumed():

@@ -7,26 +7,26 @@ import numpy as np
 import pytest
 
 from megatron_hybrid.cache.eviction import checkpoint_value
+from megatron_hybrid.cache.hazards import AGES, BOUNDS, age_class
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.reuse import (
-    AGES,
     CLASSES,
     Kind,
     ReuseModel,
-    age_class,
-    best_rates,
+    class_hazards,
     class_of,
-    hazards,
+    mean_rate,
     time_scale,
 )
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
-EDGES = [2 ** (k / 2) - 1 for k in range(AGES)]
 REPEATED = 48  # the first class of those that were used at least twice: 8 for each of 6 kinds
 PLAIN = [c for c in range(CLASSES) if c not in (REPEATED, REPEATED + 1)]
+TURNS = (2, 3, 4, 15, 40, 2000)
+"""As in `Lease.turn`: 1, 1, 2, 7, 20 and 1,000 turns before; odd ones go on from an answer."""
 
 
 def checkpoint(kind=Kind.PROMPT_END, turn=0, uses=0, passed=False, covered=False, now=0):
@@ -38,34 +38,25 @@ def checkpoint(kind=Kind.PROMPT_END, turn=0, uses=0, passed=False, covered=False
     return made
 
 
-# ---- classes and ages ----
-
-
-def test_ages_are_two_classes_per_octave():
-    for k, start in enumerate(EDGES):
-        assert age_class(start) == k
-        assert age_class(start + 1e-6 * (1 + start)) == k
-        if k:
-            assert age_class(start * (1 - 1e-6)) == k - 1
-    assert (age_class(0), age_class(1), age_class(3), age_class(7)) == (0, 2, 4, 6)
-    assert age_class(1e12) == AGES - 1
+# ---- classes ----
 
 
 def test_classes():
     """Kinds, used or not, passed or not, covered or not are told apart while few uses are known;
-    the ends of prompts and answers also by where their request went on from, until they are used
-    or passed. Used twice, only whether it was passed matters."""
+    the ends of prompts and answers also by the turns before them and by where their request went
+    on from, until they are used or passed. Used twice, only whether it was passed matters."""
     flags = [(u, p, c) for u in (0, 1) for p in (False, True) for c in (False, True)]
     plain = [class_of(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
     assert sorted(plain) == list(range(REPEATED))
     turns = [
-        class_of(checkpoint(kind, turn, 0, False, covered))
+        class_of(checkpoint(kind, 2 * n + role, 0, False, covered))
         for kind in (Kind.PROMPT_END, Kind.ANSWER_END)
-        for turn in (1, 2)
+        for n in (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), 64)
+        for role in (Kind.PROMPT_END, Kind.ANSWER_END)
         for covered in (False, True)
     ]
     assert sorted(turns) == list(range(REPEATED + 2, CLASSES))
-    for turn in (1, 2):
+    for turn in TURNS:
         for uses, passed in ((1, False), (0, True), (1, True)):
             with_turn = class_of(checkpoint(Kind.ANSWER_END, turn, uses, passed))
             assert with_turn == class_of(checkpoint(Kind.ANSWER_END, 0, uses, passed))
@@ -73,6 +64,15 @@ def test_classes():
         for uses in (2, 9):
             assert class_of(checkpoint(kind, 0, uses, False, True)) == REPEATED
             assert class_of(checkpoint(kind, 0, uses, True, False)) == REPEATED + 1
+    for state in (
+        checkpoint(Kind.TAIL),
+        checkpoint(turn=4),
+        checkpoint(uses=1),
+        checkpoint(uses=5),
+    ):
+        as_if = class_of(state, covered=True)
+        state.edge.num_stored = 1
+        assert class_of(state) == class_of(state, covered=True) == as_if
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_ages_of_all_others_are_in_requests():
         one = checkpoint(uses=uses)
         one.last_use = 500
         assert time_scale(one, class_of(one)) == 1.0
-    for turn in (1, 2):
+    for turn in TURNS:
         one = checkpoint(turn=turn)
         assert time_scale(one, class_of(one)) == 1.0
 
@@ -119,54 +119,23 @@ def test_the_gap_is_the_mean_of_the_posterior():
 # ---- rates ----
 
 
+def learnt_hazards(uses, risk):
+    return class_hazards(uses, risk, mean_rate(uses, risk))
+
+
 def test_without_data_every_hazard_fades_from_what_is_assumed():
-    hazard = hazards(np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES)))
+    hazard = learnt_hazards(np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES)))
     fading = 0.8 ** np.arange(AGES)
     assert hazard[PLAIN] == pytest.approx(np.tile(1e-3 * fading, (len(PLAIN), 1)))
     assert hazard[REPEATED] == pytest.approx(fading / 32)
     assert hazard[REPEATED + 1] == pytest.approx(fading / 32)
 
 
-def fates(rate_at, n, seed, until=3000):
-    """Uses and time at risk by age class of n states, each followed to its first use, or to the
-    end: an own loop over requests. rate_at(age): the true hazard at each age in requests."""
-    random = np.random.default_rng(seed)
-    uses, risk = np.zeros(AGES), np.zeros(AGES)
-    rates = np.array([rate_at(age) for age in range(until)])
-    alive = n
-    for age in range(until):
-        hit = random.binomial(alive, -np.expm1(-rates[age]))
-        k = age_class(age + 0.5)
-        risk[k] += alive - hit / 2
-        uses[k] += hit
-        alive -= hit
-    return uses, risk
-
-
-def test_hazards_recover_known_rates():
-    truth = {
-        3: lambda age: 0.2 if age < 7 else 0.001,
-        11: lambda age: 0.002 if age < 31 else 0.02,
-        20: lambda age: 0.01,
-        REPEATED + 4: lambda age: 0.05,
-    }
-    uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
-    for cls, rate_at in truth.items():
-        uses[cls], risk[cls] = fates(rate_at, 20_000, seed=cls)
-    hazard = hazards(uses, risk)
-    for cls, rate_at in truth.items():
-        for k in range(AGES):
-            if uses[cls, k] > 400:
-                middle = (EDGES[k] + EDGES[k + 1]) / 2
-                assert hazard[cls, k] == pytest.approx(rate_at(middle), rel=0.15), (cls, k)
-    assert (uses > 400).sum() > 25
-
-
 def test_few_observations_lean_on_the_next_wider_circle():
     uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
     uses[8, 4], risk[8, 4] = 500, 5000  # 0.1
     uses[16, 4], risk[16, 4] = 1, 50_000
-    hazard = hazards(uses, risk)
+    hazard = learnt_hazards(uses, risk)
     # a class with no data: the mean of all, 501 in 55,000, at every age, fading
     assert hazard[24, 0] == pytest.approx(502 / 56_000, rel=0.01)
     assert hazard[24, 3] == pytest.approx(0.8**3 * 502 / 56_000, rel=0.01)
@@ -177,83 +146,11 @@ def test_few_observations_lean_on_the_next_wider_circle():
     assert hazard[8, 6] == pytest.approx(0.1 * 0.8, rel=0.02)
     # one observation does not outweigh what younger ones tell
     uses[8, 5], risk[8, 5] = 1, 1
-    assert 0.1 < hazards(uses, risk)[8, 5] < 0.15
-
-
-def test_a_turn_lends_to_the_class_that_it_is_part_of():
-    """The end of a first answer has no record of its own yet: that of later ones speaks for it."""
-    later = class_of(checkpoint(Kind.ANSWER_END, turn=2))
-    first = class_of(checkpoint(Kind.ANSWER_END))
-    prompt = class_of(checkpoint(Kind.PROMPT_END))
-    after_prompt = class_of(checkpoint(Kind.ANSWER_END, turn=1))
-    uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
-    uses[later, 2], risk[later, 2] = 900, 3000
-    uses[prompt, 2], risk[prompt, 2] = 9, 60_000
-    hazard = hazards(uses, risk)
-    for cls in (later, first, after_prompt):
-        assert hazard[cls, 0] == pytest.approx(0.3, rel=0.03)
-    assert hazard[prompt, 0] < 0.01
+    assert 0.1 < learnt_hazards(uses, risk)[8, 5] < 0.15
     # what is used repeatedly, in units of its own gap, tells nothing about the rest
+    before = learnt_hazards(uses, risk)
     uses[REPEATED, 2], risk[REPEATED, 2] = 1e6, 1e6
-    assert hazards(uses, risk)[PLAIN] == pytest.approx(hazard[PLAIN])
-
-
-def brute_force_rate(waits, age, horizon):
-    """Among those that waited at least `age`: the largest uses per request over all moments of
-    giving up, each tried on every waiting time."""
-    left = np.sort(waits[waits > age]) - age
-    total = np.cumsum(left)
-    n = np.arange(1, len(left) + 1)
-    stops = left[left <= horizon - age]
-    index = np.searchsorted(left, stops, side="right") - 1
-    time = total[index] + (len(left) - n[index]) * stops
-    seen = n[index] >= 2000  # a handful tells nothing
-    return (n[index] / time)[seen].max()
-
-
-def sampled_waits(hazard, n, seed):
-    """Waiting times with this hazard per age class: by the inverse of its integral."""
-    start = np.array([*EDGES, 2 ** (AGES / 2) - 1])
-    integral = np.concatenate([[0], np.cumsum(hazard * np.diff(start))])
-    level = np.random.default_rng(seed).exponential(size=n)
-    waits = np.interp(level, integral, start)
-    waits[level > integral[-1]] = np.inf
-    return waits
-
-
-SHAPES = {
-    "constant": lambda k: 0.01,
-    "falling": lambda k: 0.3 * 0.75**k,
-    "periodic": lambda k: 0.05 if 8 <= k < 10 else 0.0005,  # comes back after 15 to 31 requests
-    "young or old": lambda k: 0.1 if k < 3 else 0.02 if 12 <= k < 14 else 0.0002,
-}
-
-
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_best_rates_against_every_moment_of_giving_up(shape):
-    hazard = np.array([SHAPES[shape](k) for k in range(AGES)])
-    best = best_rates(hazard[None])[0]
-    waits = sampled_waits(hazard, 400_000, seed=5)
-    waits = np.minimum(waits, 1e9)
-    for k in (0, 2, 5, 8, 9, 12):
-        if (waits > EDGES[k]).sum() < 100_000:
-            continue
-        expected = brute_force_rate(waits, EDGES[k], horizon=EDGES[k + 16])
-        assert best[k] == pytest.approx(expected, rel=0.06), k
-
-
-def test_best_rates_by_hand():
-    """Two ages: used with certainty soon, or waiting for the next."""
-    hazard = np.full((1, AGES), 1e-9)
-    hazard[0, 4] = 1.0  # ages 3 to 4.66
-    best = best_rates(hazard)[0]
-    width = EDGES[5] - EDGES[4]
-    used = 1 - np.exp(-width)
-    assert best[4] == pytest.approx(1.0)
-    for k in range(4):
-        assert best[k] == pytest.approx(used / (EDGES[4] - EDGES[k] + used), rel=1e-3)
-    assert best[5] == pytest.approx(1e-9)
-    assert best_rates(np.full((2, AGES), 0.25)) == pytest.approx(0.25)
+    assert learnt_hazards(uses, risk)[PLAIN] == pytest.approx(before[PLAIN])
 
 
 # ---- counting ----
@@ -265,8 +162,8 @@ def naive_risk(history, cls, scale=1.0):
     since, until = history
     for age in range(since, until):
         for k in range(AGES):
-            start = EDGES[k]
-            end = EDGES[k + 1] if k + 1 < AGES else np.inf
+            start = BOUNDS[k]
+            end = BOUNDS[k + 1] if k + 1 < AGES else np.inf
             risk[cls, k] += max(0.0, min((age + 1) * scale, end) - max(age * scale, start))
     return risk
 
@@ -278,7 +175,7 @@ def test_time_at_risk_equals_a_loop_over_requests():
         checkpoint(kind, turn, uses, passed)
         for kind, turn, uses, passed in (
             (Kind.PROMPT_END, 0, 0, False),
-            (Kind.ANSWER_END, 2, 0, False),
+            (Kind.ANSWER_END, 5, 0, False),
             (Kind.RUNG, 0, 1, True),
             (Kind.JUNCTION, 0, 5, False),
         )
@@ -314,25 +211,26 @@ def test_the_oldest_age_has_no_end():
     model.now = 1_000_000
     model.changes(old)
     assert np.sum(model._risk_CA) == pytest.approx(1_000_000)
-    assert model._risk_CA[0][-1] == pytest.approx(1_000_000 - EDGES[-1])
+    assert model._risk_CA[0][-1] == pytest.approx(1_000_000 - BOUNDS[AGES - 1])
 
 
 def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     model, state = ReuseModel(), checkpoint(Kind.TAIL, now=0)
     before = class_of(state)
-    model.now = 10
+    model.now = 11
     model.used(state)
-    assert model._uses_CA[before][age_class(10)] == 1
-    assert sum(model._risk_CA[before]) == pytest.approx(10)
-    assert (state.uses, state.last_use, state.counted) == (1, 10, 10)
+    assert age_class(10.5) != age_class(11)
+    assert model._uses_CA[before][age_class(10.5)] == 1  # between its ages 10 and 11
+    assert sum(model._risk_CA[before]) == pytest.approx(11)
+    assert (state.uses, state.last_use, state.counted) == (1, 11, 11)
     model.now = 14
     model.passed(state)
-    assert sum(model._risk_CA[before + 4]) == pytest.approx(4)
+    assert sum(model._risk_CA[before + 4]) == pytest.approx(3)
     model.now = 15
     model.passed(state)  # that it was passed is known: nothing changes, nothing is counted
     assert state.counted == 14
     model.used(state)
-    assert model._uses_CA[before + 4 + 2][age_class(5)] == 1
+    assert model._uses_CA[before + 4 + 2][age_class(3.5)] == 1
     assert np.sum(model._uses_CA) == 2
     assert state.uses == 2
 
@@ -347,25 +245,79 @@ def test_learning_counts_half_after_a_thousand_requests():
     assert model._uses_CA[0][3] == 4
 
 
+def sessions_of(model, turn, share, wait):
+    """What is counted of 1,000 sessions at one turn until an age of 500, if the share of them goes
+    on, after waits of this mean, exponentially distributed."""
+    row = class_of(checkpoint(Kind.ANSWER_END, turn))
+    for start, end, k in zip(BOUNDS, BOUNDS[1:], range(AGES)):
+        start, end = min(start, 500), min(end, 500)
+        back = 1000 * share * (np.exp(-start / wait) - np.exp(-end / wait))
+        model._uses_CA[row][k] += back
+        model._risk_CA[row][k] += back * wait + 1000 * (1 - share) * (end - start)
+    return row
+
+
+def test_learning_tells_turns_apart_by_who_goes_on():
+    """The same waits; after two turns all sessions go on, after four hardly any. New states of both
+    kinds, and those that have been waited for, are valued by that."""
+    model = ReuseModel()
+    early, late = sessions_of(model, 5, 1.0, 20), sessions_of(model, 9, 0.1, 20)
+    for _ in range(5):
+        model.learn([])
+    rates = model._rate_CA
+    assert rates[early][0] == pytest.approx(1 / 20, rel=0.25)
+    assert rates[late][0] < 0.2 * rates[early][0]
+    assert model.new_rate(Kind.ANSWER_END, 9) == rates[late][0]
+    assert rates[late][age_class(64)] < 0.02 * rates[early][0]
+
+
+def test_what_sessions_go_on_from_is_learnt_apart():
+    """Those that go on from prompts are all back after 5 requests; of those from answers fewer with
+    each turn, after 100: each group has waits and shares of its own."""
+    model = ReuseModel()
+    from_prompts = [sessions_of(model, turn, 1.0, 5) for turn in (4, 6)]
+    from_answers = [sessions_of(model, turn, share, 100) for turn, share in ((5, 0.9), (7, 0.3))]
+    for _ in range(5):
+        model.learn([])
+    for row in from_prompts:
+        assert model._rate_CA[row][0] == pytest.approx(1 / 5, rel=0.25)
+    for row in from_answers:
+        assert model._rate_CA[row][0] < 1 / 50
+    # What the next estimate starts from, just after a request.
+    assert model._back_GKA[4, [1, 2], 0].min() > 0.95
+    assert model._back_GKA[6, 1, 0] > 0.8
+    assert model._back_GKA[6, 2, 0] < 0.6
+
+
+def test_sessions_that_were_never_seen_are_expected_like_all_others():
+    model = ReuseModel()
+    model._uses_CA[8][4], model._risk_CA[8][4] = 500, 5000
+    model.learn([])
+    never = class_of(checkpoint(Kind.ANSWER_END, 5))
+    assert model._rate_CA[never][0] == pytest.approx(model._rate_CA[16][0], rel=0.5)
+    assert model._rate_CA[never][0] > 0.03
+
+
 def test_rates_are_at_the_age_since_the_last_use():
     model = ReuseModel()
     rates = 1.0 + np.arange(CLASSES)[:, None] * 100 + np.arange(AGES)
     model._rate_CA = rates.tolist()
     state = checkpoint(Kind.JUNCTION)
     model.now = 7
-    assert model.rate(state) == rates[class_of(state), 6]
-    assert model.rate_if_covered(state) == rates[class_of(state) + 1, 6]
+    age = age_class(7)
+    assert model.rate(state) == rates[class_of(state), age]
+    assert model.rate_if_covered(state) == rates[class_of(state) + 1, age]
     covered = checkpoint(Kind.JUNCTION, covered=True)
     assert model.rate_if_covered(covered) == model.rate(covered)
-    turn = checkpoint(Kind.PROMPT_END, turn=1)
-    assert model.rate(turn) == rates[class_of(turn), 6]
-    assert model.rate_if_covered(turn) == rates[class_of(turn) + 1, 6]
+    turn = checkpoint(Kind.PROMPT_END, turn=4)
+    assert model.rate(turn) == rates[class_of(turn), age]
+    assert model.rate_if_covered(turn) == rates[class_of(turn, covered=True), age]
     used = checkpoint(uses=7)
     scale = 32 * 8 / 100
     assert model.rate(used) == rates[REPEATED, age_class(7 * scale)] * scale
     assert model.rate_if_covered(used) == model.rate(used)
     for kind in Kind:
-        for turn in (0, 1, 2):
+        for turn in (0, *TURNS):
             new = checkpoint(kind, turn if kind <= Kind.ANSWER_END else 0)
             assert model.new_rate(kind, turn) == rates[class_of(new), 0]
 
@@ -457,7 +409,7 @@ def test_again_is_the_fork_that_would_save_most():
 
 @pytest.mark.parametrize(
     ("kind", "turn"),
-    [(Kind.PROMPT_END, 1), (Kind.ANSWER_END, 2), (Kind.JUNCTION, 0), (Kind.TAIL, 0),
+    [(Kind.PROMPT_END, 2), (Kind.ANSWER_END, 3), (Kind.JUNCTION, 0), (Kind.TAIL, 0),
      (Kind.RUNG, 0)],
 )  # fmt: skip
 def test_turn_says_what_a_prompt_goes_on_from(kind, turn):
@@ -468,6 +420,18 @@ def test_turn_says_what_a_prompt_goes_on_from(kind, turn):
     assert tree.observe(counting(70))[0] == turn
     assert tree.observe(counting(10))[0] == 0
     assert tree.observe([99])[0] == 0
+
+
+def test_turns_are_counted():
+    """Each turn goes on from the last one's end, of its prompt or of its answer."""
+    tree, turn = Tree(), 0
+    for n, kind in enumerate((Kind.PROMPT_END, Kind.ANSWER_END, Kind.ANSWER_END), 1):
+        tree.add(counting(100 * n))
+        tree.watch(counting(100 * n), kind).turn = turn
+        turn, _ = tree.observe(counting(100 * n + 50))
+        assert turn == 2 * n + kind
+    tree.watch(counting(300), Kind.ANSWER_END).turn = 0
+    assert tree.observe(counting(350))[0] == 3  # whose first turn that was is forgotten
 
 
 @pytest.mark.parametrize(
@@ -502,7 +466,7 @@ def test_what_is_known_only_counts_as_well():
     state = tree.watch(counting(80), Kind.ANSWER_END)
     tree.store(state)
     tree.index.drop_kv(tree.walk(counting(100)).edges[0], 0)
-    assert tree.observe(counting(90)) == (2, 0)
+    assert tree.observe(counting(90)) == (3, 0)
     assert state.uses == 1
 
 

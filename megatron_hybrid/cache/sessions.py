@@ -1,0 +1,104 @@
+"""Do sessions go on, and when? Hazards of the ends of their prompts and answers, turn by turn.
+
+A chat or an agent makes another request after its k-th with probability s_k, and then after a wait
+whose hazard h_a at age a is the same for all k. Of those that have been away for as long as that,
+the part s_k G_a / (1 - s_k + s_k G_a) will be back, where G_a is the part of the waits that is
+longer: the mixture cure model (Boag 1949; Farewell 1982). So what one turn teaches about waits
+serves all of them, and of each turn there is one number to learn.
+
+Shape letters: K classes of turns, A ages, J shares.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hybrid.cache.hazards import WIDTH_A, exp_minus, hazards, in_order
+
+TURN_CLASSES = 20
+"""The last one: 64 turns and more."""
+_SHARES = np.append(
+    [0.001, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9],
+    [0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999],
+)
+"""Values of s_k that are compared; between them it is interpolated."""
+_ENOUGH = 3
+"""Uses from which on turns are told apart."""
+_WAIT_WEIGHT = 6.0
+"""Uses that speak for the hazard of shorter waits in that of longer ones."""
+_TURN_WEIGHT = 6.0
+"""Uses that speak for the mean of all turns in the share of one."""
+_OWN_WEIGHT = 20.0
+"""Uses that speak for the hazard that follows from waits and shares, beside those of a turn itself:
+where long waits and short ones mix, some turns have more of the one than others."""
+_LEAST = 1e-9
+"""Uses per request, after however long."""
+
+
+def turn_class(turns: int) -> int:
+    """Index of a number of turns, from 1: each up to 7 has its own, then there are four per
+    octave."""
+    if turns < 8:
+        return turns - 1
+    octave = turns.bit_length() - 3
+    return min(TURN_CLASSES, 4 * octave + (turns >> octave)) - 1
+
+
+def session_hazards(
+    uses_KA: np.ndarray, risk_KA: np.ndarray, back_KA: np.ndarray, mean: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Uses per request at risk by turn and age.
+
+    Args:
+        uses_KA, risk_KA: uses and time at risk, as counted.
+        back_KA: which part of that time was that of sessions that will be back, as estimated
+            before; ones at first. Each call with the same counts brings it closer.
+        mean: uses per request at risk of all states, which stands in until sessions are known.
+    Returns:
+        The hazards, and back_KA anew.
+    """
+    uses_A = in_order(uses_KA)
+    if in_order(uses_A) < _ENOUGH:
+        return np.tile(_waits(uses_A, in_order(risk_KA), mean), (len(uses_KA), 1)), back_KA
+    wait_A = _waits(uses_A, in_order(risk_KA * back_KA), mean)
+    back_JA, longer_A = _will_be_back(_SHARES, wait_A)
+    expected_KJ = np.zeros((len(uses_KA), len(_SHARES)))
+    for risk_K, hazard_J in zip(risk_KA.T, (back_JA * wait_A).T):
+        expected_KJ += risk_K[:, None] * hazard_J
+    uses_K = in_order(uses_KA.T)
+    share = _shares(in_order(expected_KJ)[None], in_order(uses_K[:, None]))
+    # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
+    # all who come back had come.
+    away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
+    (mean_back_A,), _ = _will_be_back(share, wait_A)
+    prior_J = in_order((away_A * back_JA * wait_A).T)
+    prior_J *= _TURN_WEIGHT / in_order(away_A * mean_back_A * wait_A)
+    shares_K = _shares(expected_KJ + prior_J, uses_K + _TURN_WEIGHT)
+    back_KA, _ = _will_be_back(shares_K, wait_A)
+    expected_KA = np.maximum(back_KA * wait_A, _LEAST)
+    return (uses_KA + _OWN_WEIGHT) / (risk_KA + _OWN_WEIGHT / expected_KA), back_KA
+
+
+def _waits(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
+    """h: the hazard of waits, [A]. mean: as in `session_hazards`."""
+    mean = (in_order(uses_A) + 1) / (in_order(risk_A) + 1 / mean)
+    return hazards(uses_A[None], risk_A[None], np.array([mean]), _WAIT_WEIGHT)[0]
+
+
+def _will_be_back(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The part of those away that will be back, over each age class [K, A], and G at the start of
+    each, [A]."""
+    shorter_A = 1 - exp_minus(wait_A * WIDTH_A)
+    longer_A = np.append(1.0, np.cumprod(1 - shorter_A)[:-1])
+    mean_A = longer_A * shorter_A / (wait_A * WIDTH_A)
+    s = shares_K[:, None]
+    return s * mean_A / (1 - s + s * mean_A), longer_A
+
+
+def _shares(expected_KJ: np.ndarray, uses_K: np.ndarray) -> np.ndarray:
+    """The shares s at which as many uses are expected as were seen, [K]."""
+    k, j = np.arange(len(uses_K)), (expected_KJ < uses_K[:, None]).sum(1)
+    j = np.clip(j, 1, len(_SHARES) - 1)
+    low_K, high_K = expected_KJ[k, j - 1], expected_KJ[k, j]
+    part_K = np.clip((uses_K - low_K) / np.maximum(high_K - low_K, 1e-12), 0, 1)
+    return _SHARES[j - 1] + part_K * (_SHARES[j] - _SHARES[j - 1])
