@@ -89,7 +89,7 @@ class Lease:
     """The next position in the answer whose state should be saved; > done."""
     turn: int = 0
     """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
-    turns came before it; 0: it goes on from neither."""
+    turns in a row came before it; 0: it goes on from neither."""
     again: int = 0
     """A position in (p, q] whose state is gone and was used often; 0: there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
