@@ -23,11 +23,19 @@ _HORIZON = 16
 """Age classes that the search for the best moment looks ahead."""
 _FADE = 0.8
 """What the hazard is multiplied with from age class to age class where nobody has been yet."""
+LEAST = 1e-9
+"""The least hazard that is reckoned with."""
 
 
 def age_class(age: float) -> int:
     """Index of an age in requests."""
     return bisect_right(BOUNDS, age, 0, AGES) - 1
+
+
+def leaning(uses, risk, prior, weight: float):
+    """Uses / time at risk (numbers or arrays), as if `weight` uses more had been seen at the rate
+    of the prior."""
+    return (uses + weight) / (risk + weight / prior)
 
 
 def hazards(
@@ -39,7 +47,7 @@ def hazards(
     hazard_CA = np.empty_like(uses_CA)
     for age in range(AGES):
         risk_C = risk_CA[:, age]
-        hazard_C = (uses_CA[:, age] + weight) / (risk_C + weight / np.maximum(younger_C, 1e-9))
+        hazard_C = leaning(uses_CA[:, age], risk_C, np.maximum(younger_C, LEAST), weight)
         hazard_CA[:, age] = hazard_C
         younger_C = np.where(risk_C < 1, hazard_C * _FADE, hazard_C)
     return hazard_CA

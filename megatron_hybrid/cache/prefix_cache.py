@@ -627,12 +627,11 @@ class PrefixCache:
 
     def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
-        turn = lease.turn if kind <= Kind.ANSWER_END else 0
         edge, now = path.edge_at(position), self._reuse.now
-        checkpoint = self._index.watch(edge, position, kind, now, turn)
+        checkpoint = self._index.watch(edge, position, kind, now, lease.turn)
         if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
-            checkpoint.kind, checkpoint.turn = kind, turn
+            checkpoint.kind, checkpoint.turn = kind, lease.turn
         checkpoint.refused |= position in lease.refused
         return checkpoint
 

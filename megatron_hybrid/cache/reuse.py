@@ -25,6 +25,7 @@ from megatron_hybrid.cache.hazards import (
     best_rates,
     hazards,
     in_order,
+    leaning,
 )
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
@@ -61,7 +62,7 @@ _REPEATED = 8 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 2)
 _SESSIONS = [
     slice(start, start + TURN_CLASSES)
-    for start in range(_REPEATED + 2, _REPEATED + 2 + 8 * TURN_CLASSES, TURN_CLASSES)
+    for start in range(_OWN_GAPS.stop, _OWN_GAPS.stop + 8 * TURN_CLASSES, TURN_CLASSES)
 ]
 """Classes that differ in the number of turns: by kind, what their request went on from, covered."""
 CLASSES = _SESSIONS[-1].stop
@@ -86,8 +87,8 @@ def class_of(checkpoint: Checkpoint, covered: bool = False) -> int:
 
 
 def _new_class(kind: int, turn: int, covered: bool) -> int:
-    """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
-    if not turn:
+    """Of a state that was neither used nor passed. turn: as in `Lease.turn`; it tells of ends."""
+    if not turn or kind > Kind.ANSWER_END:
         return 8 * kind + covered
     return _SESSIONS[4 * kind + 2 * (turn % 2) + covered].start + turn_class(turn // 2)
 
@@ -95,7 +96,7 @@ def _new_class(kind: int, turn: int, covered: bool) -> int:
 def time_scale(checkpoint: Checkpoint, cls: int) -> float:
     """Ages of states that were used repeatedly are measured in their own mean gap (times 32), so
     that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
-    if not _REPEATED <= cls < _REPEATED + 2:
+    if not _OWN_GAPS.start <= cls < _OWN_GAPS.stop:
         return 1.0
     return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _TYPICAL_GAP)
 
@@ -182,13 +183,13 @@ class ReuseModel:
 
     def new_rate(self, kind: Kind, turn: int) -> float:
         """Uses per request to be expected of a state that is about to be saved."""
-        return self._rate_CA[_new_class(kind, turn if kind <= Kind.ANSWER_END else 0, False)][0]
+        return self._rate_CA[_new_class(kind, turn, False)][0]
 
     def used(self, checkpoint: Checkpoint) -> None:
         """A request resumed from it, or would have, had it been stored."""
         self.changes(checkpoint)
         cls = class_of(checkpoint)
-        # Some time within the last request: its age was whole before, and is again from now on.
+        # It came between two whole ages, the later of which ends its time at risk.
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint, cls)
         self._uses_CA[cls][age_class(age)] += 1
         checkpoint.uses += 1
@@ -222,7 +223,8 @@ class ReuseModel:
             self.changes(checkpoint)
         uses_CA, risk_CA = np.array(self._uses_CA), np.array(self._risk_CA)
         mean = mean_rate(uses_CA, risk_CA)
-        hazard_CA = class_hazards(uses_CA, risk_CA, mean)
+        hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)
+        hazard_CA[plain] = class_hazards(uses_CA[plain], risk_CA[plain], mean)
         for group, rows in enumerate(_SESSIONS):
             hazard_CA[rows], self._back_GKA[group] = session_hazards(
                 uses_CA[rows], risk_CA[rows], self._back_GKA[group], mean
@@ -239,13 +241,13 @@ def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
         in_order(in_order(counts_CA.T)) - in_order(in_order(counts_CA[_OWN_GAPS].T))
         for counts_CA in (uses_CA, risk_CA)
     )
-    return float((uses + 1) / (risk + 1 / _AT_FIRST))
+    return float(leaning(uses, risk, _AT_FIRST, 1))
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
     """Uses per request at risk, [C, A]. A class with few observations leans on the mean of all."""
     uses_C, risk_C = in_order(uses_CA.T), in_order(risk_CA.T)
-    base_C = np.full(CLASSES, mean)
+    base_C = np.full(len(uses_C), mean)
     base_C[_OWN_GAPS] = 1 / 32  # in units of its own mean gap / 32
-    mean_C = (uses_C + _CLASS_WEIGHT) / (risk_C + _CLASS_WEIGHT / base_C)
+    mean_C = leaning(uses_C, risk_C, base_C, _CLASS_WEIGHT)
     return hazards(uses_CA, risk_CA, mean_C, _AGE_WEIGHT)

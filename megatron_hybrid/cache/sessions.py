@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hybrid.cache.hazards import WIDTH_A, exp_minus, hazards, in_order
+from megatron_hybrid.cache.hazards import LEAST, WIDTH_A, exp_minus, hazards, in_order, leaning
 
 TURN_CLASSES = 20
 """The last one: 64 turns and more."""
@@ -31,8 +31,6 @@ _TURN_WEIGHT = 6.0
 _OWN_WEIGHT = 20.0
 """Uses that speak for the hazard that follows from waits and shares, beside those of a turn itself:
 where long waits and short ones mix, some turns have more of the one than others."""
-_LEAST = 1e-9
-"""Uses per request, after however long."""
 
 
 def turn_class(turns: int) -> int:
@@ -75,14 +73,14 @@ def session_hazards(
     prior_J *= _TURN_WEIGHT / in_order(away_A * mean_back_A * wait_A)
     shares_K = _shares(expected_KJ + prior_J, uses_K + _TURN_WEIGHT)
     back_KA, _ = _will_be_back(shares_K, wait_A)
-    expected_KA = np.maximum(back_KA * wait_A, _LEAST)
-    return (uses_KA + _OWN_WEIGHT) / (risk_KA + _OWN_WEIGHT / expected_KA), back_KA
+    expected_KA = np.maximum(back_KA * wait_A, LEAST)
+    return leaning(uses_KA, risk_KA, expected_KA, _OWN_WEIGHT), back_KA
 
 
 def _waits(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
     """h: the hazard of waits, [A]. mean: as in `session_hazards`."""
-    mean = (in_order(uses_A) + 1) / (in_order(risk_A) + 1 / mean)
-    return hazards(uses_A[None], risk_A[None], np.array([mean]), _WAIT_WEIGHT)[0]
+    own_mean = leaning(in_order(uses_A), in_order(risk_A), mean, 1)
+    return hazards(uses_A[None], risk_A[None], np.array([own_mean]), _WAIT_WEIGHT)[0]
 
 
 def _will_be_back(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ class Checkpoint:
         self.edge: Edge | None = edge  # None: its tokens were forgotten
         self.position = position
         self.kind = kind
-        self.turn = turn
+        self.turn = turn  # as in `Lease.turn`, of the request that got here first
         self.pages: np.ndarray | None = None  # None: not stored
         self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False

@@ -317,6 +317,26 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     assert ends[370] == 3
 
 
+def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
+    sim = simulator()
+    history, answer, question, rest = tokens(100), tokens(20, 1), tokens(30, 2), tokens(170, 4)
+    skips(sim, joined(history, answer, question, rest, tokens(20, 5)))  # a rung at 320, of no turn
+    skips(sim, history, answer)
+    running = sim.start(joined(history, answer, question), room=400)
+    while running.lease.done < 150:
+        assert sim.forward(running, 1)
+    other = sim.fork(running)
+    assert other.lease.turn == running.lease.turn == 3
+    sim.cancel(running)
+    for token in rest:
+        other.tokens.append(int(token))
+        assert sim.forward(other, 1)
+    sim.finish(other)
+    path = sim.cache._index.walk("", np.array(other.tokens, np.int32))
+    end = path.watched(320)
+    assert (end.kind, end.turn) == (Kind.ANSWER_END, 3)
+
+
 def test_a_lease_that_is_live_cannot_be_resumed():
     sim = simulator()
     running = sim.start(tokens(20))

@@ -233,7 +233,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CacheFolderError, match=r"holds 'thesis.tex' and no cache\.json"):
         open_tier(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"thesis.tex": b"years of work"}
 
 
 @pytest.mark.parametrize("head", [b"", b"{", b"[]", b'{"format": 1'])
