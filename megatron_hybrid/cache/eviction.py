@@ -47,27 +47,24 @@ def tail_key(edge: Edge, spec: CacheSpec, now: int) -> Key | None:
     return 1, spec.block_size_tokens / spec.kv_pages_per_block / age, edge.last_access
 
 
-def rebuild_work(checkpoint: Checkpoint, spec: CacheSpec) -> float:
-    """Work to get to its position without it."""
+def rebuild_work(checkpoint: Checkpoint, below: Checkpoint | None, spec: CacheSpec) -> float:
+    """Work to get to its position without it. below: `checkpoint.below()`."""
     if not spec.needs_state:
         return 1.0  # KV alone resumes; what is missing is the last hidden state
-    below = checkpoint.below()
     return spec.work(below.position if below else 0, checkpoint.position)
 
 
-def exclusive_tokens(checkpoint: Checkpoint) -> int:
-    """Tokens whose KV only leads to this state: back to the next one, or to a fork with another."""
-    if checkpoint.is_covered():
-        return 0
+def exclusive_tokens(checkpoint: Checkpoint, below: Checkpoint | None) -> int:
+    """Tokens whose KV only leads to this state, beneath which none is stored: back to `below`, the
+    next one, or to a fork with another."""
     edge = checkpoint.edge
-    below = edge.deepest_checkpoint(checkpoint.position - 1)
-    while below is None:
+    start = below.edge if below else None
+    while edge is not start:
         parent = edge.parent
         others = parent.num_stored - edge.num_stored - len(parent.stored)
-        if parent.parent is None or others:
+        if others or parent.parent is None:
             return checkpoint.position - edge.start
         edge = parent
-        below = edge.deepest_checkpoint(edge.end)
     return checkpoint.position - below.position
 
 
@@ -78,11 +75,13 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
-    work = rebuild_work(checkpoint, spec)
-    pages = checkpoint.num_pages
+    covered, pages, below = checkpoint.is_covered(), checkpoint.num_pages, None
     if spec.needs_state:
-        pages += kv_pages(exclusive_tokens(checkpoint), spec)
-    return value_per_page(reuse.rate(checkpoint), work, pages)
+        below = checkpoint.below()
+        if not covered:
+            pages += kv_pages(exclusive_tokens(checkpoint, below), spec)
+    work = rebuild_work(checkpoint, below, spec)
+    return value_per_page(reuse.rate(checkpoint, covered), work, pages)
 
 
 def kv_pages(tokens: int, spec: CacheSpec) -> int:
@@ -121,16 +120,19 @@ class EvictionQueue:
 
     def least(self) -> Key | None:
         """The least key; brings its item to the top."""
-        while self._heap:
-            key, _, item = self._heap[0]
-            if item.queued == key:
-                now = self._key(item)
-                if now == key:
-                    return key
-                heapq.heappop(self._heap)
-                self._push(item, now)
-            else:
-                heapq.heappop(self._heap)
+        heap = self._heap
+        while heap:
+            key, _, item = heap[0]
+            if item.queued != key:
+                heapq.heappop(heap)
+                continue
+            now = self._key(item)
+            if now == key:
+                return key
+            heapq.heappop(heap)
+            self._push(item, now)
+            if now is not None and now < key:  # it was the least before
+                return now
         return None
 
     def pop(self):

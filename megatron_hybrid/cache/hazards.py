@@ -19,6 +19,8 @@ BOUNDS += [float(round(2 ** (age / 2))) for age in range(4, AGES + 1)]
 every class has its share of them. The last class has no end, and is reckoned with as if it had."""
 WIDTH_A = np.diff(BOUNDS)
 """Requests that each class lasts."""
+_CLASS_OF = [bisect_right(BOUNDS, age, 0, AGES) - 1 for age in range(1024)]
+"""The usual ones, to be looked up."""
 _HORIZON = 16
 """Age classes that the search for the best moment looks ahead."""
 _FADE = 0.8
@@ -28,8 +30,8 @@ LEAST = 1e-9
 
 
 def age_class(age: float) -> int:
-    """Index of an age in requests."""
-    return bisect_right(BOUNDS, age, 0, AGES) - 1
+    """Index of an age in requests, >= 0."""
+    return _CLASS_OF[int(age)] if age < len(_CLASS_OF) else bisect_right(BOUNDS, age, 0, AGES) - 1
 
 
 def leaning(uses, risk, prior, weight: float):
@@ -41,14 +43,14 @@ def leaning(uses, risk, prior, weight: float):
 def hazards(
     uses_CA: np.ndarray, risk_CA: np.ndarray, mean_C: np.ndarray, weight: float
 ) -> np.ndarray:
-    """Uses / time at risk by class and age, [C, A], where few observations lean on what is known of
-    younger ones of the class, and these on a mean. weight: uses that speak for the younger ones."""
+    """Uses / time at risk by class and age, [..., A], where few observations lean on what is known
+    of younger ones of the class, and these on a mean. weight: uses that speak for the younger."""
     younger_C = mean_C
     hazard_CA = np.empty_like(uses_CA)
     for age in range(AGES):
-        risk_C = risk_CA[:, age]
-        hazard_C = leaning(uses_CA[:, age], risk_C, np.maximum(younger_C, LEAST), weight)
-        hazard_CA[:, age] = hazard_C
+        risk_C = risk_CA[..., age]
+        hazard_C = leaning(uses_CA[..., age], risk_C, np.maximum(younger_C, LEAST), weight)
+        hazard_CA[..., age] = hazard_C
         younger_C = np.where(risk_C < 1, hazard_C * _FADE, hazard_C)
     return hazard_CA
 
@@ -77,8 +79,9 @@ def exp_minus(x: np.ndarray) -> np.ndarray:
     return power
 
 
-def in_order(rows: np.ndarray) -> np.ndarray:
-    """The sum over the first axis, from first to last."""
+def in_order(rows: np.ndarray, axis: int = 0) -> np.ndarray:
+    """The sum over an axis, from first to last."""
+    rows = np.moveaxis(rows, axis, 0)
     total = np.zeros_like(rows[0])
     for row in rows:
         total = total + row

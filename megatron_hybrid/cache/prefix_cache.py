@@ -50,7 +50,7 @@ from megatron_hybrid.cache.report import (
 from megatron_hybrid.cache.reuse import Kind, ReuseModel
 from megatron_hybrid.cache.salts import FirstBlocks
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
+from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
@@ -348,7 +348,8 @@ class PrefixCache:
         while lease.next_rung <= num_tokens_done:
             lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
             lease.next_rung += self._rung_tokens
-        self._publish_tokens(lease)
+        if num_tokens_done and self.mode != "off":
+            self._publish_tokens(lease, num_tokens_done)
         self._pages.roll(lease)
         size = self.spec.block_size_tokens
         if before < size <= lease.done:
@@ -392,20 +393,23 @@ class PrefixCache:
         needs_state = self.spec.needs_state
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
-        path = self._index.walk(lease.salt, lease.tokens[:position], lease.path)
-        below = path.deepest_checkpoint()
+        edge, known = self._index.reach(lease.salt, lease.tokens[:position], lease.path)
+        below = edge.deepest_on_path(known) if edge else None
         if below is not None and below.position == position:
             return None
+        watched = edge.checkpoints.get(position) if known == position else None
         local_rows = self._local_rows(lease, position)
         kind, pages = self._kind(lease, position), self.spec.checkpoint_pages
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
         else:
-            room = self._make_room_for_state(lease, position, kind, path, below, local_rows)
+            room = self._make_room_for_state(lease, position, kind, watched, below, local_rows)
         if not room:
             self._stats.checkpoints_no_room += 1
             lease.report.checkpoints_skipped += 1
-            self._refuse(lease, path, position)
+            lease.refused.add(position)
+            if watched is not None:
+                watched.refused = True
             self._record(NOT_RESERVED, position)
             return None
         for rows in local_rows:
@@ -423,8 +427,10 @@ class PrefixCache:
         check_pending(reservation)
         if lease.done < position:
             raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
-        path = self._publish_tokens(lease, position)
-        checkpoint = self._watch(lease, path, position, reservation.kind)
+        edge = self._index.held_edge(lease.path, position)
+        if edge is None:
+            edge = self._publish_tokens(lease, position)
+        checkpoint = self._watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
             below = checkpoint.below()
@@ -609,38 +615,28 @@ class PrefixCache:
         self._pages.open(lease, capacity_tokens, end)
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 
-    def _publish_tokens(self, lease: Lease, num_tokens: int | None = None) -> Path | None:
-        """Make the lease's first num_tokens (default: all that are done) visible in the tree."""
-        num_tokens = lease.done if num_tokens is None else num_tokens
-        if self.mode == "off" or not num_tokens:
-            return None
+    def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
+        """Make the lease's first tokens visible in the tree, with the positions among them that are
+        to be watched. Returns the edge that spans the last one."""
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
         path = self._index.insert(lease.salt, tokens, rows, self._tick, lease.path)
         if path.known >= lease.path.known:
             lease.path = path
+        last = path.edges[-1]
         for position in [p for p in lease.unwatched if p <= num_tokens]:
-            kind = lease.unwatched.pop(position)
-            self._watch(lease, path, position, kind)
-        return path
+            self._watch(lease, last.at(position), position, lease.unwatched.pop(position))
+        return last
 
-    def _watch(self, lease: Lease, path: Path, position: int, kind: Kind) -> Checkpoint:
+    def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
-        edge, now = path.edge_at(position), self._reuse.now
-        checkpoint = self._index.watch(edge, position, kind, now, lease.turn)
+        checkpoint = self._index.watch(edge, position, kind, self._reuse.now, lease.turn)
         if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
             checkpoint.kind, checkpoint.turn = kind, lease.turn
         checkpoint.refused |= position in lease.refused
         return checkpoint
-
-    def _refuse(self, lease: Lease, path: Path, position: int) -> None:
-        """Remember that a state found no room: at its position if that is watched, else in the
-        lease until it is."""
-        lease.refused.add(position)
-        if (watched := path.watched(position)) is not None:
-            watched.refused = True
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """What a position is in a request."""
@@ -690,14 +686,17 @@ class PrefixCache:
         lease: Lease,
         position: int,
         kind: Kind,
-        path: Path,
+        watched: Checkpoint | None,
         below: Checkpoint | None,
         local_rows: list[np.ndarray],
     ) -> bool:
         """Room for a state among what is worth less; or in place of the one below it, if that one
         has no use of its own that is worth more than the tokens between them."""
-        spec, reuse, watched = self.spec, self._reuse, path.watched(position)
-        rate = reuse.new_rate(kind, lease.turn) if watched is None else reuse.rate(watched)
+        spec, reuse = self.spec, self._reuse
+        if watched is None:
+            rate = reuse.new_rate(kind, lease.turn)
+        else:
+            rate = reuse.rate(watched, watched.is_covered())
         start = below.position if below else 0
         if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
             start = max([start, *(r.position for r in lease.reservations if r.position < position)])
@@ -711,7 +710,7 @@ class PrefixCache:
             return True
         if below is None or start > below.position or not spec.needs_state or below.is_covered():
             return False
-        own = reuse.rate_if_covered(below) * rebuild_work(below, spec)
+        own = reuse.rate(below, covered=True) * rebuild_work(below, below.below(), spec)
         return rate * rebuild > own and self._evictor.drop_checkpoint(below)
 
     def _record(self, *decision: int) -> None:

@@ -55,31 +55,44 @@ class PrefixIndex:
     # ---- reading ----
 
     def walk(self, salt: str, tokens: np.ndarray, seen: Path | None = None) -> Path:
-        """The path of the longest prefix of tokens (int32) that is in the tree.
-
-        seen: one found before for tokens of which one is the other's start: what is left of it is
-        not compared again.
-        """
-        root = edge = self._roots.get(salt)
-        known, n = 0, len(tokens)
-        if seen is not None and seen.cuts == self._cuts:
-            edge, known = seen.left(n) or (root, 0)
-        edges = edge.from_root() if known else []
-        while edge is not None and known < n:
-            if known == edge.end:
-                edge = edge.children.get(int(tokens[known]))
-                if edge is None:
-                    break
-                edges.append(edge)
-            known += common_prefix(edge.tokens[known - edge.start :], tokens[known:])
-            if known < edge.end:
-                break
-        depth = 0
+        """The path of the longest prefix of tokens (int32) that is in the tree. seen: as in
+        `reach`."""
+        last, known = self.reach(salt, tokens, seen)
+        edges, depth = last.from_root() if last else [], 0
         for edge in edges:
             depth = min(known, edge.held_end)
             if depth < edge.end:
                 break
-        return Path(root, edges, depth, known, self._block_size, self._cuts)
+        return Path(self._roots.get(salt), edges, depth, known, self._block_size, self._cuts)
+
+    def reach(
+        self, salt: str, tokens: np.ndarray, seen: Path | None = None
+    ) -> tuple[Edge | None, int]:
+        """How many leading tokens (int32) are known, and the edge that spans the last of them: the
+        root if none is known, None where there is no root.
+
+        seen: a path found before for tokens of which one is the other's start: what is left of it
+        is not compared again.
+        """
+        edge, known, n = self._roots.get(salt), 0, len(tokens)
+        if seen is not None and seen.cuts == self._cuts:
+            edge, known = seen.left(n) or (edge, 0)
+        while edge is not None and known < n:
+            if known == edge.end:
+                child = edge.children.get(int(tokens[known]))
+                if child is None:
+                    break
+                edge = child
+            known += common_prefix(edge.tokens[known - edge.start :], tokens[known:])
+            if known < edge.end:
+                break
+        return edge, known
+
+    def held_edge(self, path: Path, position: int) -> Edge | None:
+        """The edge that spans a position on a path found before, if KV is still held up to there
+        and no look-up is needed to tell."""
+        edge, known = (path.cuts == self._cuts and path.left(position)) or (None, 0)
+        return edge if edge and known == position <= edge.held_end else None
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
         """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to

@@ -8,7 +8,7 @@ request that holding such a state from now on can bring, if it is given up at th
 Gittins index of its waiting time, Gittins 1979; hit density by age and class as in LHD, Beckmann et
 al. 2018). Where sessions end is learnt turn by turn (sessions.py).
 
-Shape letters: C classes, A ages.
+Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 """
 
 from __future__ import annotations
@@ -60,17 +60,15 @@ class Kind(IntEnum):
 
 _REPEATED = 8 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 2)
-_SESSIONS = [
-    slice(start, start + TURN_CLASSES)
-    for start in range(_OWN_GAPS.stop, _OWN_GAPS.stop + 8 * TURN_CLASSES, TURN_CLASSES)
-]
-"""Classes that differ in the number of turns: by kind, what their request went on from, covered."""
-CLASSES = _SESSIONS[-1].stop
+_SESSION_GROUPS = 8
+_SESSIONS = slice(_OWN_GAPS.stop, _OWN_GAPS.stop + _SESSION_GROUPS * TURN_CLASSES)
+"""By kind, what their request went on from, covered; within each such group by number of turns."""
+CLASSES = _SESSIONS.stop
 
 
-def class_of(checkpoint: Checkpoint, covered: bool = False) -> int:
-    """States of one class are expected to have one fate. covered: as if a deeper state was stored
-    beneath it.
+def class_of(checkpoint: Checkpoint, covered: bool) -> int:
+    """States of one class are expected to have one fate. covered: whether a deeper state is, or
+    shall be, stored beneath it (`Checkpoint.is_covered`).
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
     deeper state is stored beneath it. The ends of prompts and answers that were neither used nor
@@ -80,7 +78,6 @@ def class_of(checkpoint: Checkpoint, covered: bool = False) -> int:
     """
     if checkpoint.uses >= 2:
         return _REPEATED + checkpoint.passed
-    covered = covered or checkpoint.is_covered()
     if checkpoint.uses or checkpoint.passed:
         return 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + covered
     return _new_class(checkpoint.kind, checkpoint.turn, covered)
@@ -90,13 +87,14 @@ def _new_class(kind: int, turn: int, covered: bool) -> int:
     """Of a state that was neither used nor passed. turn: as in `Lease.turn`; it tells of ends."""
     if not turn or kind > Kind.ANSWER_END:
         return 8 * kind + covered
-    return _SESSIONS[4 * kind + 2 * (turn % 2) + covered].start + turn_class(turn // 2)
+    group = 4 * kind + 2 * (turn % 2) + covered
+    return _SESSIONS.start + TURN_CLASSES * group + turn_class(turn // 2)
 
 
-def time_scale(checkpoint: Checkpoint, cls: int) -> float:
+def time_scale(checkpoint: Checkpoint) -> float:
     """Ages of states that were used repeatedly are measured in their own mean gap (times 32), so
     that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
-    if not _OWN_GAPS.start <= cls < _OWN_GAPS.stop:
+    if checkpoint.uses < 2:
         return 1.0
     return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _TYPICAL_GAP)
 
@@ -113,7 +111,7 @@ class ReuseModel:
         self._uses_CA = np.zeros((CLASSES, AGES)).tolist()
         self._risk_CA = np.zeros((CLASSES, AGES)).tolist()
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
-        self._back_GKA = np.ones((len(_SESSIONS), TURN_CLASSES, AGES))
+        self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
 
     def observe(
         self, path: Path, resumed: Checkpoint | None, end_only: int | None = None
@@ -150,8 +148,10 @@ class ReuseModel:
                 continue
             if beyond > 0 and checkpoint.is_fork():
                 self.used(checkpoint)
-                if checkpoint.uses >= 2 and (saved := self.rate(checkpoint) * beyond) > most:
-                    again, most = checkpoint.position, saved
+                if checkpoint.uses >= 2:
+                    saved = self.rate(checkpoint, checkpoint.is_covered()) * beyond
+                    if saved > most:
+                        again, most = checkpoint.position, saved
             self.passed(checkpoint)
         self._observe_distance(path, known)
         if deepest.kind > Kind.ANSWER_END:
@@ -169,17 +169,13 @@ class ReuseModel:
         elif any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
             self.distances.observe(0)
 
-    def rate(self, checkpoint: Checkpoint) -> float:
-        """Uses per request to be expected of it."""
-        return self._rate_in(class_of(checkpoint), checkpoint)
-
-    def rate_if_covered(self, checkpoint: Checkpoint) -> float:
-        """`rate`, were a deeper state stored beneath it."""
-        return self._rate_in(class_of(checkpoint, covered=True), checkpoint)
-
-    def _rate_in(self, cls: int, checkpoint: Checkpoint) -> float:
-        scale = time_scale(checkpoint, cls)
-        return self._rate_CA[cls][age_class((self.now - checkpoint.last_use) * scale)] * scale
+    def rate(self, checkpoint: Checkpoint, covered: bool) -> float:
+        """Uses per request to be expected of it. covered: as in `class_of`."""
+        rate_A, age = self._rate_CA[class_of(checkpoint, covered)], self.now - checkpoint.last_use
+        if checkpoint.uses < 2:
+            return rate_A[age_class(age)]
+        scale = time_scale(checkpoint)
+        return rate_A[age_class(age * scale)] * scale
 
     def new_rate(self, kind: Kind, turn: int) -> float:
         """Uses per request to be expected of a state that is about to be saved."""
@@ -188,9 +184,9 @@ class ReuseModel:
     def used(self, checkpoint: Checkpoint) -> None:
         """A request resumed from it, or would have, had it been stored."""
         self.changes(checkpoint)
-        cls = class_of(checkpoint)
+        cls = class_of(checkpoint, checkpoint.is_covered())
         # It came between two whole ages, the later of which ends its time at risk.
-        age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint, cls)
+        age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
         self._uses_CA[cls][age_class(age)] += 1
         checkpoint.uses += 1
         checkpoint.last_use = checkpoint.counted = self.now
@@ -205,8 +201,8 @@ class ReuseModel:
         """Call it before its class changes: its time at risk so far is counted."""
         if checkpoint.counted == self.now:
             return
-        cls = class_of(checkpoint)
-        scale = time_scale(checkpoint, cls)
+        cls = class_of(checkpoint, checkpoint.is_covered())
+        scale = time_scale(checkpoint)
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (self.now - checkpoint.last_use) * scale
         age, risk_A = age_class(start), self._risk_CA[cls]
@@ -225,10 +221,12 @@ class ReuseModel:
         mean = mean_rate(uses_CA, risk_CA)
         hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)
         hazard_CA[plain] = class_hazards(uses_CA[plain], risk_CA[plain], mean)
-        for group, rows in enumerate(_SESSIONS):
-            hazard_CA[rows], self._back_GKA[group] = session_hazards(
-                uses_CA[rows], risk_CA[rows], self._back_GKA[group], mean
-            )
+        hazard_GKA, self._back_GKA = session_hazards(
+            *(c_CA[_SESSIONS].reshape(self._back_GKA.shape) for c_CA in (uses_CA, risk_CA)),
+            self._back_GKA,
+            mean,
+        )
+        hazard_CA[_SESSIONS] = hazard_GKA.reshape(-1, AGES)
         self._rate_CA = best_rates(hazard_CA).tolist()
         kept = _MEMORY / (_MEMORY + self.now - self._learnt)
         self._uses_CA, self._risk_CA = (uses_CA * kept).tolist(), (risk_CA * kept).tolist()

@@ -6,14 +6,22 @@ the part s_k G_a / (1 - s_k + s_k G_a) will be back, where G_a is the part of th
 longer: the mixture cure model (Boag 1949; Farewell 1982). So what one turn teaches about waits
 serves all of them, and of each turn there is one number to learn.
 
-Shape letters: K classes of turns, A ages, J shares.
+Shape letters: K classes of turns, A ages, J shares; dots stand for groups of sessions, if any.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_hybrid.cache.hazards import LEAST, WIDTH_A, exp_minus, hazards, in_order, leaning
+from megatron_hybrid.cache.hazards import (
+    AGES,
+    LEAST,
+    WIDTH_A,
+    exp_minus,
+    hazards,
+    in_order,
+    leaning,
+)
 
 TURN_CLASSES = 20
 """The last one: 64 turns and more."""
@@ -48,55 +56,63 @@ def session_hazards(
     """Uses per request at risk by turn and age.
 
     Args:
-        uses_KA, risk_KA: uses and time at risk, as counted.
+        uses_KA, risk_KA: uses and time at risk, as counted, [..., K, A]: sessions of any number of
+            groups, which share nothing.
         back_KA: which part of that time was that of sessions that will be back, as estimated
             before; ones at first. Each call with the same counts brings it closer.
         mean: uses per request at risk of all states, which stands in until sessions are known.
     Returns:
         The hazards, and back_KA anew.
     """
-    uses_A = in_order(uses_KA)
-    if in_order(uses_A) < _ENOUGH:
-        return np.tile(_waits(uses_A, in_order(risk_KA), mean), (len(uses_KA), 1)), back_KA
-    wait_A = _waits(uses_A, in_order(risk_KA * back_KA), mean)
+    uses_A = in_order(uses_KA, -2)
+    unknown = (in_order(uses_A, -1) < _ENOUGH)[..., None, None]
+    back_KA = np.where(unknown, 1.0, back_KA)
+    wait_A = _waits(uses_A, in_order(risk_KA * back_KA, -2), mean)
     back_JA, longer_A = _will_be_back(_SHARES, wait_A)
-    expected_KJ = np.zeros((len(uses_KA), len(_SHARES)))
-    for risk_K, hazard_J in zip(risk_KA.T, (back_JA * wait_A).T):
-        expected_KJ += risk_K[:, None] * hazard_J
-    uses_K = in_order(uses_KA.T)
-    share = _shares(in_order(expected_KJ)[None], in_order(uses_K[:, None]))
+    expected_KJ = np.zeros((*uses_KA.shape[:-1], len(_SHARES)))
+    for age in range(AGES):
+        hazard_J = back_JA[..., age] * wait_A[..., age, None]
+        expected_KJ += risk_KA[..., age, None] * hazard_J[..., None, :]
+    uses_K = in_order(uses_KA, -1)
+    share = _shares(in_order(expected_KJ, -2)[..., None, :], in_order(uses_K, -1)[..., None])
     # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
     # all who come back had come.
     away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
-    (mean_back_A,), _ = _will_be_back(share, wait_A)
-    prior_J = in_order((away_A * back_JA * wait_A).T)
-    prior_J *= _TURN_WEIGHT / in_order(away_A * mean_back_A * wait_A)
-    shares_K = _shares(expected_KJ + prior_J, uses_K + _TURN_WEIGHT)
-    back_KA, _ = _will_be_back(shares_K, wait_A)
-    expected_KA = np.maximum(back_KA * wait_A, LEAST)
-    return leaning(uses_KA, risk_KA, expected_KA, _OWN_WEIGHT), back_KA
+    mean_back_A = _will_be_back(share, wait_A)[0][..., 0, :]
+    prior_J = in_order((away_A * wait_A)[..., None, :] * back_JA, -1)
+    prior_J *= _TURN_WEIGHT / in_order(away_A * mean_back_A * wait_A, -1)[..., None]
+    shares_K = _shares(expected_KJ + prior_J[..., None, :], uses_K + _TURN_WEIGHT)
+    known_KA, _ = _will_be_back(shares_K, wait_A)
+    expected_KA = np.maximum(known_KA * wait_A[..., None, :], LEAST)
+    hazard_KA = leaning(uses_KA, risk_KA, expected_KA, _OWN_WEIGHT)
+    return (
+        np.where(unknown, wait_A[..., None, :], hazard_KA),
+        np.where(unknown, back_KA, known_KA),
+    )
 
 
 def _waits(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
-    """h: the hazard of waits, [A]. mean: as in `session_hazards`."""
-    own_mean = leaning(in_order(uses_A), in_order(risk_A), mean, 1)
-    return hazards(uses_A[None], risk_A[None], np.array([own_mean]), _WAIT_WEIGHT)[0]
+    """h: the hazard of waits, [..., A]. mean: as in `session_hazards`."""
+    own_mean = leaning(in_order(uses_A, -1), in_order(risk_A, -1), mean, 1)
+    return hazards(uses_A, risk_A, own_mean, _WAIT_WEIGHT)
 
 
 def _will_be_back(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The part of those away that will be back, over each age class [K, A], and G at the start of
-    each, [A]."""
+    """The part of those away that will be back, over each age class [..., K, A], and G at the start
+    of each, [..., A]."""
     shorter_A = 1 - exp_minus(wait_A * WIDTH_A)
-    longer_A = np.append(1.0, np.cumprod(1 - shorter_A)[:-1])
-    mean_A = longer_A * shorter_A / (wait_A * WIDTH_A)
-    s = shares_K[:, None]
+    longer_A = np.cumprod(1 - shorter_A, -1)
+    longer_A = np.concatenate([np.ones_like(longer_A[..., :1]), longer_A[..., :-1]], -1)
+    mean_A = (longer_A * shorter_A / (wait_A * WIDTH_A))[..., None, :]
+    s = shares_K[..., None]
     return s * mean_A / (1 - s + s * mean_A), longer_A
 
 
 def _shares(expected_KJ: np.ndarray, uses_K: np.ndarray) -> np.ndarray:
-    """The shares s at which as many uses are expected as were seen, [K]."""
-    k, j = np.arange(len(uses_K)), (expected_KJ < uses_K[:, None]).sum(1)
-    j = np.clip(j, 1, len(_SHARES) - 1)
-    low_K, high_K = expected_KJ[k, j - 1], expected_KJ[k, j]
+    """The shares s at which as many uses are expected as were seen, [..., K]."""
+    j_K = np.clip((expected_KJ < uses_K[..., None]).sum(-1), 1, len(_SHARES) - 1)
+    low_K, high_K = (
+        np.take_along_axis(expected_KJ, at_K[..., None], -1)[..., 0] for at_K in (j_K - 1, j_K)
+    )
     part_K = np.clip((uses_K - low_K) / np.maximum(high_K - low_K, 1e-12), 0, 1)
-    return _SHARES[j - 1] + part_K * (_SHARES[j] - _SHARES[j - 1])
+    return _SHARES[j_K - 1] + part_K * (_SHARES[j_K] - _SHARES[j_K - 1])

@@ -63,6 +63,8 @@ class Checkpoint:
     @property
     def num_pages(self) -> int:
         """Pages of `page_lists`; only while it is stored."""
+        if not self.local_pages:
+            return self.pages.size
         return sum([pages.size for pages in self.local_pages], self.pages.size)
 
     def is_covered(self) -> bool:
@@ -78,12 +80,7 @@ class Checkpoint:
 
     def below(self) -> Checkpoint | None:
         """The next stored state on the way back to the root."""
-        edge = self.edge
-        found = edge.deepest_checkpoint(self.position - 1)
-        while found is None and edge.parent is not None:
-            edge = edge.parent
-            found = edge.deepest_checkpoint(edge.end)
-        return found
+        return self.edge.deepest_on_path(self.position - 1)
 
 
 class Edge:
@@ -153,6 +150,22 @@ class Edge:
                 found = position
         return self.stored[found] if found else None
 
+    def deepest_on_path(self, limit: int) -> Checkpoint | None:
+        """The last stored checkpoint at a position <= limit, here or on the way from the root."""
+        found, edge = self.deepest_checkpoint(limit), self
+        while found is None and edge.parent is not None:
+            edge = edge.parent
+            if edge.stored:
+                found = edge.stored[max(edge.stored)]
+        return found
+
+    def at(self, position: int) -> Edge:
+        """The edge that spans a position on the way from the root to here, 1 to `end`."""
+        edge = self
+        while edge.start >= position:
+            edge = edge.parent
+        return edge
+
     def from_root(self) -> list[Edge]:
         """The edges that lead to its end; none for a root."""
         edges, edge = [], self
@@ -204,9 +217,7 @@ class Path:
         edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
         if edge is None or edge.parent is None or not known:
             return None
-        while edge.start >= known:
-            edge = edge.parent
-        return edge, known
+        return edge.at(known), known
 
     def pages(self, num_blocks: int) -> np.ndarray:
         """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
@@ -219,13 +230,8 @@ class Path:
         return np.concatenate(rows)
 
     def deepest_checkpoint(self) -> Checkpoint | None:
-        """The last stored checkpoint at a held position."""
-        for edge in reversed(self.edges):
-            if edge.stored:
-                checkpoint = edge.deepest_checkpoint(self.depth)
-                if checkpoint is not None:
-                    return checkpoint
-        return None
+        """The last stored checkpoint at a known position; KV is held up to all of them."""
+        return self.edges[-1].deepest_on_path(self.known) if self.edges else None
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those at known positions, stored or not."""
@@ -235,17 +241,6 @@ class Path:
             for checkpoint in edge.checkpoints.values()
             if checkpoint.position <= self.known
         ]
-
-    def watched(self, position: int) -> Checkpoint | None:
-        """The checkpoint at a position, stored or not; None: it is not known, or not watched."""
-        return self.edge_at(position).checkpoints.get(position) if position <= self.known else None
-
-    def edge_at(self, position: int) -> Edge:
-        """The edge that spans a position. Raises ValueError where there is none."""
-        for edge in reversed(self.edges):
-            if edge.start < position:
-                return edge
-        raise ValueError(f"position {position} is not on a path of {self.known} tokens")
 
     def missed_state(self, above: int) -> Checkpoint | None:
         """The last checkpoint in (above, depth] whose state was dropped to make room, or found none

@@ -333,7 +333,7 @@ def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
         assert sim.forward(other, 1)
     sim.finish(other)
     path = sim.cache._index.walk("", np.array(other.tokens, np.int32))
-    end = path.watched(320)
+    end = path.edges[-1].at(320).checkpoints.get(320)
     assert (end.kind, end.turn) == (Kind.ANSWER_END, 3)
 
 

@@ -61,8 +61,8 @@ class Rates:
         self.now, self.rates, self.changed = 0, {}, []
         self.if_covered = 1.0
 
-    def rate(self, checkpoint):
-        factor = self.if_covered if checkpoint.is_covered() else 1.0
+    def rate(self, checkpoint, covered):
+        factor = self.if_covered if covered else 1.0
         return factor * self.rates.get(checkpoint, 1.0)
 
     def changes(self, checkpoint):
@@ -117,8 +117,8 @@ def test_an_edge_with_held_children_has_no_tail():
 def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
     lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
     checkpoint = lower.checkpoints[position]
-    assert rebuild_work(checkpoint, HYBRID) == expected
-    assert rebuild_work(checkpoint, replace(HYBRID, state_bytes=0)) == 1
+    assert rebuild_work(checkpoint, checkpoint.below(), HYBRID) == expected
+    assert rebuild_work(checkpoint, checkpoint.below(), replace(HYBRID, state_bytes=0)) == 1
 
 
 def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
@@ -126,41 +126,54 @@ def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_wor
     spec = replace(HYBRID, attention_parity=100.0)
     lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
     first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
-    works = [rebuild_work(checkpoint, spec) for checkpoint in (first, second)]
+    works = [rebuild_work(checkpoint, checkpoint.below(), spec) for checkpoint in (first, second)]
     each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
     assert works == pytest.approx(each_token)
     assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
-    assert [rebuild_work(checkpoint, HYBRID) for checkpoint in (first, second)] == [100, 100]
+    assert [
+        rebuild_work(checkpoint, checkpoint.below(), HYBRID) for checkpoint in (first, second)
+    ] == [100, 100]
 
 
 def test_exclusive_tokens():
     """(0, 50] with a state at 20, beneath it (50, 100] and (50, 200]."""
     upper = edge(0, 50, (20,))
     left = edge(50, 100, (60, 90), parent=upper)
-    only = {n: exclusive_tokens(left.checkpoints[n]) for n in (60, 90)}
-    assert only == {60: 0, 90: 30}  # what is beneath 60 needs the KV up to there too
-    assert exclusive_tokens(upper.checkpoints[20]) == 0
+    assert exclusive(left.checkpoints[90]) == 30
     right = edge(50, 200, (150,), parent=upper)
-    assert exclusive_tokens(right.checkpoints[150]) == 100  # back to the fork
-    assert exclusive_tokens(left.checkpoints[90]) == 30
+    assert exclusive(right.checkpoints[150]) == 100  # back to the fork
+    assert exclusive(left.checkpoints[90]) == 30
+
+
+def exclusive(checkpoint):
+    return exclusive_tokens(checkpoint, checkpoint.below())
+
+
+def test_no_kv_goes_with_a_state_above_another():
+    """(0, 50] with a state at 20, beneath it (50, 100] with two."""
+    upper = edge(0, 50, (20,))
+    left = edge(50, 100, (60, 90), parent=upper)
+    states = [upper.checkpoints[20], left.checkpoints[60], left.checkpoints[90]]
+    values = [checkpoint_value(state, HYBRID, Rates()) for state in states]
+    assert values == [20 / 2, 40 / 2, 30 / (2 + 1)]  # 30 tokens: a page, rounded down
 
 
 def test_exclusive_tokens_reach_over_a_fork_without_another_state():
     upper = edge(0, 50)
     edge(50, 100, parent=upper)  # known, or KV that goes first
     right = edge(50, 200, (150,), parent=upper)
-    assert exclusive_tokens(right.checkpoints[150]) == 150
+    assert exclusive(right.checkpoints[150]) == 150
     middle = edge(0, 30)
     lower = edge(30, 60, (), parent=middle)
     tip = edge(60, 90, (80,), parent=lower)
-    assert exclusive_tokens(tip.checkpoints[80]) == 80
+    assert exclusive(tip.checkpoints[80]) == 80
 
 
 def test_exclusive_tokens_reach_up_to_a_state_above_a_fork():
     upper = edge(0, 50, (20,))
     edge(50, 100, parent=upper)
     right = edge(50, 200, (150,), parent=upper)
-    assert exclusive_tokens(right.checkpoints[150]) == 130
+    assert exclusive(right.checkpoints[150]) == 130
 
 
 @pytest.mark.parametrize(

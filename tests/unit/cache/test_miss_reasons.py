@@ -144,6 +144,21 @@ def test_a_state_that_nobody_asked_for_was_not_refused():
     assert report_of(sim, tokens(100)).miss_reason is MissReason.STATE_NEVER_SAVED
 
 
+def test_a_state_that_found_no_room_says_nothing_of_one_at_the_same_position_of_another_prompt():
+    sim = simulator(1 + 2 * 7 + STATE_PAGES - 1)
+    prompt = tokens(100)
+    first = sim.start(prompt)
+    sim.forward(first, 100, save=False)
+    parting = sim.start(joined(prompt[:20], tokens(80, 1)))
+    again = sim.start(prompt)  # from now on its tokens are in one piece again
+    sim.forward(parting, 100)
+    assert parting.lease.report.checkpoints_skipped > 0
+    for running in (first, parting, again):
+        sim.cancel(running)
+    positions = sim.cache.explain(prompt).positions
+    assert [(p.position, p.refused) for p in positions] == [(20, True), (100, False)]
+
+
 def test_a_refused_state_that_is_saved_later_is_no_longer_missed():
     sim = simulator(1 + 7 + STATE_PAGES)
     prompt = tokens(100)

@@ -41,15 +41,20 @@ def checkpoint(kind=Kind.PROMPT_END, turn=0, uses=0, passed=False, covered=False
 # ---- classes ----
 
 
+def fate(state):
+    """The class of a state as it is."""
+    return class_of(state, state.is_covered())
+
+
 def test_classes():
     """Kinds, used or not, passed or not, covered or not are told apart while few uses are known;
     the ends of prompts and answers also by the turns before them and by where their request went
     on from, until they are used or passed. Used twice, only whether it was passed matters."""
     flags = [(u, p, c) for u in (0, 1) for p in (False, True) for c in (False, True)]
-    plain = [class_of(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
+    plain = [fate(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
     assert sorted(plain) == list(range(REPEATED))
     turns = [
-        class_of(checkpoint(kind, 2 * n + role, 0, False, covered))
+        fate(checkpoint(kind, 2 * n + role, 0, False, covered))
         for kind in (Kind.PROMPT_END, Kind.ANSWER_END)
         for n in (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), 64)
         for role in (Kind.PROMPT_END, Kind.ANSWER_END)
@@ -58,12 +63,12 @@ def test_classes():
     assert sorted(turns) == list(range(REPEATED + 2, CLASSES))
     for turn in TURNS:
         for uses, passed in ((1, False), (0, True), (1, True)):
-            with_turn = class_of(checkpoint(Kind.ANSWER_END, turn, uses, passed))
-            assert with_turn == class_of(checkpoint(Kind.ANSWER_END, 0, uses, passed))
+            with_turn = fate(checkpoint(Kind.ANSWER_END, turn, uses, passed))
+            assert with_turn == fate(checkpoint(Kind.ANSWER_END, 0, uses, passed))
     for kind in Kind:
         for uses in (2, 9):
-            assert class_of(checkpoint(kind, 0, uses, False, True)) == REPEATED
-            assert class_of(checkpoint(kind, 0, uses, True, False)) == REPEATED + 1
+            assert fate(checkpoint(kind, 0, uses, False, True)) == REPEATED
+            assert fate(checkpoint(kind, 0, uses, True, False)) == REPEATED + 1
     for state in (
         checkpoint(Kind.TAIL),
         checkpoint(turn=4),
@@ -72,7 +77,7 @@ def test_classes():
     ):
         as_if = class_of(state, covered=True)
         state.edge.num_stored = 1
-        assert class_of(state) == class_of(state, covered=True) == as_if
+        assert fate(state) == class_of(state, covered=True) == as_if
 
 
 @pytest.mark.parametrize(
@@ -87,17 +92,17 @@ def test_classes():
 def test_ages_of_the_repeatedly_used_are_in_their_own_gaps(uses, born, last_use, gap):
     used = checkpoint(uses=uses, now=born)
     used.last_use = last_use
-    assert time_scale(used, class_of(used)) == pytest.approx(32 / gap)
+    assert time_scale(used) == pytest.approx(32 / gap)
 
 
 def test_ages_of_all_others_are_in_requests():
     for uses in (0, 1):
         one = checkpoint(uses=uses)
         one.last_use = 500
-        assert time_scale(one, class_of(one)) == 1.0
+        assert time_scale(one) == 1.0
     for turn in TURNS:
         one = checkpoint(turn=turn)
-        assert time_scale(one, class_of(one)) == 1.0
+        assert time_scale(one) == 1.0
 
 
 def test_the_gap_is_the_mean_of_the_posterior():
@@ -113,7 +118,7 @@ def test_the_gap_is_the_mean_of_the_posterior():
         used = checkpoint(uses=2)
         used.last_use = wanted
         expected = rates[near].mean()
-        assert time_scale(used, class_of(used)) / 32 == pytest.approx(expected, rel=0.05)
+        assert time_scale(used) / 32 == pytest.approx(expected, rel=0.05)
 
 
 # ---- rates ----
@@ -184,26 +189,26 @@ def test_time_at_risk_equals_a_loop_over_requests():
     for state in states:
         model.changes(state)
     for state in states:
-        cls = class_of(state)
-        expected += naive_risk((0, 7), cls, time_scale(state, cls))
+        cls = fate(state)
+        expected += naive_risk((0, 7), cls, time_scale(state))
     assert np.array(model._risk_CA) == pytest.approx(expected)
     model.now = 300
     for state in states:
         model.changes(state)
     for state in states:
-        cls = class_of(state)
-        expected += naive_risk((7, 300), cls, time_scale(state, cls))
+        cls = fate(state)
+        expected += naive_risk((7, 300), cls, time_scale(state))
     assert np.array(model._risk_CA) == pytest.approx(expected)
     assert not np.any(model._uses_CA)
     model.now = 2000
     for state in states:
-        cls = class_of(state)
+        cls = fate(state)
         model.changes(state)
-        expected += naive_risk((300, 2000), cls, time_scale(state, cls))
+        expected += naive_risk((300, 2000), cls, time_scale(state))
     assert np.array(model._risk_CA) == pytest.approx(expected)
     model.changes(states[0])  # counted already
     assert np.array(model._risk_CA) == pytest.approx(expected)
-    assert sum(model._risk_CA[class_of(states[0])]) == pytest.approx(2000)
+    assert sum(model._risk_CA[fate(states[0])]) == pytest.approx(2000)
 
 
 def test_the_oldest_age_has_no_end():
@@ -216,7 +221,7 @@ def test_the_oldest_age_has_no_end():
 
 def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     model, state = ReuseModel(), checkpoint(Kind.TAIL, now=0)
-    before = class_of(state)
+    before = fate(state)
     model.now = 11
     model.used(state)
     assert age_class(10.5) != age_class(11)
@@ -248,7 +253,7 @@ def test_learning_counts_half_after_a_thousand_requests():
 def sessions_of(model, turn, share, wait):
     """What is counted of 1,000 sessions at one turn until an age of 500, if the share of them goes
     on, after waits of this mean, exponentially distributed."""
-    row = class_of(checkpoint(Kind.ANSWER_END, turn))
+    row = fate(checkpoint(Kind.ANSWER_END, turn))
     for start, end, k in zip(BOUNDS, BOUNDS[1:], range(AGES)):
         start, end = min(start, 500), min(end, 500)
         back = 1000 * share * (np.exp(-start / wait) - np.exp(-end / wait))
@@ -293,7 +298,7 @@ def test_sessions_that_were_never_seen_are_expected_like_all_others():
     model = ReuseModel()
     model._uses_CA[8][4], model._risk_CA[8][4] = 500, 5000
     model.learn([])
-    never = class_of(checkpoint(Kind.ANSWER_END, 5))
+    never = fate(checkpoint(Kind.ANSWER_END, 5))
     assert model._rate_CA[never][0] == pytest.approx(model._rate_CA[16][0], rel=0.5)
     assert model._rate_CA[never][0] > 0.03
 
@@ -305,21 +310,21 @@ def test_rates_are_at_the_age_since_the_last_use():
     state = checkpoint(Kind.JUNCTION)
     model.now = 7
     age = age_class(7)
-    assert model.rate(state) == rates[class_of(state), age]
-    assert model.rate_if_covered(state) == rates[class_of(state) + 1, age]
+    assert model.rate(state, state.is_covered()) == rates[fate(state), age]
+    assert model.rate(state, covered=True) == rates[fate(state) + 1, age]
     covered = checkpoint(Kind.JUNCTION, covered=True)
-    assert model.rate_if_covered(covered) == model.rate(covered)
+    assert model.rate(covered, covered=True) == model.rate(covered, covered.is_covered())
     turn = checkpoint(Kind.PROMPT_END, turn=4)
-    assert model.rate(turn) == rates[class_of(turn), age]
-    assert model.rate_if_covered(turn) == rates[class_of(turn, covered=True), age]
+    assert model.rate(turn, turn.is_covered()) == rates[fate(turn), age]
+    assert model.rate(turn, covered=True) == rates[class_of(turn, covered=True), age]
     used = checkpoint(uses=7)
     scale = 32 * 8 / 100
-    assert model.rate(used) == rates[REPEATED, age_class(7 * scale)] * scale
-    assert model.rate_if_covered(used) == model.rate(used)
+    assert model.rate(used, used.is_covered()) == rates[REPEATED, age_class(7 * scale)] * scale
+    assert model.rate(used, covered=True) == model.rate(used, used.is_covered())
     for kind in Kind:
         for turn in (0, *TURNS):
             new = checkpoint(kind, turn if kind <= Kind.ANSWER_END else 0)
-            assert model.new_rate(kind, turn) == rates[class_of(new), 0]
+            assert model.new_rate(kind, turn) == rates[fate(new), 0]
 
 
 # ---- what a prompt used ----
@@ -539,7 +544,8 @@ def test_traffic_tells_forks_tips_and_finished_turns_apart():
 
     assert min(values([fork])) > max(values(one_off))
     assert np.mean(values(one_off)) > np.mean(values(finished))
-    assert min(map(reuse.rate, one_off)) > max(map(reuse.rate, finished))
+    rates = [[reuse.rate(s, s.is_covered()) for s in group] for group in (one_off, finished)]
+    assert min(rates[0]) > max(rates[1])
 
 
 def test_learning_is_deterministic():
