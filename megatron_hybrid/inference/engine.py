@@ -166,8 +166,16 @@ class DynamicInferenceEngine:
     def step(self) -> list[GenerationResult]:
         """Runs one forward pass; returns the results of the requests that it finished.
 
-        If the model raises, the step's requests go back to the queue and nothing cached is lost.
+        If anything raises (no memory for a forward, or for a state on its way), the running
+        requests go back to the queue and start from what is cached; nothing cached is lost.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self.scheduler.abort()
+            raise
+
+    def _step(self) -> list[GenerationResult]:
         was_fetching = self.offload.is_busy
         plan = self.scheduler.schedule()
         if not plan:
@@ -185,11 +193,7 @@ class DynamicInferenceEngine:
         self.peak_pages_in_use = max(self.peak_pages_in_use, in_use)
         if self.config.verify_ranks:
             check_equal_on_ranks(self.cache.digest(), f"step {self.num_steps}")
-        try:
-            logits_nV = self._forward(plan)
-        except BaseException:
-            self.scheduler.abort(plan)
-            raise
+        logits_nV = self._forward(plan)
         self.scheduler.complete(plan)
         return self._sample(plan, logits_nV)
 

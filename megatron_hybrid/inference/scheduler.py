@@ -278,14 +278,16 @@ class Scheduler:
 
         Those that find no room are queued and start from the cache later. Returns the others.
         """
-        started, queued = [], []
-        for sibling in request.siblings:
+        started, num_queued = [], 0
+        while request.siblings:
+            sibling = request.siblings.pop(0)
             sibling.prompt_log_probs = list(request.prompt_log_probs)
             lease = None
             if self.free_slots:
                 lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
             if lease is None:
-                queued.append(sibling)
+                self.waiting.insert(num_queued, sibling)
+                num_queued += 1
                 continue
             self._start(sibling, lease)
             self._run_copies(sibling)
@@ -293,19 +295,17 @@ class Scheduler:
             sibling.num_computed = request.num_computed
             sibling.status = RequestStatus.DECODE
             started.append(sibling)
-        self.waiting.extendleft(reversed(queued))
-        request.siblings = []
         return started
 
-    def abort(self, plan: StepPlan) -> None:
-        """The forward failed: nothing of it counts. Its requests go back to the queue and start
-        from what was cached before; live slots may be half written, so they are not kept."""
-        requests = [work.request for work in plan.work] + plan.ready
-        for request in sorted(requests, key=lambda r: r.request_id, reverse=True):
+    def abort(self) -> None:
+        """A step failed, anywhere between its plan and its samples. What it had not yet filed does
+        not count: pages and live slots may be half written. All running requests go back to the
+        queue and start from what is cached."""
+        for request in reversed(self.running.copy()):
+            self._end_lease(request)
             if request.done:
-                self._retire(request)
+                request.status = RequestStatus.FINISHED
             else:
-                self._give_up_lease(request)
                 self._requeue(request)
 
     def finish(self, request: Request) -> None:
@@ -347,6 +347,9 @@ class Scheduler:
             flush=True,
             answered=request.done and request.num_computed == request.num_tokens,
         )
+        self._end_lease(request)
+
+    def _end_lease(self, request: Request) -> None:
         self.cache.release(request.lease)
         request.lease = None
         self.running.remove(request)

@@ -1,6 +1,7 @@
 """What the engine promises its callers: seeds, scores, samples, cancelling, being preempted."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from reference import (
 from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling import SamplingParams
 
@@ -440,10 +444,10 @@ def test_cancel_a_preempted_request():
 # Preemption --------------------------------------------------------------------------------------
 
 
-def small_pool_engine(mode, model=None, **fields):
-    """A pool in which one request of 60 tokens fits, and not two."""
+def small_pool_engine(mode, model=None, blocks=5, **fields):
+    """A pool in which one request of 60 tokens fits, and not two; or of so many blocks."""
     spec = tiny_engine(model, prefix_caching=mode).cache.spec
-    pages = 2 + 5 * sum(spec.pages_per_block) + 4
+    pages = 2 + blocks * sum(spec.pages_per_block) + 4
     return tiny_engine(
         model, prefix_caching=mode, cache_bytes=pages * spec.page_bytes, max_tokens=32, **fields
     )
@@ -552,6 +556,69 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
             engine.step()
         engine.check_integrity()
         poison(engine)
+    recorder.check(MODEL)
+    for request in requests:
+        for sample in request.samples:
+            assert sample.finish_reason == "length"
+            check_answer(MODEL, sample)
+    assert_idle(engine)
+
+
+FAILING = {
+    "load_checkpoint": (CacheMemory, 40),
+    "save_checkpoint": (CacheMemory, 40),
+    "copy_pages": (CacheMemory, 40),
+    "copy_slot": (CacheMemory, 40),
+    "park": (CacheMemory, 8),
+    "unpark": (CacheMemory, 8),
+    "captured_states": (DynamicInferenceContext, 40),
+    "append": (OutputProcessor, 40),
+    "score_prompt": (OutputProcessor, 40),
+    "finish": (OutputProcessor, 40),
+}
+"""What fails, of which class, and the blocks of a pool in which it is called."""
+
+
+@pytest.mark.parametrize("call", range(2))
+@pytest.mark.parametrize("name", FAILING)
+def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
+    """No memory for a state that is restored, saved, copied or parked; an error while filing or
+    sampling: before it does what it should, or after."""
+    owner, blocks = FAILING[name]
+    engine = small_pool_engine("restore", blocks=blocks, max_requests=8)
+    recorder = LogitsRecorder(engine)
+    engine.generate([random_tokens(40)], greedy(2))
+    requests = [
+        engine.add_request(random_tokens(40), greedy(4)),
+        engine.add_request(random_tokens(50, seed=1), greedy(30, return_log_probs=True), n=3),
+        engine.add_request([*random_tokens(50, seed=1)[:30], 3, 4], greedy(30)),
+        engine.add_request([*random_tokens(40), 7, 8], greedy(30)),
+        engine.add_request(
+            random_tokens(30, seed=2),
+            greedy(20, return_log_probs=True, skip_prompt_log_probs=False),
+        ),
+    ]
+    calls, does = itertools.count(), getattr(owner, name)
+
+    def failing(*arguments, **named):
+        number = next(calls)
+        result = does(*arguments, **named) if number % 2 else None
+        if number == call:
+            raise InjectedError
+        return result if number % 2 else does(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, failing)
+    failures = 0
+    for _ in range(300):
+        if not engine.has_work:
+            break
+        try:
+            engine.step()
+        except InjectedError:
+            failures += 1
+        engine.check_integrity()
+        poison(engine)
+    assert failures == 1
     recorder.check(MODEL)
     for request in requests:
         for sample in request.samples:
