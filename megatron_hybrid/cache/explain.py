@@ -75,7 +75,10 @@ class Explanation:
     @property
     def reason(self) -> MissReason | None:
         """Why it stops where it does; None: what follows is new."""
-        return MissReason.SALT if self.elsewhere_tokens else self.match.miss_reason
+        reason = self.match.miss_reason
+        if self.elsewhere_tokens and reason is not MissReason.IN_FLIGHT:
+            return MissReason.SALT
+        return reason
 
     def __str__(self) -> str:
         length, skipped = self.match.prompt_tokens, self.match.skipped_tokens

@@ -54,8 +54,11 @@ def look_up(
     forced = MissReason.MODE if mode == "memory_only" else None
     if recompute_reason is not None:
         forced = MissReason(recompute_reason)
-    if path.depth and forced:
-        return Hit(path, shared, 0, None, forced)
+    if forced:
+        reason = miss_reason(path, leases, tokens, salt, 0)
+        if reason is not MissReason.NO_SHARED_PREFIX:  # it could not have been used
+            reason = forced
+        return Hit(path, shared, 0, None, reason)
     checkpoint = path.deepest_checkpoint()
     skipped = checkpoint.position if checkpoint else 0
     if not spec.needs_state and skipped < len(tokens):

@@ -193,7 +193,7 @@ class PrefixCache:
             self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
         if known >= self.spec.block_size_tokens:
             self._first_blocks.note(tokens, salt)
-        elif self.mode == "restore" and recompute_reason is None:
+        elif recompute_reason is None:
             elsewhere = self._known_elsewhere(tokens, salt, known)
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
         return lease
@@ -553,10 +553,10 @@ class PrefixCache:
         )
 
     def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
-        """Leading tokens that are known under another salt, where the own one knows less than a
-        block of them. 0: none, or less than a block."""
+        """Leading tokens that are known under another salt and could be used, were it the own one,
+        which knows less than a block of them. 0: none, or less than a block."""
         size = self.spec.block_size_tokens
-        if known >= size:
+        if known >= size or self.mode != "restore":
             return 0
         other = self._first_blocks.other_salt(tokens, salt)
         elsewhere = 0 if other is None else self._index.walk(other, tokens).known

@@ -441,7 +441,10 @@ class DynamicInferenceEngine:
         if found is None:
             return explanation
         tier, record = found
-        return replace(explanation, below=(tier.name, record.position))
+        position = record.position
+        if not record.is_state:  # the last token is computed for its logits
+            position = min(position, len(tokens) - 1)
+        return replace(explanation, below=(tier.name, position))
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and sizes now."""

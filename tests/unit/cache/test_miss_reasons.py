@@ -72,6 +72,28 @@ def test_prompt_log_probs():
     assert lost(sim) == {MissReason.PROMPT_LOG_PROBS: 100}
 
 
+@pytest.mark.parametrize(
+    ("mode", "recompute", "reason"),
+    [
+        ("memory_only", None, MissReason.MODE),
+        ("restore", "prompt_log_probs", MissReason.PROMPT_LOG_PROBS),
+    ],
+)
+def test_what_had_to_be_computed_anyway_was_lost_to_nothing_else(mode, recompute, reason):
+    """Neither to eviction, nor because another request was not finished."""
+    sim = simulator(mode=mode)
+    assert report_of(sim, tokens(100), recompute_reason=recompute).miss_reason is (
+        MissReason.NO_SHARED_PREFIX
+    )
+    running = sim.start(tokens(100))
+    sim.forward(running, 10)
+    assert report_of(sim, tokens(100), recompute_reason=recompute).miss_reason is reason
+    sim.finish(running)
+    sim.cache.evict(10_000)
+    assert report_of(sim, tokens(100), recompute_reason=recompute).miss_reason is reason
+    assert lost(sim) == {reason: 10 + 10}
+
+
 def test_state_never_saved():
     sim = simulator()
     sim.run(tokens(100))
@@ -208,6 +230,20 @@ def test_salt_is_told_to_the_operator_and_not_to_the_tenant():
         "100 are known under another salt",
         "stops at 0 (salt): its tokens are known, but under another salt",
     ]
+
+
+@pytest.mark.parametrize("mode", ["restore", "memory_only"])
+def test_explain_tells_of_another_salt_where_that_is_what_is_missing(mode):
+    sim = simulator(mode=mode)
+    sim.run(tokens(100), salt="a")
+    explanation = sim.cache.explain(tokens(100), "b")
+    assert explanation.reason is (
+        MissReason.SALT if mode == "restore" else MissReason.NO_SHARED_PREFIX
+    )
+    running = sim.start(tokens(100), "b")  # about to save it under the own salt
+    explanation = sim.cache.explain(tokens(100), "b")
+    assert explanation.reason is explanation.match.miss_reason
+    sim.cancel(running)
 
 
 def test_under_its_own_salt_a_prompt_is_not_known_elsewhere():

@@ -150,6 +150,16 @@ def test_explain_tells_what_can_be_fetched():
     assert engine.stats()["fetches"] == 0
 
 
+def test_explain_where_the_last_token_is_computed_for_its_logits():
+    engine = tiny_engine(tiny_model("*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt)
+    empty_pool(engine)
+    explanation = engine.explain(prompt[:96])  # whole blocks
+    assert explanation.below == ("host", 95)
+    assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
+
+
 def test_salts_stay_apart():
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(60)
