@@ -69,14 +69,18 @@ def next_rung(position: int, rung_tokens: int | None) -> int:
 
 
 def rung_distance(
-    checkpoint_bytes: int, kv_bytes_per_token: int, block_size_tokens: int
+    checkpoint_bytes: int, kv_bytes_per_token: int, local_reach: int, block_size_tokens: int
 ) -> int | None:
-    """Tokens between rungs such that they cost no more memory than the KV that they make usable;
-    whole blocks. None where there is no KV to compare with."""
+    """Tokens between rungs, whole blocks. None where there is no KV to compare with.
+
+    Their states cost no more memory than the KV of full attention that they make usable, and of
+    local KV they keep each block once at most: they are no closer than the most tokens that a token
+    sees there (local_reach; 0: there is none).
+    """
     if not kv_bytes_per_token:
         return None
-    tokens = -(-checkpoint_bytes // kv_bytes_per_token)
-    return max(1, -(-tokens // block_size_tokens)) * block_size_tokens
+    tokens = max(1, -(-checkpoint_bytes // kv_bytes_per_token), local_reach)
+    return -(-tokens // block_size_tokens) * block_size_tokens
 
 
 def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:

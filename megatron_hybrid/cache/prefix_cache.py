@@ -106,8 +106,9 @@ class PrefixCache:
         self._rung_tokens = None
         if spec.needs_state and mode == "restore":
             self._rung_tokens = rung_distance(
-                spec.checkpoint_bytes + spec.local_bytes,
+                spec.checkpoint_bytes,
                 spec.kv_bytes_per_token,
+                spec.local_reach,
                 spec.block_size_tokens,
             )
 

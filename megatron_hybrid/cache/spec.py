@@ -162,6 +162,11 @@ class CacheSpec:
         return sum(group.num_layers * group.bytes_per_token * group.reach for group in groups)
 
     @cached_property
+    def local_reach(self) -> int:
+        """Most tokens that a token sees in any local group; 0 without one."""
+        return max((self.groups[i].reach for i in self.local_groups), default=0)
+
+    @cached_property
     def needs_state(self) -> bool:
         """True where a prompt resumes only at checkpoints: a recurrent state or local KV."""
         return self.state_bytes > 0 or bool(self.local_groups)

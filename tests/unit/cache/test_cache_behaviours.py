@@ -47,6 +47,16 @@ def test_the_same_prompt_again_skips_all_of_it(length, block):
     assert skips(sim, tokens(length)) == length
 
 
+@pytest.mark.parametrize(("window", "resumed"), [(64, 384), (100, 336), (300, 304)])
+def test_in_a_model_of_windows_the_first_to_part_resumes_within_a_window(window, resumed):
+    """However dear local KV is: five layers of it for each one of full attention."""
+    spec = CacheSpec(16, (KVGroup(1, 64), KVGroup(5, 64, window=window)), 0, hidden_bytes=128)
+    sim = Simulator(PrefixCache(spec, 4000))
+    prompt = tokens(1000)
+    skips(sim, prompt)
+    assert skips(sim, joined(prompt[:400], tokens(50, 1))) == resumed
+
+
 @pytest.mark.parametrize("block", [16, 256])
 def test_two_forks_at_256_of_1000(block):
     sim = simulator(block)

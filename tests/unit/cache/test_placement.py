@@ -100,19 +100,23 @@ def test_tail_position(prompt, skipped, weights, expected):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_bytes", "kv_bytes_per_token", "block", "expected"),
+    ("checkpoint_bytes", "kv_bytes_per_token", "reach", "block", "expected"),
     [
-        (4096, 128, 16, 32),  # exactly as many bytes
-        (4097, 128, 16, 48),  # whole blocks, rounded up
-        (4097, 128, 256, 256),
-        (100, 128, 16, 16),
-        (0, 128, 16, 16),
-        (50_000_000, 4096, 256, 12_288),  # of 12,208
-        (4096, 0, 16, None),
+        (4096, 128, 0, 16, 32),  # exactly as many bytes
+        (4097, 128, 0, 16, 48),  # whole blocks, rounded up
+        (4097, 128, 0, 256, 256),
+        (100, 128, 0, 16, 16),
+        (0, 128, 0, 16, 16),
+        (50_000_000, 4096, 0, 256, 12_288),  # of 12,208
+        (4096, 0, 0, 16, None),
+        (0, 128, 1024, 16, 1024),  # a window apart
+        (0, 128, 1025, 16, 1040),
+        (4096, 128, 20, 16, 32),
+        (4096, 0, 1024, 16, None),
     ],
 )
-def test_rung_distance(checkpoint_bytes, kv_bytes_per_token, block, expected):
-    assert rung_distance(checkpoint_bytes, kv_bytes_per_token, block) == expected
+def test_rung_distance(checkpoint_bytes, kv_bytes_per_token, reach, block, expected):
+    assert rung_distance(checkpoint_bytes, kv_bytes_per_token, reach, block) == expected
 
 
 @pytest.mark.parametrize(
