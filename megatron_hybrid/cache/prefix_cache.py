@@ -186,10 +186,7 @@ class PrefixCache:
             return None
         if self.mode == "restore":
             self._place(lease, known, declared, messages)
-        self._stats.requests += 1
-        self._stats.prompt_tokens += len(tokens)
-        self._stats.shared_tokens += lease.shared_tokens
-        self._stats.skipped_tokens += lease.skipped_tokens
+        self._stats.count(lease.report)
         if lease.report.miss_reason is not None:
             self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
         if known >= self.spec.block_size_tokens:
@@ -282,6 +279,7 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         self._open(new, capacity_tokens, capacity_tokens)
+        self._stats.count(new.report)
         return new
 
     # ---- while it runs ----

@@ -64,7 +64,8 @@ class PrefixReport:
 
 @dataclass
 class CacheStats:
-    """Counters since the cache was made."""
+    """Counters since the cache was made. A fork is a request that skips what is there of its
+    prompt, as it would be if it came a moment later."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -81,3 +82,10 @@ class CacheStats:
     tokens_forgotten: int = 0
     """Known tokens that were dropped from the index; where nothing attends to everything they are
     all that a prompt can be matched by."""
+
+    def count(self, report: PrefixReport) -> None:
+        """A request was admitted."""
+        self.requests += 1
+        self.prompt_tokens += report.prompt_tokens
+        self.shared_tokens += report.shared_tokens
+        self.skipped_tokens += report.skipped_tokens

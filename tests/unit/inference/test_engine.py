@@ -564,6 +564,17 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("max_requests", [2, 8])
+def test_samples_are_counted_whether_they_fork_or_wait(max_requests):
+    engine = tiny_engine(max_requests=max_requests)
+    results = engine.generate([random_tokens(40), random_tokens(60, seed=1)], greedy(4), n=4)
+    reports = [sample.prefix for result in results for sample in result.samples]
+    stats = engine.stats()
+    assert stats["requests"] == len(reports) == 8
+    for name in ("prompt_tokens", "shared_tokens", "skipped_tokens"):
+        assert stats[name] == sum(getattr(report, name) for report in reports)
+
+
 FAILING = {
     "load_checkpoint": (CacheMemory, 40),
     "save_checkpoint": (CacheMemory, 40),
