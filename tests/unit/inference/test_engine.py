@@ -564,7 +564,7 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("max_requests", [2, 8])
+@pytest.mark.parametrize("max_requests", [4, 8])
 def test_samples_are_counted_whether_they_fork_or_wait(max_requests):
     engine = tiny_engine(max_requests=max_requests)
     results = engine.generate([random_tokens(40), random_tokens(60, seed=1)], greedy(4), n=4)
