@@ -56,6 +56,7 @@ class Fetch:
     wanted: list[Record]  # the chain's blocks from first_block on, then the state
     reads: list[Future] | None = None  # their pages; None: it has yet to begin
     read_bytes: int = 0  # host memory that these take
+    num_waiting: int = 0  # requests
     lease: Lease | None = None
     reservation: Reservation | None = None
     arrival: Arrival | None = None
@@ -134,12 +135,7 @@ class Offload:
 
     def _give_up_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
-            if fetch.arrival is not None:
-                fetch.arrival.wait()
-                self._publish(fetch)
-            else:
-                fetch.has_failed = True
-                self._end(fetch)
+            self._give_up(fetch)
 
     # ---- down ----
 
@@ -237,7 +233,14 @@ class Offload:
                 wanted,
             )
             self._fetches[found.key] = fetch
+        fetch.num_waiting += 1
         return fetch
+
+    def leave(self, fetch: Fetch) -> None:
+        """A request that waited for a fetch is cancelled; the last one ends it."""
+        fetch.num_waiting -= 1
+        if not fetch.num_waiting and not fetch.is_over:
+            self._give_up(fetch)
 
     def poll(self) -> None:
         """Takes every fetch as far as it goes without waiting. Call it before requests start."""
@@ -333,6 +336,17 @@ class Offload:
         self.cache.release(fetch.lease)
         fetch.tier.used(fetch.record)
         self.stats.fetches += 1
+        self._end(fetch)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """Ends a fetch that nobody wants. What is on its way into the pool arrives."""
+        if fetch.arrival is not None:
+            fetch.arrival.wait()
+            self._publish(fetch)
+            return
+        for read in fetch.reads or []:
+            read.cancel()
+        fetch.has_failed = True
         self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:

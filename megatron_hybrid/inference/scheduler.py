@@ -329,6 +329,8 @@ class Scheduler:
         """Takes the request out; what it computed stays cached."""
         if request in self.waiting:
             self.waiting.remove(request)
+        if request.fetch is not None:
+            self.offload.leave(request.fetch)
         if request.lease is not None:
             self._retire(request)
         request.parked = None

@@ -200,7 +200,8 @@ class SlowStore:
     def arrive(self):
         reads, self.reads = self.reads, []
         for future, record in reads:
-            future.set_result(self.store.get(record).result())
+            if future.set_running_or_notify_cancel():
+                future.set_result(self.store.get(record).result())
         return len(reads)
 
 
@@ -252,12 +253,25 @@ def test_a_request_that_waits_can_be_cancelled(slow):
     other = engine.add_request(random_tokens(30, seed=5), greedy(6))
     engine.step()
     engine.cancel(request)
+    assert not engine.offload.is_busy and all(future.cancelled() for future, _ in store.reads)
+    assert all(not record.pins for record in engine.offload.tiers[0].records())
     store.arrive()
     while not other.closed:
         engine.step()
     engine.check_integrity()
-    assert not engine.offload.is_busy and not engine.cache.allocator.ref_counts.any()
-    assert all(not record.pins for record in engine.offload.tiers[0].records())
+    assert not engine.stats()["fetches"] and not engine.cache.allocator.ref_counts.any()
+
+
+def test_a_fetch_goes_on_for_those_that_are_left(slow):
+    engine, prompt, store = slow
+    requests = [engine.add_request(prompt, greedy(6)) for _ in range(2)]
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    engine.step()
+    engine.cancel(requests[0])
+    store.arrive()
+    while engine.has_work:
+        engine.step()
+    assert requests[1].result().prefix.fetched_tokens == 60 and other.done
 
 
 def test_an_engine_with_nothing_else_to_do_waits(slow):
@@ -393,11 +407,10 @@ def test_a_handle_keeps_no_bytes(slow):
     engine, prompt, store = slow
     request = engine.add_request(prompt, greedy(6))
     step_with_arrival(engine, store)
-    engine.cancel(request)
     fetch = request.fetch
     assert fetch.reads
-    answer(engine, random_tokens(30, seed=5))
-    assert fetch.is_over and not fetch.reads and fetch.arrival is None
+    engine.cancel(request)
+    assert request.fetch is fetch and fetch.is_over and not fetch.reads and fetch.arrival is None
 
 
 @pytest.mark.parametrize("in_pool", [False, True])
