@@ -466,6 +466,11 @@ class PrefixCache:
 
     # ---- the memories below ----
 
+    @property
+    def num_evicted(self) -> int:
+        """States and blocks that made room so far."""
+        return self._stats.checkpoints_evicted + self._stats.kv_blocks_evicted
+
     def watch_evictions(self, leaving: Leaving | None) -> None:
         """`leaving` is told from now on what is evicted, before it goes."""
         self._evictor.leaving = leaving

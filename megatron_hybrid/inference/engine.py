@@ -176,12 +176,11 @@ class DynamicInferenceEngine:
             raise
 
     def _step(self) -> list[GenerationResult]:
-        was_fetching = self.offload.is_busy
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.is_busy:
                 self.offload.wait()
-            elif self.scheduler.waiting and not was_fetching:
+            elif self.scheduler.waiting:
                 raise RuntimeError(
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"

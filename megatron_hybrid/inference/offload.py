@@ -2,8 +2,8 @@
 
 Down: what the pool evicts is offered to the first tier, what that one refuses or evicts to the
 next; each takes it if it is worth more than what it would have to drop. Up: a waiting request whose
-prompt goes on deeper in a tier than in the pool has that part fetched, while others run; it comes
-back as if a request had computed it, and from then on the pool is all that anybody looks at.
+prompt goes on deeper in a tier than in the pool has that part read, while others run, and brought
+into the pool when it can start; it comes back as if a request had computed it.
 """
 
 from __future__ import annotations
@@ -242,15 +242,27 @@ class Offload:
         if not fetch.num_waiting and not fetch.is_over:
             self._give_up(fetch)
 
+    def read(self, fetch: Fetch, *, is_first: bool) -> None:
+        """Begins to read what a fetch wants, if not too much is read already. is_first: a request
+        waits for it that is the first in line; others must not keep it waiting."""
+        if fetch.reads is None and (is_first or self._read_bytes < MAX_READ_BYTES):
+            self._read(fetch, fetch.wanted)
+
+    def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
+        """A request that waits for a fetch can start next: brings what is read into the pool, once
+        there is room for the whole request (arguments as in `PrefixCache.acquire`)."""
+        if fetch.lease is None and agree_on_all(fetch.is_read):
+            self._to_pool(fetch, capacity_tokens, chunk_tokens)
+            self._publish_if_there(fetch)
+
     def poll(self) -> None:
-        """Takes every fetch as far as it goes without waiting. Call it before requests start."""
+        """Publishes what has arrived in the pool. Call it before requests start."""
         for fetch in list(self._fetches.values()):
-            if fetch.reads is None and self._read_bytes < MAX_READ_BYTES:
-                self._read(fetch, fetch.wanted)
-            if fetch.lease is None and agree_on_all(fetch.is_read):
-                self._to_pool(fetch)
-            if fetch.arrival is not None and agree_on_all(fetch.arrival.is_done()):
-                self._publish(fetch)
+            self._publish_if_there(fetch)
+
+    def _publish_if_there(self, fetch: Fetch) -> None:
+        if fetch.arrival is not None and agree_on_all(fetch.arrival.is_done()):
+            self._publish(fetch)
 
     @property
     def is_busy(self) -> bool:
@@ -258,10 +270,14 @@ class Offload:
 
     def wait(self) -> None:
         """Waits until a fetch can go on."""
-        fetch = next(iter(self._fetches.values()))  # the first always has begun to read
-        wait(fetch.reads)
-        if fetch.arrival is not None:
-            fetch.arrival.wait()
+        for fetch in self._fetches.values():
+            if fetch.reads is not None and not fetch.is_read:
+                wait(fetch.reads)
+                return
+        for fetch in self._fetches.values():
+            if fetch.arrival is not None:
+                fetch.arrival.wait()
+                return
 
     def _read(self, fetch: Fetch, records: list[Record]) -> None:
         """Begins to read these, the first of what a fetch wants."""
@@ -271,7 +287,7 @@ class Offload:
             fetch.read_bytes += num_bytes
             self._read_bytes += num_bytes
 
-    def _to_pool(self, fetch: Fetch) -> None:
+    def _to_pool(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """All is in host memory: starts the way into the pool, if there is room."""
         pages = [read.result() for read in fetch.reads]
         if not agree_on_all(all(part is not None for part in pages)):
@@ -283,7 +299,12 @@ class Offload:
             self._end(fetch)
             return
         size, position = self.spec.block_size_tokens, fetch.position
-        lease = self.cache.adopt(fetch.tokens, fetch.salt, capacity_tokens=position)
+        lease = self.cache.adopt(
+            fetch.tokens,
+            fetch.salt,
+            capacity_tokens=capacity_tokens,
+            chunk_tokens=chunk_tokens,
+        )
         fetch.lacks_room = lease is None
         if lease is None:
             return  # again later
@@ -293,6 +314,7 @@ class Offload:
             more = fetch.chain[shared : fetch.first_block]
             fetch.wanted[:0], fetch.first_block = more, shared
             self._read(fetch, more)
+            self.bring(fetch, capacity_tokens, chunk_tokens)
             return
         targets = list(lease.block_table[shared : len(fetch.chain)])
         sources = pages[shared - fetch.first_block : len(fetch.chain) - fetch.first_block]

@@ -72,7 +72,7 @@ class Request:
     lease: Lease | None = None
     waits_for: "tuple[Request, int] | None" = None
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
-    was_looked_up: bool = False  # in the memories below the pool
+    looked_up_at: int | None = None  # in the memories below, after so many evictions from the pool
     fetch: Fetch | None = None  # what they had of it
     parked: ParkedRequest | None = None
     lease_before: Lease | None = None  # released; a parked request goes on with what it wanted

@@ -74,16 +74,17 @@ class Scheduler:
         self.offload.poll()
         blocked = False
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
+            can_start = not blocked and bool(self.free_slots) and self._budget(plan) > 0
             # Also asked of requests that cannot start yet: it is the running prefill that must know
-            # early where they will part from it.
-            if self._waits_for_other(request) or self._waits_for_fetch(request) or blocked:
-                blocked = blocked or (request.fetch is not None and request.fetch.lacks_room)
+            # early where they will part from it, and what is on the disk is read meanwhile.
+            if self._waits_for_other(request):
                 continue
             # First come, first served: nobody overtakes a request that lacks room, be it for what
             # is fetched for it.
-            blocked = (
-                not self.free_slots or not self._budget(plan) or not self._admit(plan, request)
-            )
+            if self._waits_for_fetch(plan, request, can_start):
+                blocked = blocked or request.fetch.lacks_room
+            else:
+                blocked = not can_start or not self._admit(plan, request)
         self._reserve_checkpoints(plan)
         self.num_forward_tokens += plan.num_tokens
         return plan
@@ -192,16 +193,33 @@ class Scheduler:
 
     # Fetching ----------------------------------------------------------------------------------
 
-    def _waits_for_fetch(self, request: Request) -> bool:
-        """Whether a part of its prompt is on its way from host memory or disk."""
+    def _waits_for_fetch(self, plan: StepPlan, request: Request, can_start: bool) -> bool:
+        """Whether a part of its prompt is on its way from host memory or disk.
+
+        It is read ahead, and goes into the pool when the request can start: earlier it would push
+        out what was fetched for those before it, and be pushed out itself.
+        """
         if not self.offload.tiers or request.parked or request.params.needs_prompt_logits:
             return False
-        while not request.was_looked_up or (request.fetch and request.fetch.has_failed):
-            request.was_looked_up = True
-            tokens = request.tokens[: request.num_tokens]
-            request.fetch = self.offload.start(tokens, request.salt)
-            self.offload.poll()
-        return request.fetch is not None and not request.fetch.is_over
+        tokens = request.tokens[: request.num_tokens]
+        while True:
+            if request.fetch is not None and request.fetch.has_failed:
+                request.fetch = request.looked_up_at = None  # what lies before it may be there
+            if request.fetch is None or request.fetch.is_over:
+                # Only an eviction takes from the pool, and only it gives to the tiers.
+                now, before = self.cache.num_evicted, request.looked_up_at
+                if before is not None and (before == now or not can_start):
+                    return False
+                request.looked_up_at = now
+                found = self.offload.start(tokens, request.salt)
+                if found is None:
+                    return False
+                request.fetch = found
+            self.offload.read(request.fetch, is_first=request is self.waiting[0])
+            if can_start:
+                self.offload.bring(request.fetch, len(tokens), self._budget(plan))
+            if not request.fetch.has_failed:
+                return not request.fetch.is_over
 
     # Single flight -----------------------------------------------------------------------------
 

@@ -356,17 +356,107 @@ def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
 
     def slow_to_pool(targets, sources):
         to_pool(targets, sources)
-        return SlowArrival(lambda: requests[-1].was_looked_up)
+        return SlowArrival(lambda: requests[-1].looked_up_at is not None)
 
     engine.offload._mover.to_pool = slow_to_pool
     step_with_arrival(engine, store)
     large = random_tokens(whole_pool * 16 - 20, seed=7)
     requests.append(engine.add_request(large, greedy(1)))
-    requests[-1].was_looked_up = True  # so that the next one's look-up ends the fetch
     requests.append(engine.add_request(random_tokens(20, seed=8), greedy(1)))
     while engine.has_work:
         engine.step()
     assert requests[0].generated_tokens == engine.expected
+
+
+class LateArrival(Arrival):
+    """Pages that have arrived in the pool when they are asked for the third time."""
+
+    def __init__(self):
+        super().__init__([])
+        self.asked = 0
+
+    def is_done(self):
+        self.asked += 1
+        return self.asked > 2
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("slots", "in_pool"), [(1, 2), (2, 2), (2, 3), (4, 4)])
+def test_queued_prompts_do_not_push_out_each_other(monkeypatch, slots, in_pool, is_late):
+    """All are in host memory, and the pool has room for a few."""
+    model = tiny_model("MG*-")
+    spec = tiny_engine(model).cache.spec
+    room = in_pool * (8 * spec.kv_pages_per_block + 2 * spec.checkpoint_pages) * spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=room, host_cache_bytes=64 << 20, max_requests=slots)
+    prompts = [random_tokens(100, seed=seed) for seed in range(8)]
+    expected = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    empty_pool(engine)
+    to_pool = engine.offload._mover.to_pool
+    if is_late:
+        late = lambda *parts: to_pool(*parts) and LateArrival()  # noqa: E731
+        monkeypatch.setattr(engine.offload._mover, "to_pool", late)
+    results = engine.generate(prompts, greedy(6))
+    assert [result.prefix.fetched_tokens for result in results] == [100] * 8
+    assert [result.generated_tokens for result in results] == expected
+    # What is late may be pushed out again by those that start before it.
+    assert engine.stats()["fetches"] <= (24 if is_late else 8)
+    engine.check_integrity()
+
+
+def test_what_leaves_the_pool_while_its_request_waits_is_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, max_requests=1)
+    prompt = random_tokens(100)
+    expected = answer(engine, prompt).generated_tokens
+    first = engine.add_request(random_tokens(30, seed=5), greedy(20))
+    request = engine.add_request(prompt, greedy(6))
+    engine.step()  # the pool has it
+    engine.cache.evict(EVERYTHING)
+    while engine.has_work:
+        engine.step()
+    assert request.generated_tokens == expected and first.done
+    assert request.result().prefix.fetched_tokens == 100
+
+
+def test_the_disk_is_read_while_the_slots_are_taken(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
+    prompt = random_tokens(60)
+    answer(engine, prompt)
+    empty_pool(engine)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    running = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    request = engine.add_request(prompt, greedy(6))
+    engine.step()
+    assert store.arrive() == 60 // 16 + 1
+    engine.step()
+    assert not running.done and not engine.stats()["fetches"]
+    assert engine.explain(prompt).match.skipped_tokens == 0  # not in the pool before its turn
+    while engine.has_work:
+        engine.step()
+    assert request.result().prefix.fetched_tokens == 60
+    engine.close()
+
+
+def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
+    prompts = [random_tokens(60, seed=seed) for seed in range(2)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    engine.add_request(random_tokens(30, seed=5), greedy(2))
+    requests = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
+    engine.step()
+    assert engine.offload._read_bytes > 1
+    engine.scheduler.waiting.reverse()  # the other one comes first
+    engine.scheduler.max_waiting_looked_at = 1  # and this one is too far behind
+    while engine.has_work:
+        engine.step()
+    assert [request.result().prefix.fetched_tokens for request in requests] == [60, 60]
+    engine.close()
 
 
 def test_what_fails_on_the_way_into_the_pool_is_tried_again(slow, monkeypatch):
