@@ -12,12 +12,15 @@ themselves are the store's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from megatron_hybrid.cache.eviction import EvictionQueue, Key
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.cache.spec import CacheSpec
+
+logger = logging.getLogger(__name__)
 
 
 class Record:
@@ -116,6 +119,8 @@ class Tier:
         self.store = store
         self.used_bytes = 0
         self.num_states = self.num_evicted = 0
+        self.num_without_memory = 0
+        """Times that the bytes to be kept found no memory."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
         self._leaves = leaves
@@ -175,7 +180,8 @@ class Tier:
             saved_work: work to be done again without the state (`CacheSpec.work`).
             uses: how often it was of use, this time included.
         Returns:
-            Whether all of it is here now.
+            Whether all of it is here now. Also False when the source finds no memory for its copies
+            (it raises MemoryError, or as torch does RuntimeError): that must cost no request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:
@@ -198,21 +204,29 @@ class Tier:
         joint = last = self._records[blocks[known - 1]] if known else None
         if joint is not None:
             joint.pins += 1
-        fits = self._make_room(cost, uses * saved_work / max(1, cost))
-        if fits:
-            for index, data in zip(missing, source.blocks(missing)):
+        try:
+            if not self._make_room(cost, uses * saved_work / max(1, cost)):
+                return False
+            try:
+                data = list(source.blocks(missing))
+                state_data = source.state() if state is not None else None
+            except (MemoryError, RuntimeError) as error:
+                self._lacks_memory(error)
+                return False
+            for index, block_data in zip(missing, data):
                 start, end = index * spec.block_size_tokens, (index + 1) * spec.block_size_tokens
                 last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
                 last.saved_work = spec.work(start, end)
-                self.add(last, data)
+                self.add(last, block_data)
             if state is not None:
                 num_bytes = cost - len(missing) * self._block_bytes
                 record = Record(state, last, position, num_bytes, is_state=True)
                 record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
-                self.add(record, source.state())
-        if joint is not None:
-            self.unpin(joint)
-        return fits
+                self.add(record, state_data)
+            return True
+        finally:
+            if joint is not None:
+                self.unpin(joint)
 
     def add(self, record: Record, data: Any = None) -> None:
         """Enter a record. data: its bytes; None: the store has them already."""
@@ -293,6 +307,18 @@ class Tier:
             self.remove(record)
 
     # ---- within ----
+
+    def _lacks_memory(self, error: Exception) -> None:
+        self.num_without_memory += 1
+        if self.num_without_memory == 1:
+            logger.warning(
+                "no memory for what leaves the pool (%s): it is not kept in the %s tier. Lower "
+                "host_cache_bytes or cache_bytes. Further times are only counted "
+                "(%s_without_memory)",
+                error,
+                self.name,
+                self.name,
+            )
 
     def _holds(self, record: Record) -> bool:
         return self._records.get(record.key) is record

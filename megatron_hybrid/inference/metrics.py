@@ -32,6 +32,8 @@ COUNTERS = {
     "fetches_failed": "Fetches that found damaged data.",
     "host_records_evicted": "States and KV blocks that host memory had no room for any more.",
     "disk_records_evicted": "States and KV blocks that the disk had no room for any more.",
+    "host_without_memory": "Times that an allocation failed on the way to host memory.",
+    "disk_without_memory": "Times that an allocation failed on the way to the disk.",
 }
 """Keys of `engine.stats()` that only grow."""
 GAUGES = {

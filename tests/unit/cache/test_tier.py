@@ -259,6 +259,41 @@ def test_a_store_that_takes_no_more_changes_nothing(name):
     assert store.data == before
 
 
+class WithoutMemory(Prefix):
+    """A source whose copies find no memory: those of blocks, or that of the state."""
+
+    def __init__(self, tokens, fails):
+        super().__init__(tokens)
+        self.fails = fails
+
+    def blocks(self, indices):
+        if self.fails == "blocks":
+            raise MemoryError("no pinned memory")
+        return super().blocks(indices)
+
+    def state(self):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("fails", ["blocks", "state"])
+def test_a_source_that_finds_no_memory_is_a_refusal(caplog, fails):
+    spec, store = SPECS["hybrid"], Bytes()
+    tier = Tier("host", spec, bytes_of(spec, 100, 40), store)
+    keep(tier, [1] * 40, spec)
+    before = dict(store.data)
+    for tokens in ([1] * 100, [2] * 30):
+        keys = PrefixKeys(np.array(tokens, dtype=np.int32), "", 16)
+        source, end = WithoutMemory(tokens, fails), len(tokens)
+        blocks = keys.blocks(end // 16)
+        assert not tier.keep(blocks, source, state=keys.state(end), position=end, saved_work=1)
+    assert store.data == before and not any(record.pins for record in tier.records())
+    assert tier.num_without_memory == 2
+    (logged,) = caplog.messages
+    assert logged.startswith("no memory for what leaves the pool (")
+    assert keep(tier, [3] * 140, spec, saved=10**6)  # all that is old can go
+    assert find(tier, [1] * 40) == 0
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_what_was_removed_and_came_again_is_another_record(name):
     """A fetch may still hold what was damaged, while its prompt is computed and kept again."""

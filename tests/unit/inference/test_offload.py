@@ -180,6 +180,27 @@ def test_prompt_log_probs_need_every_token():
     assert engine.stats()["fetches"] == 0
 
 
+def test_a_host_allocation_that_fails_costs_no_request(monkeypatch):
+    model = tiny_model("MG*-")
+    engine = tiny_engine(model, cache_bytes=200 << 10, host_cache_bytes=64 << 20)
+    failures = []
+
+    def no_memory(page_lists):
+        failures.append(page_lists)
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.offload._mover, "to_host", no_memory)
+        for seed in range(6):
+            prompt = random_tokens(90, seed=seed)
+            assert answer(engine, prompt).generated_tokens == greedy_tokens(model, prompt, 6)
+    stats = engine.stats()
+    assert stats["host_without_memory"] == len(failures) > 0
+    assert not stats["leases"] and not stats["host_bytes"]
+    empty_pool(engine)
+    assert engine.stats()["host_states"]
+
+
 # Nobody waits who need not -----------------------------------------------------------------------
 
 
