@@ -335,16 +335,55 @@ class Tier:
         record.priority = self._clock + record.uses * saved
 
     def _make_room(self, num_bytes: int, value: float) -> bool:
-        while self.used_bytes + num_bytes > self.capacity_bytes:
+        """Room for so many more bytes, if each record that has to go for it is worth less per byte
+        than `value`; if not, none goes."""
+        missing = self.used_bytes + num_bytes - self.capacity_bytes
+        going: list[Record] = []
+        clock = self._clock
+        while missing > 0:
             least = self._queue.least()
-            if least is None or least[1] > self._clock + value:
-                return False
+            if least is None or least[1] > clock + value:
+                break
+            clock = least[1]
             record = self._queue.pop()
-            self._clock = least[1]
+            going.append(record)
+            missing -= self._uncount(record)
+        for record in reversed(going):
+            self._recount(record)
+        for record in going:
+            if missing > 0:
+                self._queue.add(record)
+                continue
             self._leaves(record)
             self.num_evicted += 1
             self.remove(record)
+        if missing > 0:
+            return False
+        self._clock = clock
         return True
+
+    def _uncount(self, record: Record) -> int:
+        """Counts a record as gone from what leads to it; bytes that are free without it."""
+        freed, parent = record.num_bytes, record.parent
+        while parent is not None:
+            parent.num_children -= 1
+            if parent.num_children or parent.pins:
+                break
+            if not self._spec.needs_state:
+                self._queue.add(parent)
+                break
+            freed += parent.num_bytes
+            parent = parent.parent
+        return freed
+
+    def _recount(self, record: Record) -> None:
+        """Undoes the last `_uncount`."""
+        parent = record.parent
+        while parent is not None:
+            parent.num_children += 1
+            if parent.num_children > 1 or parent.pins or not self._spec.needs_state:
+                break
+            parent = parent.parent
 
     def _forget(self, record: Record) -> None:
         del self._records[record.key]

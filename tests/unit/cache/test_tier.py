@@ -101,7 +101,7 @@ class TierMachine(RuleBasedStateMachine):
         before = set(self.store.data)
         source = keep(self.tier, tokens, self.spec, salt, saved=saved)
         if source is None:
-            assert set(self.store.data) <= before
+            assert set(self.store.data) == before
             return
         self.prefixes.append((salt, tokens))
         reached = length if self.spec.needs_state else length // 16 * 16
@@ -198,6 +198,27 @@ def test_the_state_that_saves_least_for_its_bytes_goes_first():
     assert [find(tier, tokens) for tokens in prompts.values()][:3] == [40, 0, 40]
     assert keep(tier, [8] * 40, spec, saved=5) is None  # worth less than any that is here
     assert tier.num_evicted == 1
+
+
+@pytest.mark.parametrize("name", ["hybrid", "pure attention"])
+def test_what_is_refused_costs_nothing(name):
+    """Something worth more is in the way, behind much that is worth less."""
+    spec = SPECS[name]
+    store = Bytes()
+    tier = Tier("host", spec, 1 << 30, store)
+    keep(tier, [100] * 1600, spec, saved=10**6)
+    tier.pin(tier.find(PrefixKeys(np.full(1600, 100, dtype=np.int32), "", 16)))
+    for token in range(10):
+        assert keep(tier, [token] * 40, spec, saved=10)
+    tier.capacity_bytes = tier.used_bytes
+    before = dict(store.data)
+    assert keep(tier, [101] * 1600, spec, saved=10**5) is None
+    assert store.data == before and not tier.num_evicted
+    assert keep(tier, [102] * 100, spec, saved=10**5)  # room for this one can be made
+    assert find(tier, [100] * 1600) == 1600 and tier.num_evicted > 0
+    for token in range(103, 120):
+        assert keep(tier, [token] * 40, spec, saved=10**5)
+    assert tier.used_bytes == sum(record.num_bytes for record in tier.records())
 
 
 def test_what_is_used_stays_longer_and_time_passes():
