@@ -164,7 +164,8 @@ class DynamicInferenceEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GenerationResult]:
-        """Runs one forward pass; returns the results of the requests that it finished.
+        """Runs one forward pass; returns the results of the requests that it finished. Where all
+        requests wait for the disk it waits a few milliseconds instead.
 
         If anything raises (no memory for a forward, or for a state on its way), the running
         requests go back to the queue and start from what is cached; nothing cached is lost.

@@ -29,6 +29,8 @@ from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
 MAX_READ_BYTES = 1 << 30
 """Bytes read from the disk and not yet in the pool beyond which no further fetch begins."""
+MAX_WAIT_SECONDS = 0.005
+"""Time that a step without work waits for a read; then its caller may add requests or cancel."""
 
 
 @dataclass
@@ -271,10 +273,10 @@ class Offload:
         return bool(self._fetches)
 
     def wait(self) -> None:
-        """Waits until a fetch can go on."""
+        """Waits until a fetch can go on, but not long."""
         for fetch in self._fetches.values():
             if fetch.reads is not None and not fetch.is_read:
-                wait(fetch.reads)
+                wait(fetch.reads, MAX_WAIT_SECONDS)
                 return
         for fetch in self._fetches.values():
             if fetch.arrival is not None:
