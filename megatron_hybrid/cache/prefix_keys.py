@@ -7,11 +7,16 @@ are as good as impossible, also for somebody who looks for them.
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 
 import numpy as np
 
+from megatron_hybrid.cache.tree import common_prefix
+
 _BYTES = 32
+MAX_RECENT = 8
+"""Sequences whose keys are remembered (10 bytes a token with blocks of 16)."""
 
 
 class PrefixKeys:
@@ -25,9 +30,19 @@ class PrefixKeys:
 
     def __init__(self, tokens: np.ndarray, salt: str, block_size_tokens: int):
         self.num_tokens = len(tokens)
+        self.salt = salt
         self._bytes = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         self._block_bytes = 4 * block_size_tokens
         self._chain = [blake2b(_bytes_of(salt), digest_size=_BYTES, person=b"salt").digest()]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [L]."""
+        return np.frombuffer(self._bytes, dtype="<i4")
+
+    def take_over(self, other: PrefixKeys, num_tokens: int) -> None:
+        """What is known of another sequence, with which this one has num_tokens in common."""
+        self._chain = other._chain[: 1 + 4 * num_tokens // self._block_bytes]
 
     def block(self, index: int) -> bytes:
         """Key of block `index`, which must be full: of the first (index + 1) * B tokens."""
@@ -52,6 +67,38 @@ class PrefixKeys:
         before = self.block(full - 1)
         tail = self._bytes[full * self._block_bytes : position * 4]
         return blake2b(tail, digest_size=_BYTES, key=before, person=b"state").digest()
+
+
+class RecentKeys:
+    """Remembers the keys of the sequences that were asked for last: those of one conversation come
+    one after another, and what they have in common is hashed once.
+
+    Args:
+        block_size_tokens: B.
+    """
+
+    def __init__(self, block_size_tokens: int):
+        self._size = block_size_tokens
+        self._recent: deque[PrefixKeys] = deque(maxlen=MAX_RECENT)
+
+    def of(self, tokens: np.ndarray, salt: str) -> PrefixKeys:
+        """Keys of a sequence (int32 [L])."""
+        keys = PrefixKeys(tokens, salt, self._size)
+        best, common = None, 0
+        for other in self._recent:
+            if other.salt == salt:
+                shared = common_prefix(keys.tokens, other.tokens)
+                if shared > common:
+                    best, common = other, shared
+        if best is not None:
+            keys.take_over(best, common)
+            if common == min(best.num_tokens, keys.num_tokens):  # the longer one stays
+                self._recent.remove(best)
+                if common < best.num_tokens:
+                    self._recent.append(best)
+                    return keys
+        self._recent.append(keys)
+        return keys
 
 
 def _bytes_of(salt: str) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hybrid.cache.eviction import rebuild_work
 from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache.prefix_keys import RecentKeys
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tier import Record, Tier, state_record_pages
 from megatron_hybrid.cache.tree import Checkpoint, Edge
@@ -94,6 +94,7 @@ class Offload:
         self.stats = OffloadStats()
         self.tiers: list[Tier] = []
         self._mover = PageMover(pool)
+        self._keys = RecentKeys(self.spec.block_size_tokens)
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
         self._read_bytes = 0
         if disk is not None:
@@ -158,7 +159,7 @@ class Offload:
         if position < size:
             return  # less than a block is sooner computed
         salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
-        keys = PrefixKeys(tokens, salt, size)
+        keys = self._keys.of(tokens, salt)
         full = position // size
         source = PoolSource(
             self._mover, rows, np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
@@ -181,7 +182,7 @@ class Offload:
         if not end:
             return
         salt, tokens, rows = self.cache.prefix(edge, end)
-        keys, source = PrefixKeys(tokens, salt, size), PoolSource(self._mover, rows, rows[:0])
+        keys, source = self._keys.of(tokens, salt), PoolSource(self._mover, rows, rows[:0])
         for tier in tiers:
             if tier.keep(keys.blocks(end // size), source):
                 break
@@ -204,7 +205,7 @@ class Offload:
         """What a prompt can go on from that is deeper than `skipped` tokens, by a block at least;
         of two equal ones that in the faster memory."""
         size = self.spec.block_size_tokens
-        keys = PrefixKeys(tokens, salt, size)
+        keys = self._keys.of(tokens, salt)
         best = None
         for tier in self.tiers:
             record = tier.find(keys)

@@ -1,11 +1,13 @@
 """Keys of prefixes: equal for equal prefixes, and for nothing else."""
 
+from hashlib import blake2b
 from itertools import product
 
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.prefix_keys import PrefixKeys
+from megatron_hybrid.cache import prefix_keys
+from megatron_hybrid.cache.prefix_keys import MAX_RECENT, PrefixKeys, RecentKeys
 
 
 def keys_of(tokens, salt=""):
@@ -45,3 +47,40 @@ def test_any_string_is_a_salt():
     tokens = np.arange(16, dtype=np.int32)
     salts = ["", "a", "\ud800", "\udfff", "\N{GRINNING FACE}", "\ud83d\ude00"]
     assert len({PrefixKeys(tokens, salt, 16).block(0) for salt in salts}) == len(salts)
+
+
+def test_recent_keys_are_the_same_keys():
+    random = np.random.default_rng(0)
+    recent, families = RecentKeys(16), random.integers(0, 2, (3, 100)).astype(np.int32)
+    for _ in range(300):
+        head = families[random.integers(3)][: random.integers(101)]
+        tokens = np.concatenate([head, random.integers(0, 2, random.integers(60))]).astype(np.int32)
+        salt = str(random.choice(["", "other"]))
+        keys, fresh, count = recent.of(tokens, salt), PrefixKeys(tokens, salt, 16), len(tokens)
+        assert keys.num_tokens == count
+        asked = random.integers(count // 16 + 1)  # a chain may be known in part
+        assert keys.blocks(asked) == fresh.blocks(asked)
+        if count >= 16:
+            assert keys.state(count) == fresh.state(count)
+
+
+def test_what_sequences_have_in_common_is_hashed_once(monkeypatch):
+    hashed = []
+
+    def counted(data, **options):
+        hashed.append(data)
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(prefix_keys, "blake2b", counted)
+    recent, tokens = RecentKeys(16), np.arange(1600, dtype=np.int32)
+    recent.of(tokens, "").blocks(100)
+    for turn in range(3):
+        hashed.clear()
+        tokens = np.concatenate([tokens, np.full(32, turn, dtype=np.int32)])
+        recent.of(tokens, "").blocks(len(tokens) // 16)
+        recent.of(tokens[:800], "").blocks(50)
+        assert len(hashed) == 2 + 2  # two salts, two blocks
+    assert len(recent._recent) == 1
+    for other in range(2 * MAX_RECENT):
+        recent.of(tokens, str(other))
+    assert len(recent._recent) == MAX_RECENT
