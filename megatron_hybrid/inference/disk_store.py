@@ -8,7 +8,8 @@
 A record counts from the moment its line is complete, and its pages are written before that; a line
 that says that a record went is written before its pages are used again. So a process may die at any
 moment: what it loses are the records that were on their way. Every line and every record has a
-checksum: what does not fit it is named and never used.
+checksum: what does not fit it is named and never used. A record's covers what it is good for, too:
+bytes that other weights made do not fit, whatever the files say.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_hybrid.inference.page_mover import HostPages
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder, and of what a page holds: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes on their way to the disk beyond which nothing more is taken in."""
@@ -97,6 +98,7 @@ class DiskStore:
         self._num_lines = 0
         self.problems: list[str] = []
         """What was damaged and left out, and what could not be written; logged too."""
+        self._made_for = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log: int | None = None
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="cache-disk-read")
@@ -141,7 +143,7 @@ class DiskStore:
     def _check_head(self) -> None:
         path = self.folder / _HEAD
         if not path.exists():
-            _write_whole(path, json.dumps(self._head, indent=1).encode())
+            self._write_head()
             return
         try:
             found = json.loads(path.read_bytes())
@@ -269,11 +271,20 @@ class DiskStore:
                     self._warn(f"{_PAGES} page {slot}", "the file ends before its end")
                     return None
                 part, offset = part[read:], offset + read
-        if _checksum(data.numpy()) != placed.checksum:
+        if self._checksum(record, data.numpy()) != placed.checksum:
             what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
             self._warn(what, "their checksum does not fit")
             return None
         return HostPages(data)
+
+    def _checksum(self, record: Record, pages: np.ndarray) -> str:
+        """Of a record's bytes, its key, and what it is good for."""
+        digest = blake2b(record.key, digest_size=16, key=self._made_for)
+        digest.update(np.ascontiguousarray(pages))
+        return digest.hexdigest()
+
+    def _hash_head(self) -> bytes:
+        return blake2b(json.dumps(self._head, sort_keys=True).encode(), digest_size=32).digest()
 
     # ---- writing, in a thread ----
 
@@ -314,7 +325,7 @@ class DiskStore:
                 written = os.pwrite(self._pages, part, offset)
                 part, offset = part[written:], offset + written
         parent = record.parent.key if record.parent is not None else None
-        placed = Placed(record, parent, slots, _checksum(pages))
+        placed = Placed(record, parent, slots, self._checksum(record, pages))
         self._write_line(_put_line(placed))
         self._placed[record.key] = placed
 
@@ -337,23 +348,49 @@ class DiskStore:
         """From now on the records are good for something else; there are none.
 
         Raises:
-            OSError: writing failed.
+            OSError: writing failed, or the folder is another's now. Nothing more is written.
         """
         self.flush()
         self._head.update(fingerprint)
+        self._made_for = self._hash_head()
+        try:
+            self._check_ours()
+            self._rewrite_log()  # what tells of the old ones may be damaged later
+            self._write_head()
+        except OSError as error:
+            self._error = error
+            raise
+
+    def _write_head(self) -> None:
         _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+
+    def _check_ours(self) -> None:
+        """Raises OSError if the folder's files are not those that were opened."""
+        opened = {_LOCK: self._lock, _PAGES: self._pages, _LOG: self._log}
+        for name, descriptor in opened.items():
+            try:
+                is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
+            except FileNotFoundError:
+                is_ours = False
+            if not is_ours:
+                raise OSError(
+                    f"{self.folder / name} was removed or replaced while an engine used it: what "
+                    f"was saved there is lost. Close the engine and open a new one"
+                )
 
     def flush(self) -> None:
         """Returns when all that was put is on the disk, also after a loss of power.
 
         Raises:
-            OSError: writing failed (what else stopped it is raised as it is).
+            OSError: writing failed (what else stopped it is raised as it is), or the folder's files
+                are not there any more.
         """
         with self._changed:
             while self._jobs:
                 self._changed.wait()
         if self._error is not None:
             raise self._error
+        self._check_ours()
         os.fsync(self._pages)
         os.fsync(self._log)
 
@@ -401,10 +438,6 @@ def _runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
     starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
     for start, end in zip(starts, [*starts[1:], len(slots)]):
         yield int(start), int(slots[start]), int(end - start)
-
-
-def _checksum(pages: np.ndarray) -> str:
-    return blake2b(np.ascontiguousarray(pages), digest_size=16).hexdigest()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """A cache folder after kills, flipped bytes and mistakes: what is used is right, the rest named."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -245,9 +246,76 @@ def test_a_damaged_head_is_named(filled, head):
 
 def test_a_later_format_is_refused(filled):
     head = json.loads((filled / "cache.json").read_text())
-    (filled / "cache.json").write_text(json.dumps({**head, "format": 2}))
-    with pytest.raises(CacheFolderError, match="another format: 2 there, 1 here"):
+    (filled / "cache.json").write_text(json.dumps({**head, "format": 3}))
+    with pytest.raises(CacheFolderError, match="another format: 3 there, 2 here"):
         open_tier(filled)
+
+
+OTHER_WEIGHTS = {**MADE_FOR, "weights": "new"}
+
+
+def test_what_other_weights_made_never_fits(filled):
+    """Whatever the log says: not after a clear, nor under a head that is not theirs."""
+    log = (filled / "index.log").read_bytes()
+    tier = open_tier(filled)
+    tier.clear()
+    tier.store.is_for(OTHER_WEIGHTS)
+    tier.store.close()
+    assert not (filled / "index.log").read_bytes()  # no line that could be damaged
+    (filled / "index.log").write_bytes(log)
+    tier = open_tier(filled, made_for=OTHER_WEIGHTS)
+    assert not any(Prompt(i).is_right_in(tier) for i in range(10))
+    tier.store.close()
+
+
+def test_bytes_of_one_record_do_not_fit_another(filled):
+    tier = open_tier(filled)
+    first, second = (tier.find(Prompt(i).keys) for i in (0, 1))
+    placed = tier.store._placed
+    placed[first.key] = dataclasses.replace(placed[second.key], record=first)
+    assert tier.store.get(first).result() is None
+    tier.store.close()
+
+
+def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypatch):
+    tier = open_tier(filled)
+    tier.clear()
+    write_whole = disk_store._write_whole
+
+    def full(path, data):
+        if path.name == "cache.json":
+            raise OSError(28, "No space left on device")
+        write_whole(path, data)
+
+    monkeypatch.setattr(disk_store, "_write_whole", full)
+    with pytest.raises(OSError, match="No space left"):
+        tier.store.is_for(OTHER_WEIGHTS)
+    assert not Prompt(3).keep_in(tier)
+    tier.store.close()
+    monkeypatch.undo()
+    tier = open_tier(filled)  # still for the old ones, and empty
+    assert not tier.find(Prompt(3).keys)
+    tier.store.close()
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_folder_that_was_removed_is_told(filled, by_another):
+    tier = open_tier(filled)
+    shutil.rmtree(filled)
+    if by_another:
+        other = open_tier(filled, made_for=OTHER_WEIGHTS)
+        assert Prompt(1).keep_in(other)
+        other.store.flush()
+        before = listing(filled)
+    assert Prompt(10).keep_in(tier)
+    with pytest.raises(OSError, match=r"lock was removed or replaced.*Close the engine"):
+        tier.store.flush()
+    with pytest.raises(OSError, match="lock was removed or replaced"):
+        tier.store.is_for({**MADE_FOR, "weights": "third"})
+    if by_another:
+        assert listing(filled) == before
+        other.store.close()
+    tier.store.close()
 
 
 def test_two_engines_do_not_share_a_folder(filled):
