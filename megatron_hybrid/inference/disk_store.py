@@ -39,6 +39,8 @@ FORMAT = 2
 """Of the folder, and of what a page holds: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes on their way to the disk beyond which nothing more is taken in."""
+RETRY_SECONDS = 30.0
+"""After reading or writing failed, it is left alone for so long."""
 MAX_STALE_LINES = 10_000
 """Lines of the log about records that have gone, beyond those about records that are there, at
 which it is written anew."""
@@ -97,7 +99,7 @@ class DiskStore:
         self._error: Exception | None = None
         self._num_lines = 0
         self.problems: list[str] = []
-        """What was damaged and left out, and what could not be written; logged too."""
+        """What was damaged and left out, and what could not be read or written; logged too."""
         self._made_for = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log: int | None = None
@@ -240,7 +242,7 @@ class DiskStore:
             self._changed.notify_all()
 
     def get(self, record: Record) -> Future[HostPages | None]:
-        """Its pages; None if they are damaged or cannot be read."""
+        """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
         waiting = self._waiting.get(record.key)
         if waiting is not None:
             future: Future[HostPages | None] = Future()
@@ -251,9 +253,9 @@ class DiskStore:
     def _read_or_warn(self, record: Record) -> HostPages | None:
         try:
             return self._read(record)
-        except Exception as error:  # whatever it is, a request must not fail by it
+        except Exception as error:
             self._warn(_PAGES, f"reading a record of position {record.position} failed ({error})")
-            return None
+            raise
 
     def _read(self, record: Record) -> HostPages | None:
         placed = self._placed.get(record.key)

@@ -8,6 +8,7 @@ into the pool when it can start; it comes back as if a request had computed it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from megatron_hybrid.cache.prefix_keys import RecentKeys
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tier import Record, Tier, state_record_pages
 from megatron_hybrid.cache.tree import Checkpoint, Edge
-from megatron_hybrid.inference.disk_store import DiskStore
+from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
 from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
@@ -41,7 +42,7 @@ class OffloadStats:
     fetched_tokens: int = 0
     """Prompt tokens that need no computing because a tier had them."""
     fetches_failed: int = 0
-    """Found, and then damaged."""
+    """Found, and then damaged or not to be read."""
 
 
 @dataclass(eq=False)
@@ -96,6 +97,7 @@ class Offload:
         self._mover = PageMover(pool)
         self._keys = RecentKeys(self.spec.block_size_tokens)
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
+        self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
         self._read_bytes = 0
         if disk is not None:
             self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
@@ -217,6 +219,8 @@ class Offload:
         """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
         match, size = self.cache.match(tokens, salt), self.spec.block_size_tokens
         tier, found = self.find(tokens, salt, match.skipped_tokens) or (None, None)
+        if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
+            found = None
         # The ranks' disks may differ: without agreement nobody fetches.
         position = found.position if found is not None else 0
         if not agree_on_one(position) or found is None:
@@ -294,11 +298,18 @@ class Offload:
 
     def _to_pool(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """All is in host memory: starts the way into the pool, if there is room."""
-        pages = [read.result() for read in fetch.reads]
+        failed = any(read.exception() for read in fetch.reads)
+        pages = [None if read.exception() else read.result() for read in fetch.reads]
         if not agree_on_all(all(part is not None for part in pages)):
-            damaged = [record for record, part in zip(fetch.wanted, pages) if part is None]
+            damaged = [
+                record
+                for record, read in zip(fetch.wanted, fetch.reads)
+                if not read.exception() and read.result() is None
+            ]
             if damaged:
                 fetch.tier.remove(damaged[0])  # and what follows it
+            if failed:  # they are there, and may be read later
+                self._leave_alone(fetch.record)
             self.stats.fetches_failed += 1
             fetch.has_failed = True
             self._end(fetch)
@@ -341,6 +352,11 @@ class Offload:
             self.cache.release(lease)  # it is tried again
             raise
         fetch.lease = lease
+
+    def _leave_alone(self, record: Record) -> None:
+        now = time.monotonic()
+        still = {key: until for key, until in self._unreadable_until.items() if until > now}
+        self._unreadable_until = {**still, record.key: now + RETRY_SECONDS}
 
     def _split_state(
         self, pages: HostPages, position: int

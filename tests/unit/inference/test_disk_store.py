@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -350,14 +351,15 @@ def test_a_disk_that_refuses_is_told_and_costs_nothing_else(filled, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
-def test_a_read_that_fails_is_told_and_gives_nothing(filled, monkeypatch, error):
+def test_a_read_that_fails_is_told_and_can_be_tried_again(filled, monkeypatch, error):
     tier = open_tier(filled)
 
     def broken(*arguments):
         raise error
 
     monkeypatch.setattr(os, "preadv", broken)
-    assert Prompt(3).read_from(tier) == [None, None, None]
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        Prompt(3).read_from(tier)
     assert all(str(error) in problem for problem in tier.store.problems)
     monkeypatch.undo()
     assert Prompt(3).is_right_in(tier)

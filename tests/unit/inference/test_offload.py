@@ -616,6 +616,36 @@ def test_a_disk_that_cannot_be_read_kills_no_request(tmp_path, monkeypatch):
         result = answer(engine, prompt)
     assert result.generated_tokens == expected and result.prefix.skipped_tokens == 0
     assert "Bad file descriptor" in engine.offload.disk.store.problems[0]
+    assert engine.stats()["fetches_failed"] == 1
+    engine.close()
+
+
+def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
+    model, shared = tiny_model("MG*-"), random_tokens(40)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    states = engine.stats()["disk_states"]
+    read, failures = os.preadv, [MemoryError("no room for a moment")]
+
+    def fails_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fails_once)
+    assert answer(engine, prompts[0]).prefix.skipped_tokens == 0
+    assert engine.stats()["disk_states"] >= states
+    empty_pool(engine)
+    assert answer(engine, prompts[1]).prefix.fetched_tokens == 70
+    assert answer(engine, prompts[0]).prefix.fetched_tokens == 0  # left alone for a while
+    monkeypatch.setattr(offload.time, "monotonic", lambda: 1e12)
+    empty_pool(engine)
+    assert answer(engine, prompts[0]).prefix.fetched_tokens == 70
+    assert not engine.offload._fetches
     engine.close()
 
 
