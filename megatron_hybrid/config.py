@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, Literal
 
 import torch
@@ -670,8 +670,10 @@ class InferenceConfig:
                 raise ValueError(
                     f"{field} is {value!r}; it must be a whole number of {least} or more."
                 )
-        if self.cache_dir is not None and not isinstance(self.cache_dir, (str, PathLike)):
-            raise ValueError(f"cache_dir is {self.cache_dir!r}; it must be a path.")
+        if self.cache_dir is not None and (
+            not isinstance(self.cache_dir, (str, PathLike)) or not fspath(self.cache_dir)
+        ):
+            raise ValueError(f"cache_dir is {self.cache_dir!r}; it must be a path, or None.")
         if (self.host_cache_bytes or self.cache_dir) and self.prefix_caching != "restore":
             raise ValueError(
                 f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "

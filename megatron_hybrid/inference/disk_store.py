@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class DiskStore:
         fingerprint: dict[str, str],
         pin_memory: bool = False,
     ):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may go elsewhere
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
         self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}
@@ -96,8 +97,12 @@ class DiskStore:
         self._waiting_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # of writing, since the last `mend`
+        self._retry_at: float | None = None  # None: writing works
+        self._unwritten: list[Record] = []
         self._num_lines = 0
+        self.num_unwritten = 0
+        """Records that could not be written, since the start."""
         self.problems: list[str] = []
         """What was damaged and left out, and what could not be read or written; logged too."""
         self._made_for = self._hash_head()
@@ -110,37 +115,48 @@ class DiskStore:
 
     def _open_folder(self) -> tuple[int, int]:
         """Descriptors of the lock and of the pages."""
-        folder = self.folder
+        lock = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._check_files()
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise CacheFolderError(f"{folder} cannot be used as a cache folder: {error}") from None
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._take_lock(lock)
+            self._check_head()
+            return lock, os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
+        except BaseException as error:
+            if lock is not None:
+                os.close(lock)
+            if isinstance(error, OSError):
+                raise CacheFolderError(
+                    f"{self.folder} cannot be used as a cache folder: {error}. It must be a folder "
+                    f"that can be written, on a disk with free space; else name another one"
+                ) from None
+            raise
+
+    def _take_lock(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
+        except BlockingIOError:
             raise CacheFolderError(
-                f"{folder} is in use by another engine, or by one that was not closed "
+                f"{self.folder} is in use by another engine, or by one that was not closed "
                 f"(`engine.close()`); give each its own folder"
             ) from None
-        try:
-            self._check_head()
-            return lock, os.open(folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
-        except BaseException:
-            os.close(lock)
-            raise
 
     def _check_files(self) -> None:
         """Raises CacheFolderError for a folder of something else, before anything is put there."""
-        names = {entry.name for entry in self.folder.iterdir()}
-        others = names - {_LOCK, f"{_HEAD}.new"}
-        if others and _HEAD not in names:
+        entries = {entry.name: entry for entry in self.folder.iterdir()}
+        others = entries.keys() - {_LOCK, f"{_HEAD}.new"}
+        if others and _HEAD not in entries:
             raise CacheFolderError(
                 f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
                 f"folder; name a new or an empty one"
             )
+        for name in (_HEAD, _PAGES, _LOG, _LOCK):
+            if name in entries and not entries[name].is_file():
+                raise CacheFolderError(
+                    f"{entries[name]} is no file: {self.folder} is no cache folder, or was "
+                    f"damaged; remove it, or name another one"
+                )
 
     def _check_head(self) -> None:
         path = self.folder / _HEAD
@@ -162,7 +178,11 @@ class DiskStore:
 
     def load(self) -> list[tuple[Record, bytes | None]]:
         """The records that the folder holds, parents first, each with its parent's key; writing
-        starts. Call it once, before anything else."""
+        starts. Call it once, before anything else. A disk that is full does not hinder reading.
+
+        Raises:
+            CacheFolderError: the log cannot be read.
+        """
         entries: dict[bytes, dict] = {}
         for line_number, entry in self._read_log():
             key = bytes.fromhex(entry["key"])
@@ -177,7 +197,7 @@ class DiskStore:
                 dtype=np.int64,
             )
             if (slots >= size).any() or taken[slots].any():
-                self._warn(f"{_LOG} line {entry['line']}", "its pages are not there")
+                self._warn(f"{_LOG} line {entry['line']}", "not used, its pages are not there")
                 continue
             taken[slots] = True
             parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
@@ -186,9 +206,10 @@ class DiskStore:
             record.saved_work, record.cost_bytes = entry["saved"], entry["cost"]
             found.append(Placed(record, parent, slots, entry["sum"]))
         self._placed = {placed.record.key: placed for placed in reversed(found)}
-        self._num_slots = size
-        self._free = np.flatnonzero(~taken)[::-1].tolist()
-        self._rewrite_log()
+        try:
+            self._write_anew()
+        except OSError as error:
+            self._failed(error)
         self._writer.start()
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
@@ -196,38 +217,74 @@ class DiskStore:
         path = self.folder / _LOG
         if not path.exists():
             return
-        *lines, torn = path.read_bytes().split(b"\n")
+        try:
+            *lines, torn = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise CacheFolderError(
+                f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
+            ) from None
         if torn:
-            self._warn(f"{_LOG} line {len(lines) + 1}", "it is incomplete")
+            self._warn(f"{_LOG} line {len(lines) + 1}", "not used, it is incomplete")
         for number, line in enumerate(lines, start=1):
             checksum, _, text = line.partition(b" ")
             if checksum != b"%08x" % zlib.crc32(text):
-                self._warn(f"{_LOG} line {number}", "its checksum does not fit")
+                self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
                 continue
             yield number, json.loads(text)
 
-    def _rewrite_log(self) -> None:
-        """The log without what has gone; the old one stays until the new one is complete."""
+    def _write_anew(self) -> None:
+        """The log without what has gone, and the head; the old ones stay until the new ones are
+        complete. What no record uses of the pages is free.
+
+        Raises:
+            OSError: writing failed, or the folder is another's now.
+        """
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
         path = self.folder / _LOG
         _write_whole(path, b"".join(map(_put_line, self._placed.values())))
         self._num_lines = len(self._placed)
         log, self._log = self._log, os.open(path, os.O_WRONLY | os.O_APPEND)
         if log is not None:
             os.close(log)
+        self._write_head()
+        used = [placed.slots for placed in self._placed.values()]
+        used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
+        self._num_slots = int(used.max(initial=-1)) + 1
+        is_free = np.ones(self._num_slots, dtype=bool)
+        is_free[used] = False
+        self._free = np.flatnonzero(is_free)[::-1].tolist()
+        os.ftruncate(self._pages, self._num_slots * self.page_bytes)
+
+    def _write_head(self) -> None:
+        _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+
+    def _check_ours(self, *opened: tuple[str, int]) -> None:
+        """Raises OSError if the folder's files are not those that were opened."""
+        for name, descriptor in opened:
+            try:
+                is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
+            except FileNotFoundError:
+                is_ours = False
+            if not is_ours:
+                raise OSError(
+                    f"{self.folder / name} was removed or replaced while an engine used it, what "
+                    f"was saved there is lost (close the engine and open a new one)"
+                )
 
     def _write_line(self, line: bytes) -> None:
         _write_all(self._log, line)
         self._num_lines += 1
 
     def _warn(self, what: str, why: str) -> None:
-        problem = f"{self.folder / what} is not used: {why}"
+        problem = f"{self.folder / what}: {why}"
         self.problems.append(problem)
         logger.warning(problem)
 
     # ---- as the store of a tier ----
 
     def accepts(self) -> bool:
-        return self._error is None and self._waiting_bytes < MAX_WAITING_BYTES
+        has_failed = self._retry_at is not None and time.monotonic() < self._retry_at
+        return not has_failed and self._waiting_bytes < MAX_WAITING_BYTES
 
     def put(self, record: Record, data: HostPages) -> None:
         with self._changed:
@@ -240,6 +297,12 @@ class DiskStore:
         with self._changed:
             self._jobs.append(("drop", record, None))
             self._changed.notify_all()
+
+    def take_unwritten(self) -> list[Record]:
+        """Records that could not be written, since the last call."""
+        with self._changed:
+            taken, self._unwritten = self._unwritten, []
+        return taken
 
     def get(self, record: Record) -> Future[HostPages | None]:
         """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
@@ -270,12 +333,12 @@ class DiskStore:
             while part:  # one call reads 2 GiB at most
                 read = os.preadv(self._pages, [part], offset)
                 if not read:
-                    self._warn(f"{_PAGES} page {slot}", "the file ends before its end")
+                    self._warn(f"{_PAGES} page {slot}", "not used, the file ends before its end")
                     return None
                 part, offset = part[read:], offset + read
         if self._checksum(record, data.numpy()) != placed.checksum:
             what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
-            self._warn(what, "their checksum does not fit")
+            self._warn(what, "not used, their checksum does not fit")
             return None
         return HostPages(data)
 
@@ -299,23 +362,42 @@ class DiskStore:
                     return
                 operation, record, data = self._jobs[0]
             try:
-                if self._error is None:
-                    if operation == "put":
-                        self._write(record, data)
-                    else:
-                        self._forget(record)
-                    if self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
-                        self._rewrite_log()
+                is_done = self._do(operation, record, data)
             except Exception as error:  # without this thread nobody could wait for it either
-                self._error = error
-                self._warn(_PAGES, f"writing to it failed, nothing more is written ({error})")
+                self._failed(error)
+                is_done = False
             with self._changed:
                 self._jobs.popleft()
                 if operation == "put":
+                    if not is_done:
+                        self._unwritten.append(record)
+                        self.num_unwritten += 1
                     self._waiting_bytes -= record.num_bytes
                     if self._waiting.get(record.key) is data:
                         del self._waiting[record.key]
                 self._changed.notify_all()
+
+    def _do(self, operation: str, record: Record, data: HostPages | None) -> bool:
+        """Whether a job could be done: after a failure nothing is put for a while."""
+        if operation == "drop":
+            self._forget(record)
+        elif self._retry_at is not None and time.monotonic() < self._retry_at:
+            return False
+        else:
+            if self._retry_at is not None:
+                self._write_anew()
+                self._retry_at = None
+            self._write(record, data)
+        if self._retry_at is None and self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
+            self._write_anew()
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        """Writing failed: nothing is written until `_write_anew` was possible. What the files say
+        stays true meanwhile, for no page is used again."""
+        self._error = error
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._warn("", f"writing failed ({error}); it is tried again in {RETRY_SECONDS:.0f} s")
 
     def _write(self, record: Record, data: HostPages) -> None:
         pages = data.numpy()
@@ -340,7 +422,7 @@ class DiskStore:
 
     def _forget(self, record: Record) -> None:
         placed = self._placed.pop(record.key, None)
-        if placed is not None:
+        if placed is not None and self._retry_at is None:
             self._write_line(_log_line({"op": "drop", "key": record.key.hex()}))
             self._free += placed.slots[::-1].tolist()
 
@@ -350,49 +432,51 @@ class DiskStore:
         """From now on the records are good for something else; there are none.
 
         Raises:
-            OSError: writing failed, or the folder is another's now. Nothing more is written.
+            OSError: writing failed, or the folder is another's now. What is there is good for what
+                it was, and nothing is written until that can be changed.
         """
-        self.flush()
+        self._wait_for_jobs()
         self._head.update(fingerprint)
         self._made_for = self._hash_head()
+        self._mend()
+
+    def mend(self) -> None:
+        """Writes again if it had failed.
+
+        Raises:
+            OSError: it fails again.
+        """
+        self._wait_for_jobs()
+        if self._error is not None:
+            self._mend()
+
+    def _mend(self) -> None:
         try:
-            self._check_ours()
-            self._rewrite_log()  # what tells of the old ones may be damaged later
-            self._write_head()
+            self._write_anew()
         except OSError as error:
-            self._error = error
-            raise
+            self._failed(error)
+            raise self._told(error) from error
+        self._error = self._retry_at = None
 
-    def _write_head(self) -> None:
-        _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+    def _told(self, error: Exception) -> OSError:
+        return OSError(f"writing to {self.folder} failed: {error}; mend that, then call it again")
 
-    def _check_ours(self) -> None:
-        """Raises OSError if the folder's files are not those that were opened."""
-        opened = {_LOCK: self._lock, _PAGES: self._pages, _LOG: self._log}
-        for name, descriptor in opened.items():
-            try:
-                is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
-            except FileNotFoundError:
-                is_ours = False
-            if not is_ours:
-                raise OSError(
-                    f"{self.folder / name} was removed or replaced while an engine used it: what "
-                    f"was saved there is lost. Close the engine and open a new one"
-                )
+    def _wait_for_jobs(self) -> None:
+        with self._changed:
+            while self._jobs:
+                self._changed.wait()
 
     def flush(self) -> None:
         """Returns when all that was put is on the disk, also after a loss of power.
 
         Raises:
-            OSError: writing failed (what else stopped it is raised as it is), or the folder's files
-                are not there any more.
+            OSError: since the last `mend` writing failed, or the folder's files are not there any
+                more.
         """
-        with self._changed:
-            while self._jobs:
-                self._changed.wait()
+        self._wait_for_jobs()
         if self._error is not None:
-            raise self._error
-        self._check_ours()
+            raise self._told(self._error) from self._error
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
         os.fsync(self._pages)
         os.fsync(self._log)
 

@@ -113,7 +113,10 @@ class DynamicInferenceEngine:
             self.memory, config.max_requests, config.max_sequence_length
         )
         self._fingerprint: dict[str, str] | None = None
-        disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
+        disk = None
+        if config.cache_dir is not None:
+            self._cache_dir = Path(config.cache_dir).resolve()  # the process may go elsewhere
+            disk = self._open_disk(self._cache_dir)
         self.offload = Offload(
             self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
         )
@@ -368,12 +371,13 @@ class DynamicInferenceEngine:
             ValueError: no folder, or it holds something else (`CacheFolderError`).
             OSError: writing failed.
         """
-        if folder is None and self.offload.disk is None:
+        tier = self.offload.disk
+        if folder == "" or (folder is None and tier is None):
             raise ValueError(
-                "save_cache needs a folder: there is no config.cache_dir, or the engine is closed"
+                f"save_cache needs a folder, it is {folder!r}; None stands for the "
+                f"config.cache_dir of an engine that has one and is not closed"
             )
-        tier, own = self.offload.disk, self.config.cache_dir
-        if tier is not None and (folder is None or Path(folder).resolve() == Path(own).resolve()):
+        if tier is not None and (folder is None or Path(folder).resolve() == self._cache_dir):
             self.offload.save_to(tier)
         else:
             store = self._open_disk(folder)

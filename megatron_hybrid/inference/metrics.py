@@ -29,11 +29,12 @@ COUNTERS = {
     "preemptions": "Running requests that were parked to make room for others.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
     "fetched_tokens": "Prompt tokens that were not computed because they were fetched.",
-    "fetches_failed": "Fetches that found damaged data.",
+    "fetches_failed": "Fetches of what was damaged or could not be read.",
     "host_records_evicted": "States and KV blocks that host memory had no room for any more.",
     "disk_records_evicted": "States and KV blocks that the disk had no room for any more.",
     "host_without_memory": "Times that an allocation failed on the way to host memory.",
     "disk_without_memory": "Times that an allocation failed on the way to the disk.",
+    "disk_records_unwritten": "States and KV blocks that could not be written to the disk.",
 }
 """Keys of `engine.stats()` that only grow."""
 GAUGES = {

@@ -115,7 +115,9 @@ class Offload:
 
     def counters(self) -> dict[str, int]:
         """Counters since the start, and what the tiers hold now."""
-        held = {}
+        self._forget_unwritten()
+        disk = self.disk
+        held = {"disk_records_unwritten": 0 if disk is None else disk.store.num_unwritten}
         for name in ("host", "disk"):
             tier = next((tier for tier in self.tiers if tier.name == name), None)
             there = tier is not None  # one that holds nothing is falsy
@@ -143,6 +145,11 @@ class Offload:
     def _give_up_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
             self._give_up(fetch)
+
+    def _forget_unwritten(self) -> None:
+        if self.disk is not None:
+            for record in self.disk.store.take_unwritten():
+                self.disk.remove(record)
 
     # ---- down ----
 
@@ -266,6 +273,7 @@ class Offload:
 
     def poll(self) -> None:
         """Publishes what has arrived in the pool. Call it before requests start."""
+        self._forget_unwritten()
         for fetch in list(self._fetches.values()):
             self._publish_if_there(fetch)
 
@@ -416,6 +424,8 @@ class Offload:
         Raises:
             OSError: writing failed.
         """
+        tier.store.mend()
+        self._forget_unwritten()
         offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():

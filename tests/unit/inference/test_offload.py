@@ -649,6 +649,35 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
     engine.close()
 
 
+def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monkeypatch):
+    model, prompts = tiny_model("MG*-"), [random_tokens(60, seed=seed) for seed in range(3)]
+    engine = tiny_engine(model, cache_dir=tmp_path)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        answer(engine, prompts[0])
+        empty_pool(engine)
+        answer(engine, prompts[1])
+        engine.offload.disk.store._wait_for_jobs()
+        stats = engine.stats()
+        assert (stats["disk_bytes"], stats["disk_states"], stats["disk_kv_blocks"]) == (0, 0, 0)
+        assert stats["disk_records_unwritten"] >= 4
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_cache()
+    saved = engine.save_cache()  # there is space again
+    assert saved.states == engine.stats()["disk_states"] == 2
+    engine.clear_cache()
+    answer(engine, prompts[2])
+    assert engine.save_cache().states
+    engine.close()
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    assert answer(engine, prompts[2]).prefix.fetched_tokens == 60
+    engine.close()
+
+
 # What outlives the engine ------------------------------------------------------------------------
 
 
@@ -751,8 +780,25 @@ def test_clear_cache_after_the_weights_changed(tmp_path):
 
 
 def test_save_cache_without_a_folder_is_refused():
-    with pytest.raises(ValueError, match="save_cache needs a folder"):
-        tiny_engine(tiny_model("MG*-")).save_cache()
+    engine = tiny_engine(tiny_model("MG*-"))
+    for folder in (None, ""):
+        with pytest.raises(ValueError, match="save_cache needs a folder"):
+            engine.save_cache(folder)
+
+
+def test_a_relative_folder_is_where_the_engine_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir="cache")
+    answer(engine, random_tokens(60))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = engine.save_cache()
+    assert engine.save_cache(tmp_path / "cache") == saved  # its own
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert engine.save_cache("cache") == saved
+    assert (tmp_path / "elsewhere" / "cache").is_dir()
+    engine.clear_cache()
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -761,6 +807,7 @@ def test_save_cache_without_a_folder_is_refused():
         ({"host_cache_bytes": -1}, "host_cache_bytes is -1"),
         ({"disk_cache_bytes": 0}, "disk_cache_bytes is 0"),
         ({"cache_dir": 3}, "cache_dir is 3"),
+        ({"cache_dir": ""}, "cache_dir is ''"),
         ({"host_cache_bytes": 1, "prefix_caching": "memory_only"}, "need prefix_caching='restore'"),
     ],
 )
