@@ -119,10 +119,10 @@ class DiskStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check_files()
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             self._take_lock(lock)
             self._check_head()
-            return lock, os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o644)
+            return lock, os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o600)
         except BaseException as error:
             if lock is not None:
                 os.close(lock)
@@ -490,6 +490,7 @@ class DiskStore:
         if self._writer.is_alive():
             self._writer.join()
         self._readers.shutdown(cancel_futures=True)
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
         for descriptor in (self._pages, self._log, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
@@ -535,7 +536,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _write_whole(path: Path, data: bytes) -> None:
     """The file has its old content or the new one, whenever the process dies."""
     new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -117,14 +117,19 @@ class DynamicInferenceEngine:
         if config.cache_dir is not None:
             self._cache_dir = Path(config.cache_dir).resolve()  # the process may go elsewhere
             disk = self._open_disk(self._cache_dir)
-        self.offload = Offload(
-            self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
-        )
-        self.scheduler = Scheduler(
-            self.cache, self.context, self.offload, config.max_requests, config.max_tokens
-        )
-        self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
-        self.output = OutputProcessor(tokenizer)
+        try:
+            self.offload = Offload(
+                self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
+            )
+            self.scheduler = Scheduler(
+                self.cache, self.context, self.offload, config.max_requests, config.max_tokens
+            )
+            self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
+            self.output = OutputProcessor(tokenizer)
+        except BaseException:
+            if disk is not None:
+                disk.close()  # or nobody could open the folder again
+            raise
         self.num_steps = 0
         self.peak_pages_in_use = 0
 

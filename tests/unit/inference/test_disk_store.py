@@ -327,6 +327,18 @@ def test_two_engines_do_not_share_a_folder(filled):
     open_tier(filled).store.close()
 
 
+def test_a_forked_process_does_not_keep_the_lock(filled):
+    tier = open_tier(filled)
+    inherited = os.dup(tier.store._lock)  # what a fork has
+    tier.store.close()
+    open_tier(filled).store.close()
+    os.close(inherited)
+
+
+def test_the_files_are_for_their_owner(filled):
+    assert {path.stat().st_mode & 0o777 for path in filled.iterdir()} == {0o600}
+
+
 def test_a_path_that_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheFolderError, match="cannot be used as a cache folder"):

@@ -12,6 +12,7 @@ from differential import LogitsRecorder, RandomRun, poison
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.config import STATE_ENCODINGS
+from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import offload
 from megatron_hybrid.inference.disk_store import CacheFolderError
 from megatron_hybrid.inference.page_mover import Arrival
@@ -732,6 +733,14 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
         counter.add_(7)
     assert counters
     tiny_engine(again, cache_dir=tmp_path).close()
+
+
+def test_an_engine_that_could_not_be_made_lets_its_folder_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "OutputProcessor", lambda tokenizer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    monkeypatch.undo()
+    tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
 
 
 def test_an_engine_as_a_context_lets_its_folder_go(tmp_path):
