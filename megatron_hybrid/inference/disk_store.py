@@ -24,7 +24,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 """Of the folder, and of what a page holds: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
-"""Bytes on their way to the disk beyond which nothing more is taken in."""
+"""Bytes on their way to the disk beyond which no further state or prompt is taken in."""
 RETRY_SECONDS = 30.0
 """After reading or writing failed, it is left alone for so long."""
 MAX_STALE_LINES = 10_000
@@ -94,7 +94,8 @@ class DiskStore:
         self._num_slots = 0
         self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
         self._waiting: dict[bytes, HostPages] = {}
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        """Host memory of what is on its way to the disk."""
         self._changed = threading.Condition()
         self._closing = False
         self._error: Exception | None = None  # of writing, since the last `mend`
@@ -284,12 +285,12 @@ class DiskStore:
 
     def accepts(self) -> bool:
         has_failed = self._retry_at is not None and time.monotonic() < self._retry_at
-        return not has_failed and self._waiting_bytes < MAX_WAITING_BYTES
+        return not has_failed and self.waiting_bytes < MAX_WAITING_BYTES
 
     def put(self, record: Record, data: HostPages) -> None:
         with self._changed:
             self._waiting[record.key] = data
-            self._waiting_bytes += record.num_bytes
+            self.waiting_bytes += record.num_bytes
             self._jobs.append(("put", record, data))
             self._changed.notify_all()
 
@@ -372,7 +373,7 @@ class DiskStore:
                     if not is_done:
                         self._unwritten.append(record)
                         self.num_unwritten += 1
-                    self._waiting_bytes -= record.num_bytes
+                    self.waiting_bytes -= record.num_bytes
                     if self._waiting.get(record.key) is data:
                         del self._waiting[record.key]
                 self._changed.notify_all()
@@ -402,16 +403,19 @@ class DiskStore:
     def _write(self, record: Record, data: HostPages) -> None:
         pages = data.numpy()
         slots = self._take(len(pages))
+        self._write_pages(slots, pages)
+        parent = record.parent.key if record.parent is not None else None
+        placed = Placed(record, parent, slots, self._checksum(record, pages))
+        self._write_line(_put_line(placed))
+        self._placed[record.key] = placed
+
+    def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
         for row, slot, count in _runs(slots):
             part = memoryview(pages[row : row + count]).cast("B")
             offset = slot * self.page_bytes
             while part:
                 written = os.pwrite(self._pages, part, offset)
                 part, offset = part[written:], offset + written
-        parent = record.parent.key if record.parent is not None else None
-        placed = Placed(record, parent, slots, self._checksum(record, pages))
-        self._write_line(_put_line(placed))
-        self._placed[record.key] = placed
 
     def _take(self, count: int) -> np.ndarray:
         more = max(0, count - len(self._free))
@@ -439,6 +443,28 @@ class DiskStore:
         self._head.update(fingerprint)
         self._made_for = self._hash_head()
         self._mend()
+
+    def shrink(self, max_bytes: int) -> None:
+        """Moves what lies behind so many bytes of pages.bin to free pages before them, and cuts the
+        file there. There must be no more records than fit; a full disk leaves it as it is."""
+        self._wait_for_jobs()
+        limit = max_bytes // self.page_bytes
+        if self._retry_at is not None or self._num_slots <= limit:
+            return
+        try:
+            self._write_anew()  # what has gone must have left the log before its pages are used
+            for key, placed in self._placed.items():
+                behind = placed.slots[placed.slots >= limit]
+                if len(behind):
+                    slots = placed.slots.copy()
+                    slots[slots >= limit] = self._take(len(behind))
+                    for old, new in zip(behind, slots[placed.slots >= limit]):
+                        page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
+                        self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
+                    self._placed[key] = replace(placed, slots=slots)
+            self._write_anew()
+        except OSError as error:
+            self._failed(error)
 
     def mend(self) -> None:
         """Writes again if it had failed.

@@ -60,6 +60,8 @@ GAUGES = {
     "disk_bytes": "Disk space that holds cached prefixes.",
     "disk_states": "States on the disk.",
     "disk_kv_blocks": "KV blocks on the disk.",
+    "disk_write_bytes": "Host memory of what is on its way to the disk.",
+    "disk_read_bytes": "Host memory of what was read from the disk and is not yet in the pool.",
 }
 """Keys of `engine.stats()` that rise and fall."""
 _LOST_HELP = "Prompt tokens that were known and had to be computed again, by reason."

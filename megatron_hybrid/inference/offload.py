@@ -29,7 +29,7 @@ from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
 MAX_READ_BYTES = 1 << 30
-"""Bytes read from the disk and not yet in the pool beyond which no further fetch begins."""
+"""Most bytes read from the disk and not yet in the pool; the first request in line may take more."""
 MAX_WAIT_SECONDS = 0.005
 """Time that a step without work waits for a read; then its caller may add requests or cancel."""
 
@@ -117,7 +117,11 @@ class Offload:
         """Counters since the start, and what the tiers hold now."""
         self._forget_unwritten()
         disk = self.disk
-        held = {"disk_records_unwritten": 0 if disk is None else disk.store.num_unwritten}
+        held = {
+            "disk_records_unwritten": 0 if disk is None else disk.store.num_unwritten,
+            "disk_write_bytes": 0 if disk is None else disk.store.waiting_bytes,
+            "disk_read_bytes": self._read_bytes,
+        }
         for name in ("host", "disk"):
             tier = next((tier for tier in self.tiers if tier.name == name), None)
             there = tier is not None  # one that holds nothing is falsy
@@ -259,10 +263,13 @@ class Offload:
             self._give_up(fetch)
 
     def read(self, fetch: Fetch, *, is_first: bool) -> None:
-        """Begins to read what a fetch wants, if not too much is read already. is_first: a request
-        waits for it that is the first in line; others must not keep it waiting."""
-        if fetch.reads is None and (is_first or self._read_bytes < MAX_READ_BYTES):
-            self._read(fetch, fetch.wanted)
+        """Begins to read what a fetch wants, if that is not too much with what is read already.
+        is_first: a request waits for it that is the first in line; others must not keep it waiting.
+        """
+        if fetch.reads is None:
+            num_bytes = self._read_bytes + self._bytes_to_read(fetch, fetch.wanted)
+            if is_first or num_bytes <= MAX_READ_BYTES:
+                self._read(fetch, fetch.wanted)
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """A request that waits for a fetch can start next: brings what is read into the pool, once
@@ -299,10 +306,14 @@ class Offload:
     def _read(self, fetch: Fetch, records: list[Record]) -> None:
         """Begins to read these, the first of what a fetch wants."""
         fetch.reads = [fetch.tier.store.get(record) for record in records] + (fetch.reads or [])
-        if fetch.tier is self.disk:  # host memory holds its own anyway
-            num_bytes = sum(record.num_bytes for record in records)
-            fetch.read_bytes += num_bytes
-            self._read_bytes += num_bytes
+        num_bytes = self._bytes_to_read(fetch, records)
+        fetch.read_bytes += num_bytes
+        self._read_bytes += num_bytes
+
+    def _bytes_to_read(self, fetch: Fetch, records: list[Record]) -> int:
+        if fetch.tier is not self.disk:
+            return 0  # host memory holds its own anyway
+        return sum(record.num_bytes for record in records)
 
     def _to_pool(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """All is in host memory: starts the way into the pool, if there is room."""
@@ -476,6 +487,7 @@ def disk_tier(store: DiskStore, spec: CacheSpec, capacity_bytes: int) -> Tier:
     tier = Tier("disk", spec, capacity_bytes, store)
     try:
         tier.load(store.load())
+        store.shrink(capacity_bytes)
     except BaseException:
         store.close()  # or nobody could open the folder again
         raise

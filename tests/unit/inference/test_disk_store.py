@@ -120,6 +120,32 @@ def test_the_file_does_not_outgrow_its_limit(tmp_path):
     tier.store.close()
 
 
+def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
+    prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
+    page_file = filled / "pages.bin"
+    assert page_file.stat().st_size == 10 * prompt_bytes
+    tier = open_tier(filled, capacity=5 * prompt_bytes)
+    assert page_file.stat().st_size <= 5 * prompt_bytes
+    right = [i for i in range(10) if Prompt(i).is_right_in(tier)]
+    assert len(right) == 5
+    tier.store.close()
+    monkeypatch.setattr(os, "ftruncate", lambda *arguments: None)  # dies after the moves
+    open_tier(filled, capacity=3 * prompt_bytes).store.close()
+    monkeypatch.undo()
+    tier = open_tier(filled, capacity=3 * prompt_bytes)
+    assert page_file.stat().st_size <= 3 * prompt_bytes
+    kept = [i for i in range(10) if Prompt(i).is_right_in(tier)]
+    assert len(kept) == 3 and set(kept) < set(right)
+    assert not tier.store.problems
+    tier.clear()
+    tier.store.is_for(OTHER_WEIGHTS)
+    assert not page_file.stat().st_size
+    assert Prompt(7).keep_in(tier)
+    tier.store.flush()
+    assert Prompt(7).is_right_in(tier)
+    tier.store.close()
+
+
 WRITER = """
 import sys
 sys.path[:0] = {paths}

@@ -14,7 +14,7 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 from megatron_hybrid.config import STATE_ENCODINGS
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import offload
-from megatron_hybrid.inference.disk_store import CacheFolderError
+from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
 
@@ -515,6 +515,48 @@ def test_what_is_read_from_the_disk_at_a_time_is_bounded(tmp_path, monkeypatch):
     while engine.has_work:
         engine.step()
     assert [r.result().prefix.skipped_tokens for r in requests] == [60] * 3 and other.done
+    engine.close()
+
+
+def test_reads_ahead_fit_into_their_limit_in_order(tmp_path, monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompts = [random_tokens(length, seed=length) for length in (60, 200, 62, 61)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    sizes = []
+    for prompt in prompts:
+        record = engine.offload.find(torch.tensor(prompt).numpy(), "", 0)[1]
+        sizes.append(sum(each.num_bytes for each in [*record.chain(), record]))
+    limit = sizes[1] + sizes[0] // 2  # the long one fits alone only
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", limit)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(2))
+    engine.add_request(random_tokens(30, seed=5), greedy(30))
+    engine.step()
+    assert engine.stats()["disk_read_bytes"] == sizes[0]  # the short one behind does not overtake
+    while engine.has_work:
+        assert store.arrive() or not engine.offload.is_busy
+        engine.step()
+        assert engine.stats()["disk_read_bytes"] <= limit
+    assert engine.stats()["fetches"] == 4
+    assert not engine.stats()["disk_read_bytes"]
+    engine.close()
+
+
+def test_what_is_on_its_way_to_the_disk_is_counted(tmp_path, monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    answer(engine, random_tokens(60))
+    gate, write = threading.Event(), DiskStore._write
+    monkeypatch.setattr(DiskStore, "_write", lambda *job: (gate.wait(), write(*job)))
+    empty_pool(engine)
+    stats = engine.stats()
+    assert stats["disk_write_bytes"] == stats["disk_bytes"] > 0
+    gate.set()
+    engine.offload.disk.store.flush()
+    assert not engine.stats()["disk_write_bytes"]
     engine.close()
 
 
