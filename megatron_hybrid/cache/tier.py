@@ -133,6 +133,9 @@ class Tier:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._records
+
     @property
     def num_blocks(self) -> int:
         return len(self._records) - self.num_states

@@ -21,7 +21,7 @@ from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_keys import RecentKeys
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tier import Record, Tier, state_record_pages
+from megatron_hybrid.cache.tier import Record, Source, Tier, state_record_pages
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
@@ -202,10 +202,21 @@ class Offload:
 
     def _host_to(self, lower: Tier, record: Record) -> None:
         """The host tier evicts a record."""
-        chain = record.chain()
-        lower.keep(
-            [block.key for block in chain],
-            HostSource(self.tiers[0].store, chain, record),
+        self._keep_in(lower, record, HostSource(self.tiers[0].store, record.chain(), record))
+
+    def _disk_to(self, other: Tier, record: Record) -> None:
+        """Offers a record of the disk tier to that of another folder; not what is damaged."""
+        store = self.disk.store
+        chain = [*record.chain(), record] if record.is_state else record.chain()
+        reads = [None if each.key in other else store.get(each) for each in chain]
+        pages = [read and read.result() for read in reads]
+        if all(part is not None for read, part in zip(reads, pages) if read):
+            self._keep_in(other, record, ReadSource(pages))
+
+    def _keep_in(self, tier: Tier, record: Record, source: Source) -> None:
+        tier.keep(
+            [block.key for block in record.chain()],
+            source,
             state=record.key if record.is_state else None,
             position=record.position,
             saved_work=record.saved_work,
@@ -429,11 +440,11 @@ class Offload:
     # ---- all of it ----
 
     def save_to(self, tier: Tier) -> None:
-        """Copies all that is cached, in the pool and in host memory, to a disk tier; the most
-        valuable first, as long as there is room.
+        """Copies all that is cached to a disk tier, as long as there is room: what is in the pool,
+        the most valuable first, then in host memory, then on the own disk.
 
         Raises:
-            OSError: writing failed.
+            OSError: writing failed, or reading the own disk.
         """
         tier.store.mend()
         self._forget_unwritten()
@@ -444,11 +455,12 @@ class Offload:
         else:
             for edge in self.cache.held_leaves():
                 offers.append(partial(self._offer_blocks, edge, edge.held_end, [tier]))
-        for upper in self.tiers:
-            if upper.name == "host":
-                for record in upper.records():
+        for other in self.tiers:
+            if other is not tier:
+                offer = self._disk_to if other is self.disk else self._host_to
+                for record in other.records():
                     if record.is_state or not (self.spec.needs_state or record.num_children):
-                        offers.append(partial(self._host_to, tier, record))
+                        offers.append(partial(offer, tier, record))
         for offer in offers:
             if not tier.store.accepts():
                 tier.store.flush()
@@ -480,6 +492,19 @@ class HostSource:
 
     def state(self) -> HostPages:
         return self._store.pages(self._record)
+
+
+class ReadSource:
+    """Bytes of a record that were read, behind those of the blocks before it (`tier.Source`)."""
+
+    def __init__(self, pages: list[HostPages | None]):
+        self._pages = pages
+
+    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
+        return [self._pages[index] for index in indices]
+
+    def state(self) -> HostPages:
+        return self._pages[-1]
 
 
 def disk_tier(store: DiskStore, spec: CacheSpec, capacity_bytes: int) -> Tier:

@@ -11,6 +11,7 @@ import torch
 from differential import LogitsRecorder, RandomRun, poison
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.config import STATE_ENCODINGS
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import offload
@@ -741,6 +742,37 @@ def test_save_cache_and_a_warm_start(tmp_path, pattern):
         least = len(prompt) if engine.cache.spec.needs_state else (len(prompt) - 1) // 16 * 16
         assert result.prefix.skipped_tokens >= least
         assert result.generated_tokens == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("pattern", ["MG*-", "*-*-"])
+def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
+    model = tiny_model(pattern)
+    engine = tiny_engine(model, cache_dir=tmp_path / "own")
+    shared = random_tokens(40, seed=9)
+    prompts = [[*shared, *random_tokens(50, seed=seed)] for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    disk = engine.offload.disk
+    damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
+    disk.store.flush()
+    page = int(disk.store._placed[damaged.key].slots[0])
+    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    held = engine.stats()
+    saved = engine.save_cache(tmp_path / "other")
+    assert engine.save_cache(tmp_path / "other") == saved
+    if engine.cache.spec.needs_state:
+        assert saved.states == held["disk_states"] - 1
+    after = engine.stats()
+    assert all(after[name] == held[name] for name in ("disk_states", "disk_kv_blocks"))
+    engine.close()
+    engine = tiny_engine(model, cache_dir=tmp_path / "other")
+    for prompt in prompts[:3]:
+        result = answer(engine, prompt)
+        assert result.prefix.skipped_tokens >= 80 and result.prefix.fetched_tokens
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert not engine.stats()["fetches_failed"]
     engine.close()
 
 
