@@ -52,7 +52,7 @@ class CacheFolderError(ValueError):
     """The folder of a cache cannot be used; the message says which file, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A record that is on the disk, and where."""
 
@@ -184,28 +184,21 @@ class DiskStore:
         Raises:
             CacheFolderError: the log cannot be read.
         """
-        entries: dict[bytes, dict] = {}
+        entries: dict[bytes, tuple[int, Placed]] = {}
         for line_number, entry in self._read_log():
             key = bytes.fromhex(entry["key"])
             entries.pop(key, None)  # one that came again takes its place behind its parent
             if entry["op"] == "put":
-                entries[key] = {**entry, "line": line_number}
+                entries[key] = line_number, self._placed_of(key, entry)
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
-        for key, entry in reversed(entries.items()):  # of two that claim a page the later one wrote
-            slots = np.array(
-                [slot for first, n in entry["slots"] for slot in range(first, first + n)],
-                dtype=np.int64,
-            )
+        for line_number, placed in reversed(entries.values()):  # of two on a page the later wrote
+            slots = placed.slots
             if (slots >= size).any() or taken[slots].any():
-                self._warn(f"{_LOG} line {entry['line']}", "not used, its pages are not there")
+                self._warn(f"{_LOG} line {line_number}", "not used, its pages are not there")
                 continue
             taken[slots] = True
-            parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
-            num_bytes = len(slots) * self.page_bytes
-            record = Record(key, None, entry["position"], num_bytes, entry["state"])
-            record.saved_work, record.cost_bytes = entry["saved"], entry["cost"]
-            found.append(Placed(record, parent, slots, entry["sum"]))
+            found.append(placed)
         self._placed = {placed.record.key: placed for placed in reversed(found)}
         try:
             self._write_anew()
@@ -214,24 +207,33 @@ class DiskStore:
         self._writer.start()
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
+    def _placed_of(self, key: bytes, entry: dict) -> Placed:
+        runs = [np.arange(first, first + count) for first, count in entry["slots"]]
+        slots = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
+        num_bytes = len(slots) * self.page_bytes
+        record = Record(key, None, entry["position"], num_bytes, entry["state"])
+        record.saved_work, record.cost_bytes = entry["saved"], entry["cost"]
+        parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
+        return Placed(record, parent, slots, entry["sum"])
+
     def _read_log(self) -> Iterator[tuple[int, dict]]:
         path = self.folder / _LOG
         if not path.exists():
             return
         try:
-            *lines, torn = path.read_bytes().split(b"\n")
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+                    if not line.endswith(b"\n"):
+                        self._warn(f"{_LOG} line {number}", "not used, it is incomplete")
+                    elif checksum != b"%08x" % zlib.crc32(text):
+                        self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
+                    else:
+                        yield number, json.loads(text)
         except OSError as error:
             raise CacheFolderError(
                 f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
             ) from None
-        if torn:
-            self._warn(f"{_LOG} line {len(lines) + 1}", "not used, it is incomplete")
-        for number, line in enumerate(lines, start=1):
-            checksum, _, text = line.partition(b" ")
-            if checksum != b"%08x" % zlib.crc32(text):
-                self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
-                continue
-            yield number, json.loads(text)
 
     def _write_anew(self) -> None:
         """The log without what has gone, and the head; the old ones stay until the new ones are

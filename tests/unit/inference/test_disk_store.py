@@ -380,14 +380,10 @@ def test_a_folder_in_the_place_of_a_file(filled, name):
 
 
 def test_a_log_that_cannot_be_read(filled, monkeypatch):
-    read = Path.read_bytes
+    def broken(path, mode):
+        raise OSError(5, "Input/output error")
 
-    def broken(path):
-        if path.name == "index.log":
-            raise OSError(5, "Input/output error")
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr(disk_store, "open", broken, raising=False)
     with pytest.raises(CacheFolderError, match=r"index\.log cannot be read .* remove"):
         open_tier(filled)
     monkeypatch.undo()
