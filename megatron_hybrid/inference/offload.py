@@ -29,7 +29,7 @@ from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
 MAX_READ_BYTES = 1 << 30
-"""Most bytes read from the disk and not yet in the pool; the first request in line may take more."""
+"""Most bytes read from the disk and not yet in the pool, save for the first request in line."""
 MAX_WAIT_SECONDS = 0.005
 """Time that a step without work waits for a read; then its caller may add requests or cancel."""
 
