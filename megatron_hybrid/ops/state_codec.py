@@ -41,6 +41,10 @@ _FACTOR_BITS = 6
 _FACTOR_LEVELS = 2 ** (_FACTOR_BITS - 1) - 1
 _MOST_LEVELS = 2.0**22
 """No step is smaller than this part of the largest element: fp32 has no more to give."""
+_MOST_SPREAD_BITS = 40.0
+"""The rms of the levels of a head is 2^-40 to 2^40 steps, so that their squares are finite."""
+_HEADROOM = 0.125
+"""What is weighted is decoded in eighths: weights are 1 to 4, and parts may exceed their sum."""
 
 
 def importance_of(decay: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ class _State:
             [*sections, len(words_W) - sum(sections)]
         )
         scales = numbers[1:].view(torch.float32)[: heads * (1 + num_parts)]
-        steps_H11, *scales_H11 = scales.view(-1, heads, 1, 1)
+        steps_H11, *scales_H11 = scales.view(-1, heads, 1, 1) * _HEADROOM
         values = rice_unpack(codes, _unpack_nibbles(nibbles)[: self.num_blocks]).flatten()
         values = values[: self.num_elements].view(self.matrices)
         x_HNP = ((values >> 1) ^ -(values & 1)) * steps_H11
@@ -178,7 +182,7 @@ class _State:
         for factor_HX, scale_H11 in zip(factors.view(-1, heads, rows + columns), scales_H11):
             left_HN1, right_H1P = factor_HX[:, :rows, None], factor_HX[:, None, rows:]
             x_HNP.addcmul_(left_HN1 * scale_H11, right_H1P)
-        return (x_HNP / self.weights).view(self.shape), rest_W
+        return (x_HNP / (self.weights * _HEADROOM)).view(self.shape), rest_W
 
 
 class _Prepared:
@@ -235,7 +239,10 @@ def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
     some_H11 = rms_H11 > 0
     size_H11 = torch.where(some_H11, rms_H11.log2() + unit_H11.log2(), 0.0)
     typical = size_H11.sum() / some_H11.sum().clamp(min=1)
-    return torch.where(some_H11, (size_H11 + typical) / 2 - unit_H11.log2(), 0.0).exp2()
+    between_H11 = ((size_H11 + typical) / 2).clamp(
+        size_H11 - _MOST_SPREAD_BITS, size_H11 + _MOST_SPREAD_BITS
+    )
+    return torch.where(some_H11, between_H11 - unit_H11.log2(), 0.0).exp2()
 
 
 def _take_out_leading_parts(

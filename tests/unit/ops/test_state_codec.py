@@ -136,8 +136,9 @@ def test_a_single_element_among_zeros():
 def test_any_size_is_as_exact_as_any_other(size):
     state = normal((2, 64, 64))
     state = state / state.abs().max() * size
-    decoded = through(codec_of(state.shape), state)
-    assert ((decoded - state) / size).square().mean().sqrt() < 0.01 / 3
+    for decay in (0.0, 0.9, 1.0):
+        decoded = through(codec_of(state.shape, torch.full((1, 1), decay)), state)
+        assert ((decoded - state) / size).square().mean().sqrt() < 0.01 / 3
 
 
 def test_a_range_of_sixty_decades_is_finite_and_right_where_it_is_large():
@@ -146,6 +147,16 @@ def test_a_range_of_sixty_decades_is_finite_and_right_where_it_is_large():
     decoded = through(codec_of(state.shape), state)
     assert decoded.isfinite().all() and not decoded[0].any()
     assert relative_error(state[-1].double(), decoded[-1].double()) < 1e-3
+
+
+@pytest.mark.parametrize("small, large", [(1e-30, 1e8), (1e-38, 1.0), (1e-20, 1e20), (1e-38, 3e38)])
+def test_one_head_far_larger_than_all_others(small, large):
+    state = normal((32, 64, 64))
+    state *= torch.where(torch.arange(32) == 5, large / 8, small)[:, None, None]
+    decoded = through(codec_of(state.shape, torch.full((1, 1), 0.9)), state)
+    assert decoded.isfinite().all()
+    assert relative_error(state[5].double(), decoded[5].double()) < 1e-6
+    assert decoded.abs().amax((1, 2)).argmax() == 5
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
