@@ -32,6 +32,8 @@ class Geometry:
     """Recurrent state of one layer."""
     window_layers: int = 0
     window: int | None = None
+    state_kind: str | None = None
+    """What the state layers are: "mamba-1", "mamba-2" or "gdn"."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -86,9 +88,24 @@ class Geometry:
 GEOMETRIES = {
     geometry.name: geometry
     for geometry in (
-        Geometry("nemotron-h-8b", 4096, 4, 8, 128, 24, 24, (3, 10240), (128, 64, 128)),
-        Geometry("qwen3.5-4b", 2560, 8, 4, 256, 32, 24, (3, 8192), (32, 128, 128)),
-        Geometry("jamba-1.5-mini", 4096, 4, 8, 128, 32, 28, (3, 8192), (8192, 16)),
+        Geometry(
+            "nemotron-h-8b",
+            4096,
+            4,
+            8,
+            128,
+            24,
+            24,
+            (3, 10240),
+            (128, 64, 128),
+            state_kind="mamba-2",
+        ),
+        Geometry(
+            "qwen3.5-4b", 2560, 8, 4, 256, 32, 24, (3, 8192), (32, 128, 128), state_kind="gdn"
+        ),
+        Geometry(
+            "jamba-1.5-mini", 4096, 4, 8, 128, 32, 28, (3, 8192), (8192, 16), state_kind="mamba-1"
+        ),
         Geometry("gemma-3-27b", 5376, 10, 16, 128, 62, window_layers=52, window=1024),
         Geometry("llama-3-8b", 4096, 32, 8, 128, 32),
     )

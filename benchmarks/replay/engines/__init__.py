@@ -81,9 +81,14 @@ def _megatron_core(geometry: Geometry, budget: float, in_flight: int) -> Candida
 
 def _vllm(fine: bool) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-        from benchmarks.replay.engines.vllm import Vllm
+        from benchmarks.replay.engines.vllm import CHECKPOINT_ALIGNMENTS, Vllm
 
-        return {None: lambda: Vllm(geometry, budget, in_flight, fine)}
+        return {
+            alignment: lambda alignment=alignment: Vllm(
+                geometry, budget, in_flight, alignment, fine
+            )
+            for alignment in CHECKPOINT_ALIGNMENTS[geometry.state_kind]
+        }
 
     what = "vLLM's KVCacheManager" + (", matching in units of 16 tokens" if fine else "")
     return Entry(what, build, module="vllm.v1.core.kv_cache_manager")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from math import lcm
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,16 @@ from megatron_hybrid.tools.replay.protocol import step_tokens
 BLOCK_TOKENS = 16
 """Its block size where no state forces a larger one, and the unit of that larger one."""
 MAX_LENGTH = 1 << 20
+CHECKPOINT_ALIGNMENTS: dict[str | None, tuple[int | None, ...]] = {
+    None: (None,),
+    "mamba-1": (None,),
+    "mamba-2": (1,),
+    "gdn": (None, 64),
+}
+"""By kind of state layer, what its layers declare to the scheduler: a kernel gives out a state
+inside a forward at multiples of so many tokens. None: a forward has to end where a state is to be
+kept. GDN has 64 with FlashInfer's prefill, the default on NVIDIA GPUs from Hopper on; the block is
+then a multiple of 64 tokens."""
 
 
 @dataclass(eq=False)
@@ -48,16 +59,26 @@ class Vllm:
     has bytes ("align" mode). Blocks for the states of running requests come on top of the budget.
 
     Args:
+        alignment: one of `CHECKPOINT_ALIGNMENTS` for the geometry.
         fine: its opt-in `prefix_match_unit`, here 16 tokens: what was saved at the end of a prompt
             is found in units of 16 tokens instead of whole blocks.
     """
 
-    def __init__(self, geometry: Geometry, budget_bytes: float, in_flight: int, fine: bool = False):
-        groups, layers, block = make_groups(geometry)
+    def __init__(
+        self,
+        geometry: Geometry,
+        budget_bytes: float,
+        in_flight: int,
+        alignment: int | None,
+        fine: bool = False,
+    ):
+        groups, layers, block = make_groups(geometry, alignment)
         block_bytes = layers * block * geometry.kv_bytes_per_layer
-        # The null block, and a running state of each group with the one that it came from.
         states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-        extra = 1 + 2 * states * in_flight
+        # The null block; of each group a running state with the one that it came from, and one
+        # that is given out inside a forward (prompts are computed one after the other).
+        inside = alignment is not None
+        extra = 1 + states * (2 * in_flight + inside)
         config = KVCacheConfig(int(budget_bytes // block_bytes) + extra, [], groups)
         init_none_hash(sha256)
         unit = BLOCK_TOKENS if fine else block
@@ -76,8 +97,8 @@ class Vllm:
             use_eagle_block_drop=False,
             num_hash_lookahead_tokens=0,
             mamba_partial_cache_hit=self._manager.coordinator.enable_partial_hash_hits,
-            mamba_has_prefill_checkpoint_blocks=False,
-            mamba_prefill_checkpoint_alignment=None,
+            mamba_has_prefill_checkpoint_blocks=inside,
+            mamba_prefill_checkpoint_alignment=alignment,
             mamba_shared_prefix_checkpoint=False,
         )
         self._params = SamplingParams(max_tokens=MAX_LENGTH)
@@ -138,7 +159,9 @@ class Vllm:
         return True
 
 
-def make_groups(geometry: Geometry) -> tuple[list[KVCacheGroupSpec], int, int]:
+def make_groups(
+    geometry: Geometry, alignment: int | None
+) -> tuple[list[KVCacheGroupSpec], int, int]:
     """Groups of equally many layers with pages of one size; layers of a group, block size."""
     kv = {
         "num_kv_heads": geometry.kv_heads,
@@ -148,7 +171,8 @@ def make_groups(geometry: Geometry) -> tuple[list[KVCacheGroupSpec], int, int]:
     block = BLOCK_TOKENS
     if geometry.state_layers:
         state = geometry.recurrent_bytes() // geometry.state_layers
-        block *= -(-state // (BLOCK_TOKENS * geometry.kv_bytes_per_layer))
+        block = lcm(BLOCK_TOKENS, alignment or 1)
+        block *= -(-state // (block * geometry.kv_bytes_per_layer))
     specs = [(geometry.attention_layers, FullAttentionSpec(block_size=block, **kv))]
     if geometry.window_layers:
         window = SlidingWindowSpec(block_size=block, sliding_window=geometry.window, **kv)
@@ -160,6 +184,8 @@ def make_groups(geometry: Geometry) -> tuple[list[KVCacheGroupSpec], int, int]:
             dtypes=(torch.bfloat16, torch.float32),
             page_size_padded=block * geometry.kv_bytes_per_layer,
             mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=int(alignment is not None),
+            prefill_checkpoint_alignment=alignment,
         )
         specs.append((geometry.state_layers, mamba))
     layers = min(number for number, _ in specs)

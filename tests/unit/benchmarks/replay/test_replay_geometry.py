@@ -57,3 +57,8 @@ def test_prefill_flops_grow_with_the_square_only_where_something_attends_to_ever
     # By hand for 1,000 tokens of Llama: 32 layers of 8 n D^2 + 4 n^2 D + 16 n D^2
     expected = 32 * (24 * 1000 * 4096**2 + 4 * 1000**2 * 4096)
     assert attending.prefill_flops(1000) == expected
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_the_kind_of_states_is_known_where_there_are_any(geometry):
+    assert (geometry.state_kind in ("mamba-1", "mamba-2", "gdn")) == (geometry.state_layers > 0)
