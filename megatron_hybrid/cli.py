@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--model", required=True, help="model folder or config.json")
-    plan.add_argument("--memory", type=float, required=True, help="of the device, in GB (10^9)")
+    plan.add_argument("--memory", type=gigabytes, required=True, help="of the device, in GB (10^9)")
     plan.add_argument("--context", default="8k", help="tokens of a request: 4096, 100k, 1M")
     _add_state_encoding(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -98,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         help="JSONL: `prompt` (text or token ids) in each line, if known `output` and `session`",
     )
     profile.add_argument("--model", required=True, help="model folder or config.json")
-    profile.add_argument("--memory", type=float, required=True, help="of the cache, in GB (10^9)")
+    profile.add_argument(
+        "--memory", type=gigabytes, required=True, help="of the cache, in GB (10^9)"
+    )
     _add_state_encoding(profile)
     profile.add_argument("--json", action="store_true", help="print JSON instead of a table")
     profile.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
@@ -107,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
     return parser
+
+
+def gigabytes(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:  # also NaN
+        raise argparse.ArgumentTypeError(
+            f"{text} GB: give a number of GB above 0 and below a billion"
+        )
+    return number
 
 
 def _add_state_encoding(command: argparse.ArgumentParser) -> None:

@@ -45,9 +45,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE", help="a recorded trace (see docs/replay.md)")
     add("--geometry", choices=GEOMETRIES, default=["nemotron-h-8b"], **names)
     add("--engines", choices=ENGINES, help="default: those of note that are installed", **names)
-    add("--budgets", nargs="+", type=float, metavar="GB", help="default: each workload's own")
-    add("--in-flight", type=int, default=1, metavar="N", help="requests that run side by side")
-    add("--limit", type=int, metavar="N", help="only the first N requests")
+    add("--budgets", nargs="+", type=gigabytes, metavar="GB", help="default: each workload's own")
+    add(
+        "--in-flight",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="requests that run side by side",
+    )
+    add("--limit", type=whole_number, metavar="N", help="only the first N requests")
     add("--full", action="store_true", help="all workloads, geometries, engines; 1 and 8 in flight")
     add("--memory", action="store_true", help="also weigh the index; with --trace all of it")
     add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
@@ -56,18 +62,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def whole_number(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few: give a whole number from 1 on")
+    return number
+
+
+def gigabytes(text: str) -> float:
+    if not 0 < (number := float(text)) < 1e9:  # also NaN
+        raise argparse.ArgumentTypeError(
+            f"{text} GB: give a number of GB above 0 and below a billion"
+        )
+    return number
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    try:
+        run(options)
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"python -m benchmarks.replay: {error}") from error
+
+
+def run(options: argparse.Namespace) -> None:
+    # What can fail fails now, not after the replays.
     if options.plots:
-        try:
-            pyplot("--plots")  # fail now, not after the runs
-        except ImportError as error:
-            raise SystemExit(str(error)) from None
+        pyplot("--plots")
+        options.plots.mkdir(parents=True, exist_ok=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.open("a").close()
     page = table.around_results(options.markdown) if options.markdown else None
+    trace = list(traces.load(options.trace, options.limit)) if options.trace else []
     console = Console()
     engines = chosen_engines(options, console)
     cells: list[Cell] = []
-    for name, requests, budgets in sources(options):
+    for name, requests, budgets in sources(options, trace):
         for geometry in GEOMETRIES if options.full else options.geometry:
             for in_flight in (1, 8) if options.full else (options.in_flight,):
                 found = list(run_cells(name, requests, geometry, budgets, engines, in_flight))
@@ -83,13 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.memory:
         results["memory"] = weigh(options, console)
     if options.plots:
-        options.plots.mkdir(parents=True, exist_ok=True)
         found = [cliff.measure(CLIFF_GEOMETRY, engine, CLIFF_LENGTHS) for engine in engines]
         results["cliffs"] = [asdict(each) for each in found]
         for path in plots.hit_rates(cells, options.plots) + plots.cliffs(found, options.plots):
             console.print(f"wrote {path}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if page:
         text = f"{page[0]}\n{table.markdown(cells)}{page[1]}"
@@ -105,7 +133,9 @@ def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[st
     return [name for name in names if ENGINES[name].installed]
 
 
-def sources(options: argparse.Namespace) -> Iterator[tuple[str, list[Request], Sequence[float]]]:
+def sources(
+    options: argparse.Namespace, trace: list[Request]
+) -> Iterator[tuple[str, list[Request], Sequence[float]]]:
     """Name, requests and budgets in GB of all that is to be replayed."""
     for name in options.workloads or ([] if options.trace and not options.full else WORKLOADS):
         workload = WORKLOADS[name]
@@ -113,8 +143,7 @@ def sources(options: argparse.Namespace) -> Iterator[tuple[str, list[Request], S
         requests = list(workload.generate(**limit))
         yield name, requests, options.budgets or workload.budgets_gb
     if options.trace:
-        requests = list(traces.load(options.trace, options.limit))
-        yield options.trace.stem, requests, options.budgets or TRACE_BUDGETS_GB
+        yield options.trace.stem, trace, options.budgets or TRACE_BUDGETS_GB
 
 
 def weigh(options: argparse.Namespace, console: Console) -> dict:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,23 +15,25 @@ from megatron_hybrid.tools.replay.jsonl import PROMPT_FIELDS, load_jsonl, rows
 from megatron_hybrid.tools.replay.request import Request
 
 MOONCAKE_BLOCK = 512
+MOST_BLOCK_ID = 2**44 - 1
+"""`block_tokens` has 64 bits for an id and a position."""
+MOST_OUTPUT = 1 << 30
 
 
 def load(path: str | Path, limit: int | None = None) -> Iterator[Request]:
-    """Requests of a trace file; the first line tells its format.
+    """Requests of a trace file; the first row tells its format.
 
     Raises:
-        ValueError: the file is empty, or of neither format.
+        ValueError: the file is empty, of neither format, or a row is wrong.
     """
-    with open(path, encoding="utf-8") as file:
-        first = file.readline()
-    keys = json.loads(first) if first.strip() else {}
+    _, keys = next(rows(path), (0, {}))
     if "hash_ids" in keys:
         return load_mooncake(path, limit)
     if any(name in keys for name in PROMPT_FIELDS):
         return load_jsonl(path, limit)
+    found = f"starts with the fields {list(keys)}" if keys else "is empty"
     raise ValueError(
-        f"{path} starts with {first[:60]!r}; its first line must be a JSON object with `hash_ids` "
+        f"{path} {found}; its first line must be a JSON object with `hash_ids` "
         f"(Mooncake) or with `prompt` (token ids)"
     )
 
@@ -40,12 +43,45 @@ def load_mooncake(path: str | Path, limit: int | None = None) -> Iterator[Reques
     `input_length` and `output_length` in tokens, and one id in `hash_ids` for each block of 512
     tokens of the input. Equal ids mean equal tokens, so an id is expanded to 512 pseudo-random
     ones. Outputs and sessions are not recorded: every output is new, every request its own session.
+
+    Raises:
+        ValueError: a row is wrong; names file, line and remedy.
     """
     rng = np.random.default_rng(1)
-    for i, (_, row) in enumerate(islice(rows(path), limit)):
+    for i, (number, row) in enumerate(islice(rows(path), limit)):
+        try:
+            _check_mooncake(row)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         output = draw_tokens(rng, max(1, row["output_length"]))
         blocks = np.concatenate([block_tokens(block_id) for block_id in row["hash_ids"]])
         yield Request(blocks[: row["input_length"]], output, i, 0, row["timestamp"] / 1000)
+
+
+def _check_mooncake(row: dict[str, Any]) -> None:
+    ids = row.get("hash_ids")
+    if not isinstance(ids, list) or not ids or not all(_whole(i, 0, MOST_BLOCK_ID) for i in ids):
+        raise ValueError(
+            f"`hash_ids` is {str(ids)[:60]}: give a list of at least one whole number from 0 to "
+            f"{MOST_BLOCK_ID}"
+        )
+    most = MOONCAKE_BLOCK * len(ids)
+    if not _whole(length := row.get("input_length"), 1, most):
+        raise ValueError(
+            f"`input_length` is {length!r}: {len(ids)} `hash_ids` stand for 1 to {most} tokens, "
+            f"{MOONCAKE_BLOCK} each"
+        )
+    if not _whole(length := row.get("output_length"), 0, MOST_OUTPUT):
+        raise ValueError(
+            f"`output_length` is {length!r}: give a whole number from 0 to {MOST_OUTPUT}"
+        )
+    time = row.get("timestamp")
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
+        raise ValueError(f"`timestamp` is {time!r}: give milliseconds from 0 on")
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def block_tokens(block_id: int) -> np.ndarray:

@@ -119,6 +119,14 @@ def test_plan(folder, capsys):
     assert "no room for one request of 8000 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["plan"], ["profile", "prompts.jsonl"]])
+@pytest.mark.parametrize("memory", ["inf", "nan", "0", "-1"])
+def test_memory_that_is_no_size(command, memory, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--model", "demo", "--memory", memory])
+    assert f"{memory} GB: give a number of GB above 0" in capsys.readouterr().err
+
+
 def test_profile(folder, capsys, tmp_path, monkeypatch):
     prompts, picture = tmp_path / "prompts.jsonl", tmp_path / "profile.png"
     prompts.write_text(f'{{"prompt": "{"a" * 70}"}}\n' * 2)  # 70 tokens

@@ -65,7 +65,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ValueError: a line is no JSON object, or the file no text.
     """
     number = 0
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -126,6 +126,7 @@ def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np
     if isinstance(value, str) or (is_chat and field not in OUTPUT_FIELDS):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
+        _check_text(field, value)
         try:
             value = tokenize(value)
         except TypeError as error:  # of a message
@@ -139,6 +140,17 @@ def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np
             f"tokenize it with this model's tokenizer"
         )
     return np.array(value, dtype=np.int32)
+
+
+def _check_text(field: str, value: str | list) -> None:
+    """JSON can write halves of a surrogate pair, which no UTF-8 text has."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise ValueError(
+            f"`{field}` has {half}, half of a character: write the character itself, or both halves"
+        ) from error
 
 
 def _number(row: dict[str, Any], field: str, default: float) -> float:

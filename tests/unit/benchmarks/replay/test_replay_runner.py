@@ -138,7 +138,7 @@ def test_command_line(tmp_path, capsys):
 def test_a_page_without_marks_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
-    with pytest.raises(ValueError, match="results: begin"):
+    with pytest.raises(SystemExit, match="results: begin"):
         main([*ARGUMENTS, "--engines", "ceiling", "--markdown", str(page)])
     assert page.read_text() == "nothing here"
 
@@ -147,3 +147,27 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         main([*ARGUMENTS, "--plots", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "0 is too few: give a whole number from 1 on"),
+        (["--limit", "-3"], "-3 is too few"),
+        (["--in-flight", "0"], "0 is too few"),
+        (["--budgets", "nan"], "nan GB: give a number of GB above 0"),
+        (["--budgets", "0"], "0 GB: give a number of GB above 0"),
+    ],
+)
+def test_numbers_that_make_no_replay(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main([*ARGUMENTS, *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plots", "--markdown"])
+def test_what_cannot_be_written_is_refused_before_the_replays(option, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("benchmarks.replay.__main__.run_cells", None)
+    with pytest.raises(SystemExit, match="file"):
+        main([*ARGUMENTS, option, str(tmp_path / "file" / "below")])

@@ -127,6 +127,41 @@ def test_jsonl_with_token_ids(tmp_path):
     assert (three.session, three.turn, three.arrival) == (2, 0, 2.0)
 
 
+def test_blank_lines_before_the_first_row(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('\n\n{"prompt": [1, 2, 3]}\n')
+    assert [request.prompt.tolist() for request in traces.load(path)] == [[1, 2, 3]]
+
+
+GOOD = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hash_ids": []}, r"`hash_ids` is \[\]: give a list of at least one whole number from 0"),
+        ({"hash_ids": [1, -1]}, r"`hash_ids` is \[1, -1\]: give a list"),
+        ({"hash_ids": [1, 2**44]}, f"to {2**44 - 1}"),
+        ({"input_length": 1025}, "`input_length` is 1025: 2 `hash_ids` stand for 1 to 1024 tokens"),
+        ({"input_length": 0}, "`input_length` is 0"),
+        ({"output_length": None}, "`output_length` is None: give a whole number from 0"),
+        ({"timestamp": "now"}, "`timestamp` is 'now': give milliseconds from 0 on"),
+    ],
+)
+def test_a_bad_mooncake_row_is_named(tmp_path, wrong, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | wrong) + "\n")
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 2: .*" + message):
+        list(traces.load(path))
+
+
+def test_a_trace_that_is_no_json(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("nonsense\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 1 is no JSON"):
+        traces.load(path)
+
+
 @pytest.mark.parametrize("text", ["", '{"text": "hello"}\n'])
 def test_another_format_is_refused(tmp_path, text):
     path = tmp_path / "trace.jsonl"

@@ -80,6 +80,19 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         list(load_jsonl(path, vocab_size=100))
 
 
+@pytest.mark.parametrize("prompt", ["a\ud83d", [{"role": "user", "content": "a\ud83d"}]])
+def test_half_of_a_character(tmp_path, prompt):
+    path = write(tmp_path, {"prompt": prompt})
+    with pytest.raises(ValueError, match=r"line 1: `prompt` has \\ud83d, half of a character: "):
+        list(load_jsonl(path, tokenize=lambda text: [7]))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1]}\n', encoding="utf-8-sig")
+    assert [request.prompt.tolist() for request in load_jsonl(path)] == [[1]]
+
+
 def test_an_answer_is_no_chat(tmp_path):
     path = write(tmp_path, {"prompt": [1], "output": [{"role": "assistant", "content": "b"}]})
     with pytest.raises(ValueError, match=r"line 1: `output` is \[\{.* give text, or a flat list"):
