@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         for geometry in GEOMETRIES if options.full else options.geometry:
             for in_flight in (1, 8) if options.full else (options.in_flight,):
                 found = list(run_cells(name, requests, geometry, budgets, engines, in_flight))
-                for each in table.terminal_tables(found):
+                for each in table.terminal_tables(found, console.width):
                     console.print(each)
                 cells += found
     results = {

@@ -11,6 +11,9 @@ from benchmarks.replay.sweep import Cell
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
+_ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
+"""Columns of a terminal for the longest name, and for a budget's two numbers."""
+
 
 def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str, list[Cell]]]]:
     """Per workload, geometry and number in flight: a title, the budgets, and for each engine its
@@ -31,18 +34,23 @@ def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str,
         yield title, budgets, engines
 
 
-def terminal_tables(cells: Sequence[Cell]) -> Iterator[Table]:
-    """One table per workload, geometry and number in flight; one row per engine."""
+def terminal_tables(cells: Sequence[Cell], width: int) -> Iterator[Table]:
+    """Per workload, geometry and number in flight as many tables as it takes for all budgets to
+    fit into so many columns; one row per engine."""
+    at_once = max(1, (width - _ENGINE_WIDTH) // _BUDGET_WIDTH)
     for title, budgets, engines in grouped(cells):
-        table = Table(title=title, title_justify="left")
-        table.add_column("engine", no_wrap=True)
-        for budget in budgets or ["no limit"]:
-            table.add_column(f"{budget} GB, %", justify="right")
-            table.add_column("us", justify="right", no_wrap=True)
-        for engine, row in engines.items():
-            shown = [(f"{c.skipped_percent:.1f}", micros(c)) for c in row]
-            table.add_row(engine, *(text for pair in shown for text in pair))
-        yield table
+        heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
+        for start in range(0, len(heads), at_once):
+            part = slice(start, start + at_once)
+            table = Table(title=title, title_justify="left")
+            table.add_column("engine", no_wrap=True)
+            for head in heads[part]:
+                table.add_column(f"{head}, %", justify="right", no_wrap=True)
+                table.add_column("us", justify="right")
+            for engine, row in engines.items():
+                shown = [(f"{c.skipped_percent:.1f}", micros(c)) for c in row[part]]
+                table.add_row(engine, *(text for pair in shown for text in pair))
+            yield table
         yield from lost_table(cells, title, budgets, engines)
 
 

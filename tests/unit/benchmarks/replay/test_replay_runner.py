@@ -135,6 +135,19 @@ def test_command_line(tmp_path, capsys):
     assert "rl-group, nemotron-h-8b, 1 in flight: 32 requests" in capsys.readouterr().out
 
 
+def test_every_number_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    budgets = ["1", "2", "4.5", "8", "16"]
+    path = tmp_path / "replay.json"
+    engines = ["--engines", "lru-block-end-16", "ours"]
+    main([*ARGUMENTS[:4], "--budgets", *budgets, *engines, "--json", str(path)])
+    out = capsys.readouterr().out
+    assert "\u2026" not in out and all(f" {budget} GB, % " in out for budget in budgets)
+    for cell in json.loads(path.read_text())["cells"]:
+        assert f" {cell['skipped_percent']:.1f} " in out
+        assert f"{cell['micros_median']:.0f} / {cell['micros_p95']:.0f} " in out
+
+
 def test_a_page_without_marks_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
