@@ -103,7 +103,7 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
     """
     tokenizer, folder = None, model_folder(model)
 
-    def tokenize(text: str | list) -> list[int]:
+    def tokenize(text: str | list) -> tuple[list[int], list[int]]:
         nonlocal tokenizer
         if tokenizer is None:
             if not folder.is_dir() or find_tokenizer(folder) is None:
@@ -113,9 +113,9 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
                 )
             tokenizer = Tokenizer.from_folder(folder)
         if isinstance(text, str):
-            return tokenizer.tokenize(text)
+            return tokenizer.tokenize(text), []
         check_messages(text)
-        return tokenizer.apply_chat_template(text)
+        return tokenizer.chat_prompt(text)
 
     return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))
 

@@ -14,6 +14,7 @@ from megatron_hybrid.models.checkpoint import save_checkpoint
 from megatron_hybrid.models.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
+from megatron_hybrid.tools.profile import read_requests
 from megatron_hybrid.version import __version__
 
 
@@ -158,6 +159,10 @@ def test_profile_of_chats_and_of_the_demo_model(folder, capsys, tmp_path):
     (Path(folder) / "chat_template.jinja").write_text(template)
     assert cli.main([*arguments, folder]) == 0
     assert "2 prompts, 26 tokens" in capsys.readouterr().out  # "user: Hello. " twice
+    messages = [{"role": "system", "content": "Hi"}, *chat]
+    prompts.write_text(json.dumps({"messages": messages}) + "\n")
+    (request,) = read_requests(prompts, folder, 256)
+    assert len("system: Hi. ") in request.message_starts
     prompts.write_text('{"prompt": [{"content": "Hello"}]}\n')
     assert cli.main([*arguments, folder]) == 2
     assert "line 1: message 0 of the chat has the role None" in capsys.readouterr().err

@@ -26,7 +26,8 @@ from megatron_hybrid.tools.replay.request import Request
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")
-Tokenize = Callable[[str | list], Sequence[int]]
+Tokenize = Callable[[str | list], tuple[Sequence[int], Sequence[int]]]
+"""Text, or the messages of a chat, to token ids and the positions where messages start."""
 
 
 def load_jsonl(
@@ -39,7 +40,7 @@ def load_jsonl(
 
     Args:
         limit: read at most so many requests.
-        tokenize: turns text, or a list of messages, into token ids; None: there has to be neither.
+        tokenize: of text and chats; None: there has to be neither.
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
@@ -95,7 +96,7 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
         raise ValueError(f"there is no prompt: add one of the fields {names}")
     if field not in ("prompt", "messages") and isinstance(prompt, str):
         raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
-    tokens = _tokens(field, prompt, tokenize, vocab)
+    tokens, message_starts = _tokens(field, prompt, tokenize, vocab)
     if not len(tokens):
         raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
     output_field, output = _one_of(row, OUTPUT_FIELDS)
@@ -104,10 +105,11 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
         raise ValueError(f"`session` is {session!r}: give a string or a number, or leave it out")
     return Request(
         tokens,
-        _tokens(output_field, output, tokenize, vocab) if output_field else tokens[:0],
+        _tokens(output_field, output, tokenize, vocab)[0] if output_field else tokens[:0],
         session,
         int(_number(row, "turn", 0)),
         float(_number(row, "arrival", index)),
+        message_starts,
     )
 
 
@@ -119,8 +121,11 @@ def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]
     return (found[0], row[found[0]]) if found else (None, None)
 
 
-def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np.ndarray:
-    """int32 [n] of text or a list of ids."""
+def _tokens(
+    field: str, value: Any, tokenize: Tokenize | None, vocab: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """int32 [n] of text or a list of ids; where messages start."""
+    starts: Sequence[int] = ()
     is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
     # An answer is no prompt: rendered as a chat it would end with what opens the next answer.
     if isinstance(value, str) or (is_chat and field not in OUTPUT_FIELDS):
@@ -128,7 +133,7 @@ def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
         _check_text(field, value)
         try:
-            value = tokenize(value)
+            value, starts = tokenize(value)
         except TypeError as error:  # of a message
             raise ValueError(str(error)) from error
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
@@ -139,7 +144,7 @@ def _tokens(field: str, value: Any, tokenize: Tokenize | None, vocab: int) -> np
             f"`{field}` has the token id {wrong}, ids go from 0 to {vocab - 1}: "
             f"tokenize it with this model's tokenizer"
         )
-    return np.array(value, dtype=np.int32)
+    return np.array(value, dtype=np.int32), tuple(starts)
 
 
 def _check_text(field: str, value: str | list) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +36,15 @@ class Ours:
         return tokens
 
     def begin(self, prompt: np.ndarray) -> Running | None:
+        return self.begin_chat(prompt, ())
+
+    def begin_chat(self, prompt: np.ndarray, message_starts: Sequence[int]) -> Running | None:
         cache, n = self.cache, len(prompt)
         if not cache.fits(n, self._chunk):  # as an engine asks at the door
             return Running(None, 0, TOO_LARGE)
-        lease = cache.acquire(prompt, capacity_tokens=n, chunk_tokens=self._chunk)
+        lease = cache.acquire(
+            prompt, capacity_tokens=n, chunk_tokens=self._chunk, messages=message_starts
+        )
         if lease is None:
             return None
         cache.restored(lease)

@@ -39,6 +39,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class KnowsMessages(Protocol):
+    """An engine that is told where the messages of a chat start."""
+
+    def begin_chat(self, prompt: Any, message_starts: Sequence[int]) -> Handle | None:
+        """As `begin`. message_starts: of `Request`."""
+
+
+@runtime_checkable
 class Foreseeing(Protocol):
     """An engine that has to know the trace before it begins."""
 

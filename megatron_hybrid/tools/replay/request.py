@@ -20,3 +20,5 @@ class Request:
     turn: int
     arrival: float
     """Seconds since the trace began."""
+    message_starts: tuple[int, ...] = ()
+    """Positions of the prompt where messages of a chat start, at which others may part from it."""

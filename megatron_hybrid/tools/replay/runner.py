@@ -9,7 +9,7 @@ from time import thread_time
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle
+from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle, KnowsMessages
 from megatron_hybrid.tools.replay.request import Request
 
 
@@ -58,6 +58,7 @@ def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> R
     if isinstance(engine, Foreseeing):
         requests = list(requests)
         engine.foresee(requests)
+    knows_messages = isinstance(engine, KnowsMessages)
     result = Replay()
     running: deque[tuple[int, Request, Handle]] = deque()
 
@@ -76,7 +77,10 @@ def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> R
         prompt = engine.prepare(request.prompt)
         while True:
             began = thread_time()
-            handle = engine.begin(prompt)
+            if knows_messages:
+                handle = engine.begin_chat(prompt, request.message_starts)
+            else:
+                handle = engine.begin(prompt)
             seconds = thread_time() - began
             if handle is not None:
                 break

@@ -1,6 +1,7 @@
 """What a profile says, against arithmetic by hand and against the caches asked one by one."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -51,6 +52,15 @@ def test_a_next_turn_resumes_behind_the_answer():
     assert by_name(result)[OURS].skipped_percent == round(100 * 130 / 240, 2)
     assert result.answers
     assert not profile([*turns, *requests(tokens(9))], CONFIG, 1e8).answers
+
+
+def test_others_may_part_where_a_message_starts():
+    """The first of two chats that part there leaves a state, as it does in the engine."""
+    system = tokens(50)
+    chats = requests(*(np.concatenate([system, tokens(30, seed)]) for seed in (1, 2)))
+    told = [replace(request, message_starts=(50,)) for request in chats]
+    assert by_name(profile(told, CONFIG, 1e8))[OURS].skipped_percent == round(100 * 50 / 160, 2)
+    assert by_name(profile(chats, CONFIG, 1e8))[OURS].skipped_percent < 31.25
 
 
 def test_lost_tokens_say_why():
