@@ -14,8 +14,8 @@ from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
 _WIDTH = 96
 _BAR = 30
 _NOTE = (
-    "Caches with blocks or a grid are models of other engines' documented rules (LRU, one pool for "
-    "KV and states), not measurements of the engines:"
+    "The first caches are models of other engines' documented rules (LRU, one pool for KV and "
+    "states), not measurements of the engines:"
 )
 
 
@@ -107,15 +107,16 @@ def draw(result: Profile, path: str | Path) -> None:
     plt = pyplot("--png")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     lengths = np.array(result.lengths)
-    low, high = np.log2(lengths.min()), np.log2(lengths.max() + 1)
-    left.hist(lengths, bins=np.logspace(low, high, 50, base=2), color="0.7")
+    shown = [*lengths, *(row.block_tokens for row in _rules(result))]  # bars that can be seen
+    left.hist(lengths, bins=np.geomspace(min(shown), max(shown) + 1, 50), color="0.7")
     left.set_xscale("log", base=2)
+    left.xaxis.get_major_locator().set_params(numticks=7)  # more labels would touch
     left.xaxis.set_major_formatter("{x:,.0f}")
     for i, row in enumerate(_rules(result)):
         left.axvline(row.block_tokens, color=f"C{i + 1}", label=row.name)
     left.set_xlabel("prompt tokens")
     left.set_ylabel("prompts")
-    left.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper left", ncols=3)  # inside it can hide bars
     names = [row.name for row in result.caches]
     colors = [f"C{i + 1}" for i in range(len(names) - 2)] + ["C0", "0.7"]
     bars = right.barh(names, [row.skipped_percent for row in result.caches], color=colors)

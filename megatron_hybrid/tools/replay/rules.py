@@ -110,15 +110,19 @@ def rules(layers: Sequence[LayerCache], spec: CacheSpec) -> list[Rule]:
     grid = GRID if states else 1
     found = [
         Rule(
-            f"{grid}-token grid",
+            f"{grid}-token grid" if states else "single tokens",
             "SGLang's: one state per prefill, at the last grid line that was known or else the "
-            f"prompt's last; of answers every {ANSWER_GRID} tokens, the last is kept",
+            f"prompt's last; of answers every {ANSWER_GRID} tokens, the last is kept"
+            if states
+            else "SGLang's: KV token by token",
             grid,
             lambda budget: OneState(grid, kv_bytes, state_bytes, budget),
         ),
         Rule(
             f"{MEGATRON_BLOCK}-token blocks",
-            "megatron-core's: states at block ends, the last that was known and the prompt's last",
+            "megatron-core's: states at block ends, the last that was known and the prompt's last"
+            if states
+            else "megatron-core's: KV in whole blocks",
             MEGATRON_BLOCK,
             lambda budget: PromptStates(MEGATRON_BLOCK, kv_bytes, state_bytes, budget),
         ),
@@ -130,7 +134,9 @@ def rules(layers: Sequence[LayerCache], spec: CacheSpec) -> list[Rule]:
         aligned = Rule(
             f"block-aligned, {block} tokens",
             "vLLM's (align mode): a block's KV fills the page of a state; states at block ends, "
-            "the last that was known, the prompt's, the answer's, and those that end a step",
+            "the last that was known, the prompt's, the answer's, and those that end a step"
+            if states
+            else "vLLM's: KV in whole blocks",
             block,
             lambda budget: BlockAligned(block, kv_bytes, padded, budget),
         )
