@@ -6,7 +6,7 @@ without the pool: all blocks in front of a record are there too.
 
 What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
 priority = clock + uses x work that it saves / bytes that go with it, where the clock is the
-priority of the last one that went. Static keys, so an eviction is a heap operation. The bytes
+priority of the last one that went, and goes on with what is refused. Static keys, so an eviction is a heap operation. The bytes
 themselves are the store's.
 """
 
@@ -208,7 +208,10 @@ class Tier:
         if joint is not None:
             joint.pins += 1
         try:
-            if not self._make_room(cost, uses * saved_work / max(1, cost)):
+            value = uses * saved_work / max(1, cost)
+            if not self._make_room(cost, value):
+                # As if it had come and gone: what nobody returns to must not keep others out.
+                self._clock += value * cost / self.capacity_bytes
                 return False
             try:
                 data = list(source.blocks(missing))

@@ -221,6 +221,23 @@ def test_what_is_refused_costs_nothing(name):
     assert tier.used_bytes == sum(record.num_bytes for record in tier.records())
 
 
+def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
+    """Full of states that save ten times as much each, of which one is used now and then."""
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, bytes_of(spec, *[40] * 4), Bytes())
+    for token in range(4):
+        keep(tier, [token] * 40, spec, saved=100)
+    kept = []
+    for token in range(100, 400):
+        if token % 10 == 0:
+            tier.used(tier.find(PrefixKeys(np.full(40, 0, dtype=np.int32), "", 16)))
+        if keep(tier, [token] * 40, spec, saved=10):
+            kept.append(token)
+    assert 110 < kept[0] < 160
+    assert [find(tier, [token] * 40) for token in range(4)] == [40, 0, 0, 0]
+    assert find(tier, [399] * 40) == 40
+
+
 def test_what_is_used_stays_longer_and_time_passes():
     spec = SPECS["hybrid"]
     tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
