@@ -24,7 +24,7 @@ from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
-LEFT_OUT = ("ours-bf16", "vllm-fine", "lru-block-end-64")
+LEFT_OUT = ("ours-bf16", "lru-block-end-64")
 """Engines that only --full or --engines runs."""
 TRACE_BUDGETS_GB = (16, 64, 256)
 CLIFF_GEOMETRY = "qwen3.5-4b"
