@@ -202,19 +202,22 @@ class Evictor:
         what lies under it.
         """
         pinned = []
-        while self._allocator.num_free < num_pages:
-            queue, key = self._next()
-            if queue is None and force and pinned:
-                self._drop(pinned.pop(0), num_pages, force=True)
-            elif queue is None or (below is not None and key >= below):
-                break
-            else:
-                item = queue.pop()
-                self._stamp = None
-                if not self._drop(item, num_pages):
-                    pinned.append(item)
-        for item in pinned:
-            self.add(item)
+        try:
+            while self._allocator.num_free < num_pages:
+                queue, key = self._next()
+                if queue is None and force and pinned:
+                    self._drop(pinned[0], num_pages, force=True)
+                    del pinned[0]
+                elif queue is None or (below is not None and key >= below):
+                    break
+                else:
+                    self._stamp = None
+                    pinned.append(queue.pop())
+                    if self._drop(pinned[-1], num_pages):
+                        pinned.pop()
+        finally:  # also when `leaving` raises
+            for item in pinned:
+                self.add(item)
         return self._allocator.num_free >= num_pages
 
     def make_room_for(self, num_pages: int, value: float) -> bool:

@@ -615,8 +615,12 @@ class PrefixCache:
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """The lease is live: it gets room for the rest."""
         lease.next_rung = next_rung(max(lease.prompt_tokens, lease.done), self._rung_tokens)
+        try:
+            self._pages.open(lease, capacity_tokens, end)
+        except BaseException:  # on the way of what it evicts to the memories below
+            self._pages.let_go(lease)
+            raise
         self._leases[lease] = None
-        self._pages.open(lease, capacity_tokens, end)
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:

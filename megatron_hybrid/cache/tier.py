@@ -6,8 +6,8 @@ without the pool: all blocks in front of a record are there too.
 
 What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
 priority = clock + uses x work that it saves / bytes that go with it, where the clock is the
-priority of the last one that went, and goes on with what is refused. Static keys, so an eviction is a heap operation. The bytes
-themselves are the store's.
+priority of the last one that went, and goes on with what is refused. Static keys, so an eviction is
+a heap operation. The bytes themselves are the store's.
 """
 
 from __future__ import annotations
@@ -217,6 +217,8 @@ class Tier:
                 data = list(source.blocks(missing))
                 state_data = source.state() if state is not None else None
             except (MemoryError, RuntimeError) as error:
+                if not is_lack_of_memory(error):
+                    raise
                 self._lacks_memory(error)
                 return False
             for index, block_data in zip(missing, data):
@@ -350,19 +352,20 @@ class Tier:
             least = self._queue.least()
             if least is None or least[1] > clock + value:
                 break
-            clock = least[1]
+            clock = max(clock, least[1])
             record = self._queue.pop()
             going.append(record)
             missing -= self._uncount(record)
         for record in reversed(going):
             self._recount(record)
-        for record in going:
-            if missing > 0:
+        try:
+            while going and missing <= 0:
+                self._leaves(going[0])
+                self.num_evicted += 1
+                self.remove(going.pop(0))
+        finally:  # also when `leaves` raises
+            for record in going:
                 self._queue.add(record)
-                continue
-            self._leaves(record)
-            self.num_evicted += 1
-            self.remove(record)
         if missing > 0:
             return False
         self._clock = clock
@@ -411,3 +414,11 @@ def state_record_pages(spec: CacheSpec, position: int) -> int:
     if position % spec.block_size_tokens:
         pages += spec.kv_pages_per_block
     return pages
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch says it in words only on a CPU."""
+    said = str(error)
+    return isinstance(error, MemoryError) or any(
+        words in said for words in ("out of memory", "can't allocate memory")
+    )

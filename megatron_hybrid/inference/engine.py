@@ -130,6 +130,7 @@ class DynamicInferenceEngine:
             if disk is not None:
                 disk.close()  # or nobody could open the folder again
             raise
+        self._answered: list[Request] = []
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
@@ -168,7 +169,7 @@ class DynamicInferenceEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._answered)
 
     @torch.inference_mode()
     def step(self) -> list[GenerationResult]:
@@ -182,6 +183,9 @@ class DynamicInferenceEngine:
             return self._step()
         except BaseException:
             self.scheduler.abort()
+            for request in self._answered:
+                if request.finished_at is None:
+                    request.mark_finished()
             raise
 
     def _step(self) -> list[GenerationResult]:
@@ -194,7 +198,7 @@ class DynamicInferenceEngine:
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"
                 )
-            return []
+            return self._results()
         self.num_steps += 1
         pages = self.cache.allocator
         in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
@@ -203,7 +207,13 @@ class DynamicInferenceEngine:
             check_equal_on_ranks(self.cache.digest(), f"step {self.num_steps}")
         logits_nV = self._forward(plan)
         self.scheduler.complete(plan)
-        return self._sample(plan, logits_nV)
+        self._sample(plan, logits_nV)
+        return self._results()
+
+    def _results(self) -> list[GenerationResult]:
+        """Of all that were answered since the last time; a step may have failed in between."""
+        answered, self._answered = self._answered, []
+        return [request.result() for request in answered]
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
@@ -213,7 +223,7 @@ class DynamicInferenceEngine:
             return self.model.compute_logits(hidden_nH)
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
-    def _sample(self, plan: StepPlan, logits_nV: Tensor) -> list[GenerationResult]:
+    def _sample(self, plan: StepPlan, logits_nV: Tensor) -> None:
         """Gives each row that ends a request's known tokens its next token."""
         owners: list[Request] = []
         rows: list[int] = []
@@ -234,18 +244,16 @@ class DynamicInferenceEngine:
                 owners.append(owner)
                 rows.append(row)
         if not owners:
-            return []
+            return
         drawn_nV = logits_nV[rows]
         tokens = sample(drawn_nV, [owner.draw() for owner in owners])
         scored = any(owner.params.return_log_probs for owner in owners)
         log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
-        finished = []
         for owner, token, log_prob, logits_V in zip(owners, tokens, log_probs, drawn_nV):
             if self.output.append(owner, token, log_prob, logits_V):
+                self._answered.append(owner)
                 self.output.finish(owner)
                 self.scheduler.finish(owner)
-                finished.append(owner.result())
-        return finished
 
     # Whole jobs --------------------------------------------------------------------------------
 

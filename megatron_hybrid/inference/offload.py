@@ -364,19 +364,19 @@ class Offload:
             return
         targets = list(lease.block_table[shared : len(fetch.chain)])
         sources = pages[shared - fetch.first_block : len(fetch.chain) - fetch.first_block]
-        if fetch.record.is_state:
-            own, local, partial_block = self._split_state(pages[-1], position)
-            fetch.reservation = self.cache.reserve_checkpoint(lease, position, wanted=True)
-            if fetch.reservation is not None:
-                targets.append(fetch.reservation.pages)
-                sources.append(own)
-            for group, table, part in zip(self.spec.local_groups, lease.local_tables, local):
-                targets.append(table[self.spec.local_blocks(group, position)].ravel())
-                sources.append(part)
-            if position % size:
-                targets.append(lease.block_table[position // size])
-                sources.append(partial_block)
         try:
+            if fetch.record.is_state:
+                own, local, partial_block = self._split_state(pages[-1], position)
+                fetch.reservation = self.cache.reserve_checkpoint(lease, position, wanted=True)
+                if fetch.reservation is not None:
+                    targets.append(fetch.reservation.pages)
+                    sources.append(own)
+                for group, table, part in zip(self.spec.local_groups, lease.local_tables, local):
+                    targets.append(table[self.spec.local_blocks(group, position)].ravel())
+                    sources.append(part)
+                if position % size:
+                    targets.append(lease.block_table[position // size])
+                    sources.append(partial_block)
             fetch.arrival = self._mover.to_pool(targets, sources)
         except BaseException:
             self.cache.release(lease)  # it is tried again

@@ -151,11 +151,11 @@ class Scheduler:
         )
         if lease is None:
             return False
-        self.waiting.remove(request)
-        self._start(request, lease)
         if request.fetch is not None:
             lease.report.fetched_tokens = self.offload.count(request.fetch, lease.skipped_tokens)
             request.fetch = None
+        self.waiting.remove(request)
+        self._start(request, lease)
         if lease.checkpoint_pages is not None:
             self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
         else:
@@ -298,16 +298,17 @@ class Scheduler:
         """
         started, num_queued = [], 0
         while request.siblings:
-            sibling = request.siblings.pop(0)
+            sibling = request.siblings[0]
             sibling.prompt_log_probs = list(request.prompt_log_probs)
             lease = None
             if self.free_slots:
                 lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
             if lease is None:
-                self.waiting.insert(num_queued, sibling)
+                self.waiting.insert(num_queued, request.siblings.pop(0))
                 num_queued += 1
                 continue
             self._start(sibling, lease)
+            request.siblings.pop(0)
             self._run_copies(sibling)
             self.memory.copy_slot(request.slot, sibling.slot)
             sibling.num_computed = request.num_computed

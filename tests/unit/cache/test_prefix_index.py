@@ -818,6 +818,7 @@ def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
     tree.index.forget(0)
     tree.add([*counting(end - 8), *counting(60, 500)])
     assert tree.spans() == [(0, end + 52)]
+    assert tree.index.held_edge(before, 40) is None
     path = tree.index.walk("", np.arange(40, dtype=np.int32), before)
     assert (path.known, path.depth) == (end - 8, end - 8)
 

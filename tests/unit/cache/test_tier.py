@@ -238,6 +238,32 @@ def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
     assert find(tier, [399] * 40) == 40
 
 
+def test_what_is_refused_for_the_second_of_two_that_would_have_to_go_gets_in_at_last():
+    """The clock moves on with every refusal; the first of the two must not turn it back."""
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
+    for token, saved in ((1, 1), (2, 1000)):
+        keep(tier, [token] * 40, spec, saved=saved)
+    tier.capacity_bytes = tier.used_bytes
+    offers = (keep(tier, [token] * 72, spec, saved=100) for token in range(10, 200))
+    assert any(offer is not None for offer in offers)
+
+
+def test_a_tier_below_that_fails_costs_nothing_but_its_records():
+    def leaves(record):
+        raise ValueError("a disk")
+
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes(), leaves)
+    for token in (1, 2):
+        keep(tier, [token] * 40, spec, saved=1)
+    with pytest.raises(ValueError, match="a disk"):
+        keep(tier, [3] * 40, spec, saved=10)
+    tier._leaves = lambda record: None
+    assert keep(tier, [4] * 72, spec, saved=1000)  # both can still go
+    assert tier.num_states == 1
+
+
 def test_what_is_used_stays_longer_and_time_passes():
     spec = SPECS["hybrid"]
     tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
@@ -330,6 +356,19 @@ def test_a_source_that_finds_no_memory_is_a_refusal(caplog, fails):
     assert logged.startswith("no memory for what leaves the pool (")
     assert keep(tier, [3] * 140, spec, saved=10**6)  # all that is old can go
     assert find(tier, [1] * 40) == 0
+
+
+def test_a_source_that_is_wrong_is_an_error():
+    class Wrong(Prefix):
+        def state(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, bytes_of(spec, 100), Bytes())
+    keys = PrefixKeys(np.ones(40, dtype=np.int32), "", 16)
+    with pytest.raises(RuntimeError, match="illegal"):
+        tier.keep(keys.blocks(2), Wrong([1] * 40), state=keys.state(40), position=40, saved_work=1)
+    assert not len(tier) and not tier.num_without_memory
 
 
 @pytest.mark.parametrize("name", SPECS)

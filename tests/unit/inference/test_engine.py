@@ -27,6 +27,7 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.output import OutputProcessor
+from megatron_hybrid.inference.page_mover import PageMover
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling import SamplingParams
 
@@ -619,23 +620,77 @@ def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
         return result if number % 2 else does(*arguments, **named)
 
     monkeypatch.setattr(owner, name, failing)
-    failures = 0
+    failures, results = 0, []
     for _ in range(300):
         if not engine.has_work:
             break
         try:
-            engine.step()
+            results += engine.step()
         except InjectedError:
             failures += 1
         engine.check_integrity()
         poison(engine)
     assert failures == 1
     recorder.check(MODEL)
+    samples = [sample for request in requests for sample in request.samples]
+    assert sorted(r.request_id for r in results) == sorted(s.request_id for s in samples)
     for request in requests:
         for sample in request.samples:
+            assert sample.finished_at is not None
             assert sample.finish_reason == "length"
             check_answer(MODEL, sample)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkeypatch):
+    engine = small_pool_engine("restore", blocks=8, max_requests=4, host_cache_bytes=1 << 20)
+    calls, to_host = itertools.count(), PageMover.to_host
+
+    def failing(*arguments):
+        if next(calls) == call:
+            raise InjectedError
+        return to_host(*arguments)
+
+    monkeypatch.setattr(PageMover, "to_host", failing)
+    requests = [
+        engine.add_request(random_tokens(40, seed=seed), greedy(20), n=2) for seed in range(6)
+    ]
+    failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except InjectedError:
+            failures += 1
+        engine.check_integrity()
+    assert failures == 1
+    for request in requests:
+        for sample in request.samples:
+            check_answer(MODEL, sample)
+    assert_idle(engine)
+    engine.cache.evict(10**9)
+    assert engine.stats()["pages_free"] == engine.stats()["pages"]
+
+
+def test_after_a_step_that_failed_requests_stand_in_their_old_order():
+    engine = tiny_engine(max_requests=4)
+    for seed in range(4):
+        engine.add_request(random_tokens(30, seed=seed), greedy(5))
+    engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    ids = [request.request_id for request in engine.scheduler.waiting]
+    assert len(ids) == 4 and ids == sorted(ids)
+
+
+def test_samples_that_find_no_slot_wait_in_order_before_the_others():
+    engine = tiny_engine(max_requests=4)
+    others = [engine.add_request(random_tokens(30, seed=s), greedy(9)) for s in range(3)]
+    request = engine.add_request(random_tokens(20, seed=8), greedy(9), n=4)
+    last = engine.add_request(random_tokens(20, seed=9), greedy(9))
+    engine.step()
+    assert list(engine.scheduler.waiting) == [*request.samples[1:], last]
+    finish(engine, *others, *request.samples, last)
 
 
 def test_generate_takes_its_requests_back_when_the_forward_fails():

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from differential import LogitsRecorder, RandomRun, poison
+from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
@@ -161,6 +161,21 @@ def test_explain_where_the_last_token_is_computed_for_its_logits():
     explanation = engine.explain(prompt[:96])  # whole blocks
     assert explanation.below == ("host", 95)
     assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
+
+
+def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
+    """The report is of the first time: then all of the prompt was computed."""
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    request = engine.add_request(random_tokens(60), greedy(8))
+    for _ in range(3):
+        engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    empty_pool(engine)
+    while not request.closed:
+        engine.step()
+    assert engine.stats()["fetches"] == 1
+    assert (request.report.skipped_tokens, request.report.fetched_tokens) == (0, 0)
 
 
 def test_salts_stay_apart():
