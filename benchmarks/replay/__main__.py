@@ -21,6 +21,7 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import footprint
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
+from megatron_hybrid.cli import gigabytes
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
@@ -65,14 +66,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def whole_number(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few: give a whole number from 1 on")
-    return number
-
-
-def gigabytes(text: str) -> float:
-    if not 0 < (number := float(text)) < 1e9:  # also NaN
-        raise argparse.ArgumentTypeError(
-            f"{text} GB: give a number of GB above 0 and below a billion"
-        )
     return number
 
 

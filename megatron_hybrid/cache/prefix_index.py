@@ -91,8 +91,10 @@ class PrefixIndex:
     def held_edge(self, path: Path, position: int) -> Edge | None:
         """The edge that spans a position on a path found before, if KV is still held up to there
         and no look-up is needed to tell."""
-        edge, known = (path.cuts == self._cuts and path.left(position)) or (None, 0)
-        return edge if edge and known == position <= edge.held_end else None
+        if path.cuts != self._cuts:
+            return None
+        edge, known = path.left(position) or (None, 0)
+        return edge if known == position and edge.held_end >= position else None
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
         """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to

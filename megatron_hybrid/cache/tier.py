@@ -130,15 +130,16 @@ class Tier:
 
     # ---- reading ----
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def __contains__(self, key: bytes) -> bool:
         return key in self._records
 
     @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    @property
     def num_blocks(self) -> int:
-        return len(self._records) - self.num_states
+        return self.num_records - self.num_states
 
     def records(self) -> list[Record]:
         """All records, in the order in which they came."""
@@ -184,7 +185,7 @@ class Tier:
             uses: how often it was of use, this time included.
         Returns:
             Whether all of it is here now. Also False when the source finds no memory for its copies
-            (it raises MemoryError, or as torch does RuntimeError): that must cost no request.
+            (`is_lack_of_memory`): that must cost no request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:

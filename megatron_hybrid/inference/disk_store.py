@@ -85,7 +85,7 @@ class DiskStore:
         fingerprint: dict[str, str],
         pin_memory: bool = False,
     ):
-        self.folder = Path(folder).absolute()  # the process may go elsewhere
+        self.folder = Path(folder).resolve()  # the process may go elsewhere
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
         self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}

@@ -113,10 +113,7 @@ class DynamicInferenceEngine:
             self.memory, config.max_requests, config.max_sequence_length
         )
         self._fingerprint: dict[str, str] | None = None
-        disk = None
-        if config.cache_dir is not None:
-            self._cache_dir = Path(config.cache_dir).resolve()  # the process may go elsewhere
-            disk = self._open_disk(self._cache_dir)
+        disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
         try:
             self.offload = Offload(
                 self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
@@ -183,9 +180,6 @@ class DynamicInferenceEngine:
             return self._step()
         except BaseException:
             self.scheduler.abort()
-            for request in self._answered:
-                if request.finished_at is None:
-                    request.mark_finished()
             raise
 
     def _step(self) -> list[GenerationResult]:
@@ -390,7 +384,8 @@ class DynamicInferenceEngine:
                 f"save_cache needs a folder, it is {folder!r}; None stands for the "
                 f"config.cache_dir of an engine that has one and is not closed"
             )
-        if tier is not None and (folder is None or Path(folder).resolve() == self._cache_dir):
+        own = None if tier is None else tier.store.folder
+        if tier is not None and (folder is None or (Path(folder) / rank_name()).resolve() == own):
             self.offload.save_to(tier)
         else:
             store = self._open_disk(folder)
@@ -409,7 +404,7 @@ class DynamicInferenceEngine:
             RuntimeError: requests are running or waiting; nothing has changed.
             OSError: writing to the folder failed.
         """
-        if self.has_work:
+        if self.scheduler.has_work:
             raise RuntimeError(
                 f"{len(self.scheduler.running)} requests run and {len(self.scheduler.waiting)} "
                 "wait: clear the cache when all are answered, or cancel them"

@@ -124,12 +124,11 @@ class Offload:
         }
         for name in ("host", "disk"):
             tier = next((tier for tier in self.tiers if tier.name == name), None)
-            there = tier is not None  # one that holds nothing is falsy
-            held[f"{name}_bytes"] = tier.used_bytes if there else 0
-            held[f"{name}_states"] = tier.num_states if there else 0
-            held[f"{name}_kv_blocks"] = tier.num_blocks if there else 0
-            held[f"{name}_records_evicted"] = tier.num_evicted if there else 0
-            held[f"{name}_without_memory"] = tier.num_without_memory if there else 0
+            held[f"{name}_bytes"] = tier.used_bytes if tier else 0
+            held[f"{name}_states"] = tier.num_states if tier else 0
+            held[f"{name}_kv_blocks"] = tier.num_blocks if tier else 0
+            held[f"{name}_records_evicted"] = tier.num_evicted if tier else 0
+            held[f"{name}_without_memory"] = tier.num_without_memory if tier else 0
         return {**asdict(self.stats), **held}
 
     def clear(self) -> None:

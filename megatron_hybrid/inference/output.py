@@ -23,7 +23,7 @@ class OutputProcessor:
         params = request.params
         request.mark_first_token()
         if params.num_tokens_to_generate == 0:
-            request.finish_reason = "length"
+            request.mark_answered("length")
             return True
         stops = token in request.stop_ids
         if not stops or params.detokenize_stop_sequence:
@@ -34,9 +34,9 @@ class OutputProcessor:
             if params.top_n_logprobs:
                 request.top_n_logprobs.append(top_log_probs(logits_V, params.top_n_logprobs))
         if stops or self._ends_with_stop_word(request):
-            request.finish_reason = "stop"
+            request.mark_answered("stop")
         elif request.num_generated == params.num_tokens_to_generate:
-            request.finish_reason = "length"
+            request.mark_answered("length")
         return request.done
 
     def score_prompt(self, request: Request, start: int, logits_TV: Tensor) -> None:
@@ -50,8 +50,7 @@ class OutputProcessor:
             request.prompt_log_probs += log_probs_of(rows_TV, targets)
 
     def finish(self, request: Request) -> None:
-        """Stamps the end and fills in the text."""
-        request.mark_finished()
+        """Fills in the text."""
         if self.tokenizer is not None:
             request.generated_text = self._text(request)
 

@@ -106,7 +106,8 @@ class Request:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
 
-    def mark_finished(self) -> None:
+    def mark_answered(self, reason: str) -> None:
+        self.finish_reason = reason
         self.finished_at = time.perf_counter()
 
     @property

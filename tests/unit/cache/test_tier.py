@@ -124,7 +124,7 @@ class TierMachine(RuleBasedStateMachine):
     def unpin(self, which):
         self.tier.unpin(self.pinned.pop(which % len(self.pinned)))
 
-    @precondition(lambda self: len(getattr(self, "tier", ())))
+    @precondition(lambda self: hasattr(self, "tier") and self.tier.num_records)
     @rule(which=st.integers(0, 1000))
     def damage(self, which):
         records = self.tier.records()
@@ -306,7 +306,7 @@ def test_clear(name):
     keep(tier, [1] * 40, spec)
     keep(tier, [2] * 70, spec)
     tier.clear()
-    assert not store.data and not len(tier) and tier.used_bytes == tier.num_states == 0
+    assert not store.data and not tier.num_records and tier.used_bytes == tier.num_states == 0
     assert keep(tier, [1] * 40, spec)
     assert find(tier, [1] * 40) == (40 if spec.needs_state else 32)
 
@@ -368,7 +368,7 @@ def test_a_source_that_is_wrong_is_an_error():
     keys = PrefixKeys(np.ones(40, dtype=np.int32), "", 16)
     with pytest.raises(RuntimeError, match="illegal"):
         tier.keep(keys.blocks(2), Wrong([1] * 40), state=keys.state(40), position=40, saved_work=1)
-    assert not len(tier) and not tier.num_without_memory
+    assert not tier.num_records and not tier.num_without_memory
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -672,6 +672,23 @@ def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkey
     assert engine.stats()["pages_free"] == engine.stats()["pages"]
 
 
+def test_the_cache_can_be_cleared_before_the_results_of_a_failed_step_are_asked_for(monkeypatch):
+    engine = tiny_engine()
+    request = engine.add_request(random_tokens(20), greedy(1))
+
+    def failing(*arguments):
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputProcessor, "finish", failing)
+        with pytest.raises(InjectedError):
+            engine.step()
+    assert request.closed and engine.has_work
+    engine.clear_cache()
+    assert [result.request_id for result in engine.step()] == [request.request_id]
+    assert not engine.has_work
+
+
 def test_after_a_step_that_failed_requests_stand_in_their_old_order():
     engine = tiny_engine(max_requests=4)
     for seed in range(4):
