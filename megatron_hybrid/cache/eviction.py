@@ -3,10 +3,10 @@
 Keys are tuples (class, value, last access); the least goes first.
 
 Class 0: KV that no checkpoint can reach, the tail of a leaf; by recency.
-Class 1: checkpoints, and where KV alone resumes also tails. The value of a checkpoint is what it
-saves per page and request: uses to be expected per request (`ReuseModel`) x work to be done again
-without it (`CacheSpec.work`: tokens, those with a long context for more) / pages that go with it,
-its own and those of the KV that only leads to it.
+Class 1: checkpoints, and where KV alone resumes also tails. The value of either is what it saves
+per page and request: uses to be expected per request (`ReuseModel`) x work to be done again without
+it (`CacheSpec.work`: tokens, those with a long context for more) / pages that go with it, of a
+checkpoint its own and those of the KV that only leads to it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
     return min(spec.num_blocks(deepest.position) * spec.block_size_tokens, edge.held_end)
 
 
-def tail_key(edge: Edge, spec: CacheSpec, now: int) -> Key | None:
-    """Order of a leaf's tail; None: it has none, or no pages."""
+def tail_key(edge: Edge, spec: CacheSpec, reuse: ReuseModel, now: int) -> Key | None:
+    """Order of a leaf's tail; None: it has none, or no pages. now: as in `Edge.last_access`."""
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
     if spec.needs_state:
         return 0, 0.0, edge.last_access
-    # KV alone resumes: as if used once more after as long again as since its last use.
-    age = now - edge.last_access + 1
-    return 1, spec.block_size_tokens / spec.kv_pages_per_block / age, edge.last_access
+    # KV alone resumes: its last block serves those who go on from any position beyond it.
+    block = (edge.held_end - 1) // spec.block_size_tokens * spec.block_size_tokens
+    beyond = [c for position, c in edge.checkpoints.items() if position > block]
+    # Of unknown use: as if used once more after as long again as since its last use.
+    rate = 1 / (now - edge.last_access + 1)
+    if beyond:
+        rate = max(reuse.rate(checkpoint, reuse.is_covered(checkpoint)) for checkpoint in beyond)
+    work = spec.work(block, block + spec.block_size_tokens)
+    return 1, value_per_page(rate, work, spec.kv_pages_per_block), edge.last_access
 
 
 def rebuild_work(checkpoint: Checkpoint, below: Checkpoint | None, spec: CacheSpec) -> float:
@@ -75,7 +81,7 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 
 def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
     """What a stored state saves per page and request."""
-    covered, pages, below = checkpoint.is_covered(), checkpoint.num_pages, None
+    covered, pages, below = reuse.is_covered(checkpoint), checkpoint.num_pages, None
     if spec.needs_state:
         below = checkpoint.below()
         if not covered:
@@ -141,12 +147,14 @@ class EvictionQueue:
         item.queued = None
         return item
 
-    def refresh(self) -> None:
-        """Compute every key anew."""
-        items = [item for key, _, item in self._heap if item.queued == key]
+    def refresh(self) -> int:
+        """Compute every key anew; returns how many items there are."""
+        # Once each: a key that went and came back has two entries.
+        items = dict.fromkeys(item for key, _, item in self._heap if item.queued == key)
         self._heap.clear()
         for item in items:
             self._push(item, self._key(item))
+        return len(items)
 
     def clear(self) -> None:
         self._heap.clear()
@@ -238,12 +246,13 @@ class Evictor:
         if below is not None:
             self.checkpoints.lowered(below)
 
-    def refresh(self) -> None:
-        """Values changed with time and with what was learnt."""
+    def refresh(self) -> int:
+        """Values changed with time and with what was learnt; returns how many there are."""
         self._stamp = None
-        self.checkpoints.refresh()
+        num_items = self.checkpoints.refresh()
         if not self._spec.needs_state:
-            self.tails.refresh()
+            num_items += self.tails.refresh()
+        return num_items
 
     def clear(self) -> None:
         """The index was cleared."""

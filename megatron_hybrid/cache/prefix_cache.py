@@ -82,8 +82,8 @@ class PrefixCache:
         self.spec = spec
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
-        self._reuse = ReuseModel()
-        tails = EvictionQueue(lambda edge: tail_key(edge, spec, self._tick))
+        self._reuse = ReuseModel(spec.needs_state)
+        tails = EvictionQueue(lambda edge: tail_key(edge, spec, self._reuse, self._tick))
         self._index = PrefixIndex(
             spec.block_size_tokens, spec.kv_pages_per_block, self.allocator, tails.add
         )
@@ -340,7 +340,7 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
-        if answered and self.mode == "restore" and self.spec.needs_state:
+        if answered and self.mode == "restore":
             is_prompt = num_tokens_done == lease.prompt_tokens
             end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
             lease.unwatched.setdefault(num_tokens_done, end)
@@ -603,8 +603,7 @@ class PrefixCache:
             return None
         self._tick += 1
         if learn:
-            end_only = None if self.spec.needs_state else len(tokens)
-            lease.turn, lease.again = self._reuse.observe(path, checkpoint, end_only)
+            lease.turn, lease.again = self._reuse.observe(path, checkpoint)
             self._keep_up()
         self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:
@@ -669,6 +668,8 @@ class PrefixCache:
         length, skipped = lease.prompt_tokens, lease.skipped_tokens
         if not self.spec.needs_state:
             wanted = {length: Kind.PROMPT_END} if skipped < length else {}
+            if 0 < known < length:
+                lease.unwatched[known] = Kind.JUNCTION
         else:
             tail = tail_position(length, skipped, self._reuse.distances.weights())
             declared = [*declared, lease.again]
@@ -686,8 +687,7 @@ class PrefixCache:
             self._reuse.learn(watched)
             self._learn_at = now + max(16, len(watched) // 16)
         if now >= self._refresh_at:
-            self._evictor.refresh()
-            self._refresh_at = now + max(4, self._index.num_checkpoints // 8)
+            self._refresh_at = now + max(4, self._evictor.refresh() // 8)
 
     def _make_room_for_state(
         self,
@@ -704,7 +704,7 @@ class PrefixCache:
         if watched is None:
             rate = reuse.new_rate(kind, lease.turn)
         else:
-            rate = reuse.rate(watched, watched.is_covered())
+            rate = reuse.rate(watched, reuse.is_covered(watched))
         start = below.position if below else 0
         if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
             start = max([start, *(r.position for r in lease.reservations if r.position < position)])

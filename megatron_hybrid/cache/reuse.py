@@ -68,7 +68,7 @@ CLASSES = _SESSIONS.stop
 
 def class_of(checkpoint: Checkpoint, covered: bool) -> int:
     """States of one class are expected to have one fate. covered: whether a deeper state is, or
-    shall be, stored beneath it (`Checkpoint.is_covered`).
+    shall be, stored beneath it (`ReuseModel.is_covered`).
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
     deeper state is stored beneath it. The ends of prompts and answers that were neither used nor
@@ -100,9 +100,16 @@ def time_scale(checkpoint: Checkpoint) -> float:
 
 
 class ReuseModel:
-    """Uses and time at risk by class and age, and the rates that follow."""
+    """Uses and time at risk by class and age, and the rates that follow.
 
-    def __init__(self):
+    Args:
+        needs_state: False: KV alone resumes, so every position that a request ended at or forked
+            off stands for the KV that leads there.
+    """
+
+    def __init__(self, needs_state: bool = True):
+        self.is_covered = Checkpoint.is_covered if needs_state else Checkpoint.goes_on
+        """Whether something deeper than a checkpoint serves those who go past it."""
         self.now = 0
         """Requests admitted so far."""
         self.distances = TailDistances()
@@ -113,9 +120,7 @@ class ReuseModel:
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
         self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
 
-    def observe(
-        self, path: Path, resumed: Checkpoint | None, end_only: int | None = None
-    ) -> tuple[int, int]:
+    def observe(self, path: Path, resumed: Checkpoint | None) -> tuple[int, int]:
         """A prompt was admitted. Counts which states it used or would have used, and how far before
         the end of another prompt it left that one. Call it before the path changes.
 
@@ -124,7 +129,6 @@ class ReuseModel:
 
         Args:
             resumed: the state that the prompt is restored from.
-            end_only: length of the prompt, where KV alone resumes: a state serves at its end only.
 
         Returns:
             What the prompt goes on from (`Lease.turn`), and the most valuable lost one of these
@@ -133,10 +137,6 @@ class ReuseModel:
         self.now += 1
         known = path.checkpoints()
         if not known:
-            return 0, 0
-        if end_only is not None:
-            for checkpoint in known:
-                (self.used if checkpoint.position == end_only else self.passed)(checkpoint)
             return 0, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
         start = resumed.position if resumed else 0
@@ -149,7 +149,7 @@ class ReuseModel:
             if beyond > 0 and checkpoint.is_fork():
                 self.used(checkpoint)
                 if checkpoint.uses >= 2:
-                    saved = self.rate(checkpoint, checkpoint.is_covered()) * beyond
+                    saved = self.rate(checkpoint, self.is_covered(checkpoint)) * beyond
                     if saved > most:
                         again, most = checkpoint.position, saved
             self.passed(checkpoint)
@@ -184,7 +184,7 @@ class ReuseModel:
     def used(self, checkpoint: Checkpoint) -> None:
         """A request resumed from it, or would have, had it been stored."""
         self.changes(checkpoint)
-        cls = class_of(checkpoint, checkpoint.is_covered())
+        cls = class_of(checkpoint, self.is_covered(checkpoint))
         # It came between two whole ages, the later of which ends its time at risk.
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
         self._uses_CA[cls][age_class(age)] += 1
@@ -201,7 +201,7 @@ class ReuseModel:
         """Call it before its class changes: its time at risk so far is counted."""
         if checkpoint.counted == self.now:
             return
-        cls = class_of(checkpoint, checkpoint.is_covered())
+        cls = class_of(checkpoint, self.is_covered(checkpoint))
         scale = time_scale(checkpoint)
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (self.now - checkpoint.last_use) * scale

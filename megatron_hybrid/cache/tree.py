@@ -74,6 +74,10 @@ class Checkpoint:
             return True
         return bool(edge.stored) and max(edge.stored) > self.position
 
+    def goes_on(self) -> bool:
+        """Whether tokens are known beneath it."""
+        return self.position < self.edge.end or bool(self.edge.children)
+
     def is_fork(self) -> bool:
         """Whether prompts part at its position."""
         return self.position == self.edge.end and len(self.edge.children) > 1

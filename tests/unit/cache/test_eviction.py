@@ -60,6 +60,7 @@ class Rates:
     def __init__(self):
         self.now, self.rates, self.changed = 0, {}, []
         self.if_covered = 1.0
+        self.is_covered = Checkpoint.is_covered
 
     def rate(self, checkpoint, covered):
         factor = self.if_covered if covered else 1.0
@@ -98,11 +99,11 @@ def test_a_position_whose_state_is_gone_does_not_hold_kv():
 def test_an_edge_with_held_children_has_no_tail():
     upper = edge(0, 50)
     lower = edge(50, 60, parent=upper)
-    assert tail_key(upper, HYBRID, 0) is None
+    assert tail_key(upper, HYBRID, Rates(), 0) is None
     lower.held_end, upper.num_held_children = 50, 0
-    assert tail_key(upper, HYBRID, 0) == (0, 0.0, 0)
-    assert tail_key(lower, HYBRID, 0) is None
-    assert tail_key(upper.parent, HYBRID, 0) is None
+    assert tail_key(upper, HYBRID, Rates(), 0) == (0, 0.0, 0)
+    assert tail_key(lower, HYBRID, Rates(), 0) is None
+    assert tail_key(upper.parent, HYBRID, Rates(), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -194,16 +195,43 @@ def test_unreachable_kv_goes_before_any_state():
     kv, state = edge(0, 100), edge(0, 100, (1,))
     kv.last_access = 10**9
     value = checkpoint_value(state.checkpoints[1], HYBRID, Rates())
-    assert tail_key(kv, HYBRID, 10**9) < (1, value, 0)
+    assert tail_key(kv, HYBRID, Rates(), 10**9) < (1, value, 0)
 
 
 def test_the_least_recent_tail_goes_first():
     old, new = edge(0, 100), edge(0, 100)
     old.last_access, new.last_access = 3, 4
     for spec in (HYBRID, PURE):
-        assert tail_key(old, spec, 9) < tail_key(new, spec, 9)
-    assert tail_key(old, PURE, 9) == (1, 16 / 7, 3)  # a block a page, once more in 7 requests
-    assert tail_key(old, HYBRID, 9) == (0, 0.0, 3)
+        assert tail_key(old, spec, Rates(), 9) < tail_key(new, spec, Rates(), 9)
+    assert tail_key(old, HYBRID, Rates(), 9) == (0, 0.0, 3)
+    # a block a page; nothing is known of its use: once more in 7 requests
+    assert tail_key(old, PURE, Rates(), 9) == (1, 16 / 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("held_end", "watched", "rate"),
+    [
+        (100, {96: 0.5, 100: 0.25}, 0.25),  # its last block has the tokens from 96 on
+        (100, {97: 0.5, 100: 0.25}, 0.5),
+        (100, {20: 0.75, 100: 0.25}, 0.25),
+        (60, {20: 0.75, 100: 0.25}, 0.25),  # it is on the way there
+        (60, {60: 0.5, 100: 0.25}, 0.5),
+        (100, {20: 0.75}, 1 / 10),
+        (100, {}, 1 / 10),
+    ],
+)
+def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
+    held_end, watched, rate
+):
+    kv, rates = edge(0, 100, held_end=held_end), Rates()
+    for position, uses in watched.items():
+        point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    assert tail_key(kv, PURE, rates, 9) == (1, 16 * rate, 0)
+    assert tail_key(kv, HYBRID, rates, 9) == (0, 0.0, 0)
+    far = replace(PURE, attention_parity=24)
+    block = (held_end - 1) // 16 * 16
+    assert tail_key(kv, far, rates, 9) == (1, rate * far.work(block, block + 16), 0)
 
 
 def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
@@ -306,7 +334,7 @@ class Room:
     def __init__(self, spec=HYBRID, num_pages=101):
         self.rates, self.stats, self.records = Rates(), CacheStats(), []
         self.pool = PageAllocator(num_pages)
-        tails = EvictionQueue(lambda item: tail_key(item, spec, self.rates.now))
+        tails = EvictionQueue(lambda item: tail_key(item, spec, self.rates, self.rates.now))
         self.index = PrefixIndex(16, spec.kv_pages_per_block, self.pool, tails.add)
         self.evictor = Evictor(
             spec, self.index, self.pool, self.stats, self.rates, tails, self.record

@@ -1,5 +1,7 @@
 """PrefixCache, one promise per test. Sequences of operations: test_prefix_cache_machine.py."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from settled import settled
@@ -553,16 +555,52 @@ def test_states_of_one_forward_know_of_each_other():
     assert sim.cache.match(tokens(64)).skipped_tokens == kept
 
 
-def test_pure_attention_counts_a_state_as_used_at_the_end_of_a_prompt_only():
+def test_pure_attention_counts_who_goes_on_from_a_position():
+    """Ends of prompts and answers, and forks: what is known of them orders the KV."""
+
+    def uses():
+        positions = sim.cache.explain(joined(prompt, answer)).positions
+        return {position.position: position.uses for position in positions}
+
     sim = simulator(PURE)
-    prompt = tokens(40)
-    sim.run(prompt)
-    for seed in range(3):
-        sim.run(joined(prompt, tokens(5, seed)))
-    uses = {p.position: p.uses for p in sim.cache.explain(prompt).positions}
-    assert uses == {40: 0}
-    sim.run(prompt)
-    assert {p.position: p.uses for p in sim.cache.explain(prompt).positions} == {40: 1}
+    prompt, answer = tokens(40), tokens(10, 1)
+    sim.run(prompt, answer)
+    assert uses() == {40: 0, 50: 0}
+    sim.run(joined(prompt, answer, tokens(5, 2)))
+    assert uses() == {40: 0, 50: 1}
+    sim.run(joined(prompt, tokens(5, 3)))
+    assert uses() == {40: 1, 50: 1}
+    sim.run(joined(prompt[:30], tokens(5, 4)))
+    sim.run(joined(prompt[:30], tokens(5, 5)))
+    assert uses() == {30: 1, 40: 1, 50: 1}
+    sim.run(joined(prompt, answer, tokens(5, 6)))
+    assert uses() == {30: 2, 40: 2, 50: 2}
+
+
+def test_pure_attention_keeps_chats_through_one_off_prompts():
+    """Between two turns of a chat more tokens come in than the pool has room for, so by recency all
+    of it would be gone; but those others never come again."""
+    cache, seeds, shares = PrefixCache(PURE, num_pages=130), count(), []
+
+    def serve(prompt, answer):
+        lease, both = cache.acquire(prompt, capacity_tokens=250), joined(prompt, answer)
+        cache.restored(lease)
+        cache.commit(lease, both, len(prompt))
+        cache.commit(lease, both, len(both), answered=True)
+        cache.release(lease)
+        return lease.skipped_tokens / len(prompt)
+
+    chats = [tokens(100, next(seeds)) for _ in range(4)]
+    for turn in range(1, 49):
+        for i, prompt in enumerate(chats):
+            answer, more = tokens(8, next(seeds)), tokens(8, next(seeds))
+            skipped = serve(prompt, answer)
+            if turn % 8 != 1:
+                shares.append(skipped)
+            chats[i] = joined(prompt, answer, more) if turn % 8 else tokens(100, next(seeds))
+            for _ in range(6):
+                serve(tokens(100, next(seeds)), tokens(8, next(seeds)))
+    assert np.mean(shares[len(shares) // 2 :]) > 0.8
 
 
 def test_a_preempted_request_ends_no_answer():
