@@ -59,7 +59,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory", action="store_true", help="also weigh the index; with --trace all of it")
     add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     add("--plots", type=Path, metavar="DIR", help="write PNG plots into this folder")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables into this page")
+    add(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the tables into this page (--full: short ones)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -113,7 +118,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if page:
-        text = f"{page[0]}\n{table.markdown(cells)}{page[1]}"
+        tables = table.overview(cells) if options.full else table.markdown(cells)
+        text = f"{page[0]}\n{tables}{page[1]}"
         options.markdown.write_text(text, encoding="utf-8")
 
 

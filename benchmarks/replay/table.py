@@ -18,9 +18,7 @@ _ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
 def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str, list[Cell]]]]:
     """Per workload, geometry and number in flight: a title, the budgets, and for each engine its
     cells in order of the budgets (an engine without a limit repeats its one)."""
-    groups: dict[tuple, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.workload, cell.geometry, cell.in_flight), []).append(cell)
+    groups = by(cells, "workload", "geometry", "in_flight")
     for (workload, geometry, in_flight), group in groups.items():
         title = (
             f"{workload}, {geometry}, {in_flight} in flight: {group[0].requests:,} requests, "
@@ -87,6 +85,47 @@ def markdown(cells: Sequence[Cell]) -> str:
             lines.append(f"| {engine} | {shown} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def overview(cells: Sequence[Cell]) -> str:
+    """Many models in one Markdown table per number in flight: ours and the best of the rivals at
+    each budget."""
+    lines, head = [], "| workload | model | GB | ours | ours-int8 | best other | which |"
+    for in_flight in sorted({cell.in_flight for cell in cells}):
+        lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", "", head]
+        lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
+        side_by_side = [cell for cell in cells if cell.in_flight == in_flight]
+        for (workload, geometry), group in by(side_by_side, "workload", "geometry").items():
+            budgets = by([c for c in group if c.budget_gb is not None], "budget_gb")
+            ours, ours_int8, best = ([] for _ in range(3))
+            for budget in sorted(budgets):
+                engines = {cell.engine: cell for cell in budgets[budget]}
+                ours.append(engines.get("ours"))
+                ours_int8.append(engines.get("ours-int8"))
+                rivals = [cell for name, cell in engines.items() if is_rival(name)]
+                best.append(max(rivals, key=lambda cell: cell.skipped_percent, default=None))
+            columns = [" / ".join(f"{budget:g}" for (budget,) in sorted(budgets))]
+            for row in (ours, ours_int8, best):
+                columns.append(
+                    " / ".join("-" if c is None else f"{c.skipped_percent:.1f}" for c in row)
+                )
+            columns.append(" / ".join("-" if cell is None else cell.engine for cell in best))
+            lines.append(f"| {workload} | {geometry} | {' | '.join(columns)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def by(cells: Sequence[Cell], *names: str) -> dict[tuple, list[Cell]]:
+    """The cells that agree in these fields, together, in order."""
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(tuple(getattr(cell, name) for name in names), []).append(cell)
+    return groups
+
+
+def is_rival(engine: str) -> bool:
+    """Whether an engine could be had in place of ours: not one that foresees or pays nothing."""
+    return not engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
 
 
 def around_results(path: Path) -> tuple[str, str]:

@@ -16,7 +16,11 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -28,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from benchmarks.replay.geometry import Geometry
-from megatron_hybrid.tools.replay.protocol import step_tokens
+from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
 BLOCK_TOKENS = 16
 """Its block size where no state forces a larger one, and the unit of that larger one."""
@@ -56,7 +60,8 @@ class Vllm:
     """One KVCacheManager, every block of which is one page of each layer of a group.
 
     A state of one layer has to fit into a page, so the block grows to as many tokens as a state
-    has bytes ("align" mode). Blocks for the states of running requests come on top of the budget.
+    has bytes ("align" mode). Blocks for the states of running requests come on top of the budget
+    while they run; in between nothing is cached in them.
 
     Args:
         alignment: one of `CHECKPOINT_ALIGNMENTS` for the geometry.
@@ -78,7 +83,8 @@ class Vllm:
         # The null block; of each group a running state with the one that it came from, and one
         # that is given out inside a forward (prompts are computed one after the other).
         inside = alignment is not None
-        extra = 1 + states * (2 * in_flight + inside)
+        self._in_flight, self._request_blocks = in_flight, 2 * states
+        extra = 1 + self._request_blocks * in_flight + states * inside
         config = KVCacheConfig(int(budget_bytes // block_bytes) + extra, [], groups)
         init_none_hash(sha256)
         unit = BLOCK_TOKENS if fine else block
@@ -104,9 +110,22 @@ class Vllm:
         self._params = SamplingParams(max_tokens=MAX_LENGTH)
         self._names = count()
         self._running = 0
+        self._held_back: list[KVCacheBlock] = []
+        self._attempts = Attempts()
 
     def prepare(self, tokens: np.ndarray) -> list[int]:
+        self._hold_back(max(0, self._in_flight - self._running - 1))
         return tokens.tolist()
+
+    def _hold_back(self, num_requests: int) -> None:
+        """Keep out of the pool what so many more requests would take for their states."""
+        pool, held = self._manager.block_pool, self._held_back
+        more = num_requests * self._request_blocks - len(held)
+        if more > 0:
+            held += pool.get_new_blocks(min(more, pool.get_num_free_blocks()))
+        elif more < 0:
+            pool.free_blocks(held[more:])
+            del held[more:]
 
     def begin(self, prompt: list[int]) -> Running | None:
         request = Request(
@@ -125,10 +144,11 @@ class Vllm:
             found = (skipped, blocks) if first else (0, None)
             if not self._step(request, tokens, *found):
                 manager.free(request)
+                self._attempts.refused(prompt, skipped)
                 return None if self._running else Running(0, None)
             computed = request.num_computed_tokens
         self._running += 1
-        return Running(skipped, request)
+        return Running(self._attempts.admitted(prompt, skipped), request)
 
     def finish(self, handle: Running, tokens: list[int]) -> None:
         request = handle.request

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.tools.replay.protocol import step_tokens
+from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
 TOO_LARGE = "too_large"
 """In place of a reason: the pool can never hold this request."""
@@ -31,6 +31,7 @@ class Ours:
         self.cache = PrefixCache(spec, num_pages=int(budget_bytes // spec.page_bytes) + 1)
         # The length of a forward costs memory in local groups alone.
         self._chunk = step_tokens(windows=True) if spec.local_groups else None
+        self._attempts = Attempts()
 
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
@@ -50,9 +51,11 @@ class Ours:
         cache.restored(lease)
         if not self._compute(lease, prompt, n):
             cache.release(lease)
+            self._attempts.refused(prompt, lease.skipped_tokens)
             return None
         reason = lease.report.miss_reason
-        return Running(lease, lease.skipped_tokens, reason and reason.value)
+        skipped = self._attempts.admitted(prompt, lease.skipped_tokens)
+        return Running(lease, skipped, reason and reason.value)
 
     def finish(self, handle: Running, tokens: np.ndarray) -> None:
         if handle.lease is not None:

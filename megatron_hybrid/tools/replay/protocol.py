@@ -16,6 +16,22 @@ def step_tokens(windows: bool) -> int:
     return 2048 if windows else 8192
 
 
+class Attempts:
+    """Of an engine that may find out in the middle of a prompt that there is no room: by then it
+    has cached a part, which the next attempt finds and must not count."""
+
+    def __init__(self):
+        self._prompt, self._skipped = None, 0
+
+    def refused(self, prompt: Any, skipped_tokens: int) -> None:
+        """`begin` of this prompt (the object) failed, having skipped so many tokens."""
+        self._prompt, self._skipped = prompt, self.admitted(prompt, skipped_tokens)
+
+    def admitted(self, prompt: Any, skipped_tokens: int) -> int:
+        """Tokens that did not have to be computed in any attempt."""
+        return min(skipped_tokens, self._skipped) if prompt is self._prompt else skipped_tokens
+
+
 class Handle(Protocol):
     """A request between `begin` and `finish`."""
 

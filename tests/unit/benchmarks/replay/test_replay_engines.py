@@ -183,6 +183,21 @@ def test_every_engine_replays_every_geometry(name, geometry):
             assert sum(result.skipped_tokens) > 0
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_prompt_that_had_to_wait_for_room_does_not_hit_itself(name, geometry):
+    """An engine may have computed and cached most of it before it finds that there is none."""
+    prompts = np.random.default_rng(0).integers(0, 9999, (4, 30_000), np.int32)
+    requests = [
+        Request(prompt, prompt[:8], f"{i}", 0, float(i)) for i, prompt in enumerate(prompts)
+    ]
+    token_bytes = GEOMETRIES[geometry].kv_bytes_per_token
+    for room_tokens in (40_000, 55_000, 90_000):
+        builds = ENGINES[name].build(GEOMETRIES[geometry], room_tokens * token_bytes + 2e8, 4)
+        for build in builds.values():
+            assert replay(requests, build(), in_flight=4).skipped_tokens == [0] * 4
+
+
 @pytest.mark.parametrize(("budget", "in_flight"), [(3e8, 1), (1e9, 1), (1e9, 8)])
 def test_ours_leaves_the_cache_whole(budget, in_flight):
     engine = Ours(NEMOTRON.spec(), budget)

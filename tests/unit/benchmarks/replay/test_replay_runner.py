@@ -9,9 +9,11 @@ import pytest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import deep_size, footprint
-from benchmarks.replay.table import BEGIN, END
+from benchmarks.replay.sweep import Cell
+from benchmarks.replay.table import BEGIN, END, overview
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
+from megatron_hybrid.tools.replay.protocol import Attempts
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import Replay, replay
 
@@ -88,6 +90,15 @@ def test_requests_in_flight_keep_their_kv():
     assert engine.begin(second) is not None
 
 
+def test_what_a_refused_attempt_has_cached_is_not_counted():
+    attempts, prompt, other = Attempts(), [1, 2], [1, 2]
+    assert attempts.admitted(prompt, 7) == 7
+    attempts.refused(prompt, 3)
+    attempts.refused(prompt, 5)
+    assert (attempts.admitted(prompt, 9), attempts.admitted(prompt, 1)) == (3, 1)
+    assert attempts.admitted(other, 9) == 9
+
+
 def test_deep_size_counts_each_thing_once():
     array = np.zeros(1000, np.int64)
     assert deep_size([array]) == deep_size([array, array]) - 8
@@ -133,6 +144,24 @@ def test_command_line(tmp_path, capsys):
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert "| ceiling | 93.8 |" in text
     assert "rl-group, nemotron-h-8b, 1 in flight: 32 requests" in capsys.readouterr().out
+
+
+def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
+    def cell(engine, budget, percent, geometry="a", in_flight=1):
+        return Cell("chat", geometry, in_flight, budget, engine, None, 9, 99, percent, 1.0, 2.0, {})
+
+    cells = [
+        cell("ours", 4.0, 70.0), cell("ours-int8", 4.0, 80.0), cell("vllm", 4.0, 50.04),
+        cell("marconi", 4.0, 60.0), cell("lru-free", 4.0, 90.0), cell("clairvoyant", 4.0, 91.0),
+        cell("ours", 0.5, 20.0), cell("ours-int8", 0.5, 30.0), cell("vllm", 0.5, 10.25),
+        cell("ceiling", None, 95.0),
+        cell("ours", 4.0, 40.0, "b", 8), cell("vllm", 4.0, 41.0, "b", 8),
+    ]  # fmt: skip
+    alone, together = overview(cells).split("**8 in flight")
+    assert alone.startswith("**1 in flight")
+    row = "| chat | a | 0.5 / 4 | 20.0 / 70.0 | 30.0 / 80.0 | 10.2 / 60.0 | vllm / marconi |"
+    assert alone.strip().splitlines()[4:] == [row]
+    assert together.strip().splitlines()[-1] == "| chat | b | 4 | 40.0 | - | 41.0 | vllm |"
 
 
 def test_every_number_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
