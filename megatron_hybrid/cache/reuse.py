@@ -243,9 +243,11 @@ def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
-    """Uses per request at risk, [C, A]. A class with few observations leans on the mean of all."""
+    """Uses per request at risk, [C, A]. A class with few observations leans on the one that differs
+    only in being covered, and this one on the mean of all."""
     uses_C, risk_C = in_order(uses_CA.T), in_order(risk_CA.T)
-    base_C = np.full(len(uses_C), mean)
+    other_C = np.arange(len(uses_C)) ^ 1
+    base_C = leaning(uses_C[other_C], risk_C[other_C], mean, 1)
     base_C[_OWN_GAPS] = 1 / 32  # in units of its own mean gap / 32
     mean_C = leaning(uses_C, risk_C, base_C, _CLASS_WEIGHT)
     return hazards(uses_CA, risk_CA, mean_C, _AGE_WEIGHT)

@@ -144,6 +144,9 @@ def test_few_observations_lean_on_the_next_wider_circle():
     # a class with no data: the mean of all, 501 in 55,000, at every age, fading
     assert hazard[24, 0] == pytest.approx(502 / 56_000, rel=0.01)
     assert hazard[24, 3] == pytest.approx(0.8**3 * 502 / 56_000, rel=0.01)
+    # unless there is data on those that differ only in being covered, or in not being so
+    assert hazard[9, 0] == pytest.approx(0.1, rel=0.02)
+    assert hazard[9, 3] == pytest.approx(0.8**3 * 0.1, rel=0.02)
     # ages without data in a class with some: its mean
     assert hazard[8, 0] == pytest.approx(0.1, rel=0.02)
     assert hazard[16, 0] < 0.1 * hazard[8, 0]
