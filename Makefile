@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 # Installed first and by itself: a bare `torch` resolves to the newest build with its CUDA packages.
 TORCH  ?= torch==2.13.0
 
+# Every test runs on one core.
+PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
+
 .PHONY: demo test unit functional models-table lint format bench bench-replay clean help
 
 help:
@@ -19,13 +22,13 @@ demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" tests
+	$(PYTEST) tests
 
 unit: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" tests/unit
+	$(PYTEST) tests/unit
 
 functional: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" tests/functional
+	$(PYTEST) tests/functional
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

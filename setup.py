@@ -39,6 +39,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.0", "triton>=3"],
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "transformers>=5.0",
             "prometheus_client>=0.20",
