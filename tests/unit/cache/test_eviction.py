@@ -313,6 +313,15 @@ class TestEvictionQueue:
         queue.add(c)
         assert drain(queue) == [c]
 
+    def test_refresh_counts_an_item_once_whose_key_went_and_came_back(self):
+        queue, (a, b) = self.make(2.0, 3.0)
+        a.key = (0, 0.5, 0)
+        queue.lowered(a)
+        a.key = (0, 2.0, 0)
+        assert queue.least() == (0, 2.0, 0)
+        assert queue.refresh() == 2
+        assert drain(queue) == [a, b]
+
     def test_refresh_does_not_bring_back_what_was_taken_out(self):
         queue, (a, b) = self.make(2.0, 3.0)
         a.key = (0, 0.5, 0)
