@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional models-table lint format bench bench-replay clean help
+.PHONY: demo test unit functional models-table lint format bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo        install into $(VENV) and run the demo: three cache modes side by side"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint        ruff check and format check"
 	@echo "make bench       the benchmarks of benchmarks/, ratios measured side by side"
 	@echo "make bench-replay  request traces through prefix caches; writes docs/replay.md and plots"
+	@echo "make bench-replay-models  the same for five models, 1 and 8 in flight; over an hour; writes docs/replay_models.md"
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
@@ -37,6 +38,12 @@ bench-replay: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	$(BIN)/python -m benchmarks.replay --memory --json benchmarks/results/replay.json \
 	    --plots benchmarks/results --markdown docs/replay.md
+
+bench-replay-models: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm vllm-fine \
+	    megatron-core marconi lru-block-end-16 lru-block-end-528 \
+	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
 
 models-table: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/functional/adapters --models-table \
