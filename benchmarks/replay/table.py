@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -90,29 +90,30 @@ def markdown(cells: Sequence[Cell]) -> str:
 def overview(cells: Sequence[Cell]) -> str:
     """Many models in one Markdown table per number in flight: ours and the best of the rivals at
     each budget."""
-    lines, head = [], "| workload | model | GB | ours | ours-int8 | best other | which |"
-    for in_flight in sorted({cell.in_flight for cell in cells}):
-        lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", "", head]
+    lines = []
+    for (in_flight,), side_by_side in sorted(by(cells, "in_flight").items()):
+        lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", ""]
+        lines.append("| workload | model | GB | ours | ours-int8 | best other | which |")
         lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
-        side_by_side = [cell for cell in cells if cell.in_flight == in_flight]
-        for (workload, geometry), group in by(side_by_side, "workload", "geometry").items():
-            budgets = by([c for c in group if c.budget_gb is not None], "budget_gb")
-            ours, ours_int8, best = ([] for _ in range(3))
-            for budget in sorted(budgets):
-                engines = {cell.engine: cell for cell in budgets[budget]}
-                ours.append(engines.get("ours"))
-                ours_int8.append(engines.get("ours-int8"))
-                rivals = [cell for name, cell in engines.items() if is_rival(name)]
-                best.append(max(rivals, key=lambda cell: cell.skipped_percent, default=None))
-            columns = [" / ".join(f"{budget:g}" for (budget,) in sorted(budgets))]
-            for row in (ours, ours_int8, best):
-                columns.append(
-                    " / ".join("-" if c is None else f"{c.skipped_percent:.1f}" for c in row)
-                )
-            columns.append(" / ".join("-" if cell is None else cell.engine for cell in best))
-            lines.append(f"| {workload} | {geometry} | {' | '.join(columns)} |")
+        for names, group in by(side_by_side, "workload", "geometry").items():
+            budgets = sorted({cell.budget_gb for cell in group if cell.budget_gb is not None})
+            at = [{c.engine: c for c in group if c.budget_gb == budget} for budget in budgets]
+            best = [max(filter(is_rival, engines.values()), key=skipped) for engines in at]
+            columns = [*names, joined(f"{budget:g}" for budget in budgets)]
+            for row in ([e.get("ours") for e in at], [e.get("ours-int8") for e in at], best):
+                columns.append(joined(f"{skipped(cell):.1f}" if cell else "-" for cell in row))
+            columns.append(joined(cell.engine for cell in best))
+            lines.append(f"| {' | '.join(columns)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def joined(parts: Iterable[str]) -> str:
+    return " / ".join(parts)
+
+
+def skipped(cell: Cell) -> float:
+    return cell.skipped_percent
 
 
 def by(cells: Sequence[Cell], *names: str) -> dict[tuple, list[Cell]]:
@@ -123,9 +124,9 @@ def by(cells: Sequence[Cell], *names: str) -> dict[tuple, list[Cell]]:
     return groups
 
 
-def is_rival(engine: str) -> bool:
+def is_rival(cell: Cell) -> bool:
     """Whether an engine could be had in place of ours: not one that foresees or pays nothing."""
-    return not engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
+    return not cell.engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
 
 
 def around_results(path: Path) -> tuple[str, str]:

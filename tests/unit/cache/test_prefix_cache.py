@@ -10,6 +10,7 @@ from simulator import Simulator
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.tools.replay.ours import Ours
 
 FULL = KVGroup(2, 64)
 HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
@@ -577,55 +578,40 @@ def test_pure_attention_counts_who_goes_on_from_a_position():
     assert uses() == {30: 2, 40: 2, 50: 2}
 
 
+def serve(engine, prompt, answer):
+    """One request from start to end; what it skipped."""
+    running = engine.begin(prompt)
+    engine.finish(running, joined(prompt, answer))
+    return running.skipped_tokens
+
+
 def test_pure_attention_keeps_chats_through_one_off_prompts():
     """Between two turns of a chat more tokens come in than the pool has room for, so by recency all
     of it would be gone; but those others never come again."""
-    cache, seeds, shares = PrefixCache(PURE, num_pages=130), count(), []
-
-    def serve(prompt, answer):
-        lease, both = cache.acquire(prompt, capacity_tokens=250), joined(prompt, answer)
-        cache.restored(lease)
-        cache.commit(lease, both, len(prompt))
-        cache.commit(lease, both, len(both), answered=True)
-        cache.release(lease)
-        return lease.skipped_tokens / len(prompt)
-
+    engine, seeds, shares = Ours(PURE, 129 * PURE.page_bytes), count(), []
     chats = [tokens(100, next(seeds)) for _ in range(4)]
     for turn in range(1, 49):
         for i, prompt in enumerate(chats):
             answer, more = tokens(8, next(seeds)), tokens(8, next(seeds))
-            skipped = serve(prompt, answer)
+            skipped = serve(engine, prompt, answer)
             if turn % 8 != 1:
-                shares.append(skipped)
+                shares.append(skipped / len(prompt))
             chats[i] = joined(prompt, answer, more) if turn % 8 else tokens(100, next(seeds))
             for _ in range(6):
-                serve(tokens(100, next(seeds)), tokens(8, next(seeds)))
+                serve(engine, tokens(100, next(seeds)), tokens(8, next(seeds)))
     assert np.mean(shares[len(shares) // 2 :]) > 0.8
 
 
 def test_the_state_of_a_new_prompt_outlives_its_first_answer():
     """Others of its kind were used only once an answer's state lay beneath them: that also tells of
     one that has none yet, although the rung right before it makes it look cheap to rebuild."""
-    cache, seeds, missed = PrefixCache(WINDOW, num_pages=120), count(), []
+    engine, seeds, missed = Ours(WINDOW, 78 * WINDOW.page_bytes), count(), []
     for number, prompt_tokens in enumerate([70, 135, 100, 90, 196] * 8):
         prompt = tokens(prompt_tokens, next(seeds))
         for sample in range(8):
-            lease = cache.acquire(prompt, capacity_tokens=prompt_tokens + 40)
-            both = joined(prompt, tokens(40, next(seeds)))
-            if sample and lease.skipped_tokens < prompt_tokens:
+            skipped = serve(engine, prompt, tokens(40, next(seeds)))
+            if sample and skipped < prompt_tokens:
                 missed.append(number)
-            cache.restored(lease)
-            for end in (prompt_tokens, len(both)):
-                if end > lease.done:
-                    positions = cache.positions_to_save(lease, end)
-                    saved = [cache.reserve_checkpoint(lease, position) for position in positions]
-                    cache.commit(lease, both, end)
-                    for reservation in filter(None, saved):
-                        cache.publish_checkpoint(reservation)
-            cache.commit(lease, both, len(both), answered=True)
-            if reservation := cache.reserve_checkpoint(lease, len(both)):
-                cache.publish_checkpoint(reservation)
-            cache.release(lease)
     assert max(missed, default=0) < 5, missed  # it takes some to learn
 
 
