@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     for name, requests, budgets in sources(options, trace):
         for geometry in GEOMETRIES if options.full else options.geometry:
             for in_flight in (1, 8) if options.full else (options.in_flight,):
-                found = list(run_cells(name, requests, geometry, budgets, engines, in_flight))
+                found = run_cells(name, requests, geometry, budgets, engines, in_flight)
                 for each in table.terminal_tables(found, console.width):
                     console.print(each)
                 cells += found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from megatron_hybrid.tools.replay.lru import Ceiling
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import Replay, replay
+from megatron_hybrid.tools.replay.runner import Replay, replay, side_by_side
 
 GB = 10**9
 
@@ -43,39 +43,53 @@ def run_cells(
     budgets_gb: Sequence[float],
     engines: Sequence[str],
     in_flight: int,
-) -> Iterator[Cell]:
-    """All engines at all budgets over one workload."""
+) -> list[Cell]:
+    """All engines at all budgets over one workload, engine by engine; those that share a budget
+    run side by side."""
     possible = replay(requests, Ceiling(), in_flight).skipped_tokens
     total = sum(len(request.prompt) for request in requests)
-    for engine in engines:
-        for budget in budgets_gb if ENGINES[engine].bounded else (None,):
-            best, parameter = best_of(engine, geometry, budget, requests, in_flight)
+    cells = []
+    for budget in (None, *budgets_gb):
+        compared = [name for name in engines if ENGINES[name].bounded == (budget is not None)]
+        replays = best_replays(compared, geometry, budget, requests, in_flight)
+        for engine, (best, parameter) in zip(compared, replays):
             lost = best.lost_tokens(possible)
-            yield Cell(
-                workload,
-                geometry,
-                in_flight,
-                budget,
-                engine,
-                parameter,
-                len(requests),
-                total,
-                round(100 * best.skipped_share, 2),
-                round(best.micros(0.5), 1),
-                round(best.micros(0.95), 1),
-                {reason: round(100 * tokens / total, 2) for reason, tokens in lost.items()},
+            cells.append(
+                Cell(
+                    workload,
+                    geometry,
+                    in_flight,
+                    budget,
+                    engine,
+                    parameter,
+                    len(requests),
+                    total,
+                    round(100 * best.skipped_share, 2),
+                    round(best.micros(0.5), 1),
+                    round(best.micros(0.95), 1),
+                    {reason: round(100 * tokens / total, 2) for reason, tokens in lost.items()},
+                )
             )
+    return sorted(cells, key=lambda cell: engines.index(cell.engine))
 
 
-def best_of(
-    engine: str,
+def best_replays(
+    engines: Sequence[str],
     geometry: str,
     budget_gb: float | None,
     requests: Sequence[Request],
     in_flight: int,
-) -> tuple[Replay, float | None]:
-    """The replay that skips most among the engine's candidates, and the parameter behind it."""
-    candidates = ENGINES[engine].build(GEOMETRIES[geometry], (budget_gb or 0) * GB, in_flight)
-    replays = {value: replay(requests, build(), in_flight) for value, build in candidates.items()}
-    parameter = max(replays, key=lambda value: replays[value].skipped_share)
-    return replays[parameter], parameter
+) -> list[tuple[Replay, float | None]]:
+    """Per engine, the replay that skips most among its candidates, and the parameter behind it."""
+    of_engine = [
+        ENGINES[name].build(GEOMETRIES[geometry], (budget_gb or 0) * GB, in_flight)
+        for name in engines
+    ]
+    built = [build() for candidates in of_engine for build in candidates.values()]
+    replays = iter(side_by_side(requests, built, in_flight))
+    best = []
+    for candidates in of_engine:
+        found = {parameter: next(replays) for parameter in candidates}
+        parameter = max(found, key=lambda parameter: found[parameter].skipped_share)
+        best.append((found[parameter], parameter))
+    return best

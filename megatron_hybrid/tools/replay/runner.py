@@ -1,16 +1,22 @@
-"""Drives a trace through an engine, one request at a time or several in flight."""
+"""Drives a trace through engines, one request at a time or several in flight."""
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from time import thread_time
+from typing import Any
 
 import numpy as np
 
 from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle, KnowsMessages
 from megatron_hybrid.tools.replay.request import Request
+
+TURN = 50
+"""Requests that one engine serves before the next one does."""
 
 
 @dataclass
@@ -20,7 +26,8 @@ class Replay:
     prompt_tokens: list[int] = field(default_factory=list)
     skipped_tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """CPU time of this thread in `begin` and `finish`: other processes do not disturb it."""
+    """CPU time of this thread in `begin` and `finish`, without garbage collections: neither other
+    processes nor other engines disturb it."""
     miss_reasons: list[str | None] = field(default_factory=list)
     """Of engines that say; None: nothing that was ever cached went unused."""
     explains: bool = False
@@ -55,44 +62,85 @@ def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> R
     Raises:
         RuntimeError: the engine has no room for a request that is alone.
     """
-    if isinstance(engine, Foreseeing):
+    return side_by_side(requests, [engine], in_flight)[0]
+
+
+def side_by_side(
+    requests: Iterable[Request], engines: Sequence[Engine], in_flight: int = 1
+) -> list[Replay]:
+    """`replay` of the same requests through several engines, which take turns: what slows the
+    machine down for a while slows all of them."""
+    if any(isinstance(engine, Foreseeing) for engine in engines):
         requests = list(requests)
-        engine.foresee(requests)
-    knows_messages = isinstance(engine, KnowsMessages)
-    result = Replay()
-    running: deque[tuple[int, Request, Handle]] = deque()
+    runs = [_Run(engine, in_flight) for engine in engines]
+    for engine in engines:
+        if isinstance(engine, Foreseeing):
+            engine.foresee(requests)
+    rest = iter(requests)
+    while turn := list(islice(rest, TURN)):
+        for run in runs:
+            for request in turn:
+                run.serve(request)
+    for run in runs:
+        run.finish()
+    return [run.result for run in runs]
 
-    def finish_oldest() -> None:
-        index, request, handle = running.popleft()
-        tokens = engine.prepare(np.concatenate([request.prompt, request.output]))
-        began = thread_time()
-        engine.finish(handle, tokens)
-        result.seconds[index] += thread_time() - began
 
-    for index, request in enumerate(requests):
-        while len(running) >= in_flight or any(
-            other.session == request.session for _, other, _ in running
+class _Run:
+    """A replay under way."""
+
+    def __init__(self, engine: Engine, in_flight: int):
+        self.result = Replay()
+        self._engine = engine
+        self._knows_messages = isinstance(engine, KnowsMessages)
+        self._in_flight = in_flight
+        self._running: deque[tuple[int, Request, Handle]] = deque()
+
+    def serve(self, request: Request) -> None:
+        """The next request begins."""
+        result, index = self.result, len(self.result.prompt_tokens)
+        while len(self._running) >= self._in_flight or any(
+            other.session == request.session for _, other, _ in self._running
         ):
-            finish_oldest()
-        prompt = engine.prepare(request.prompt)
+            self._finish_oldest()
+        prompt = self._engine.prepare(request.prompt)
         while True:
-            began = thread_time()
-            if knows_messages:
-                handle = engine.begin_chat(prompt, request.message_starts)
+            if self._knows_messages:
+                handle, seconds = timed(self._engine.begin_chat, prompt, request.message_starts)
             else:
-                handle = engine.begin(prompt)
-            seconds = thread_time() - began
+                handle, seconds = timed(self._engine.begin, prompt)
             if handle is not None:
                 break
-            if not running:
+            if not self._running:
                 raise RuntimeError(f"no room for request {index}, which is alone")
-            finish_oldest()
-        running.append((index, request, handle))
+            self._finish_oldest()
+        self._running.append((index, request, handle))
         result.prompt_tokens.append(len(request.prompt))
         result.skipped_tokens.append(handle.skipped_tokens)
         result.seconds.append(seconds)
         result.miss_reasons.append(getattr(handle, "miss_reason", None))
         result.explains |= hasattr(handle, "miss_reason")
-    while running:
-        finish_oldest()
-    return result
+
+    def finish(self) -> None:
+        """There are no more requests."""
+        while self._running:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        index, request, handle = self._running.popleft()
+        tokens = self._engine.prepare(np.concatenate([request.prompt, request.output]))
+        _, seconds = timed(self._engine.finish, handle, tokens)
+        self.result.seconds[index] += seconds
+
+
+def timed(call: Callable, *arguments: Any) -> tuple[Any, float]:
+    """What a call returns, and the seconds that it took. Garbage waits until afterwards: it may be
+    another engine's."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        began = thread_time()
+        return call(*arguments), thread_time() - began
+    finally:
+        if collects:
+            gc.enable()
