@@ -1,5 +1,6 @@
 """The driver: who runs when, what is timed, what counts as lost."""
 
+import gc
 import json
 import sys
 
@@ -15,7 +16,7 @@ from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
 from megatron_hybrid.tools.replay.protocol import Attempts
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import Replay, replay
+from megatron_hybrid.tools.replay.runner import TURN, Replay, replay, side_by_side, timed
 
 
 class Recorder:
@@ -64,6 +65,51 @@ def test_order(sessions, in_flight, room, order):
     result = replay(requests(*sessions), engine, in_flight)
     assert " ".join(engine.log) == order
     assert len(result.seconds) == len(sessions) and min(result.seconds) > 0
+
+
+def test_engines_take_turns():
+    """Each sees what it would see alone, a number of requests at a time."""
+    sessions, order = range(2 * TURN + 7), []
+    engines = [Recorder(), Recorder(room=2)]
+    for engine in engines:
+        engine.log = order  # one log for both
+    both = side_by_side(iter(requests(*sessions)), engines, in_flight=3)
+    alone = [Recorder(), Recorder(room=2)]
+    for result, engine in zip(both, alone):
+        assert result.prompt_tokens == replay(requests(*sessions), engine, 3).prompt_tokens
+    assert sorted(order) == sorted(alone[0].log + alone[1].log)
+    begins = [entry for entry in order if entry.startswith("+")]
+    turn = [f"+{i}" for i in range(TURN)]
+    assert begins[: 2 * TURN] == turn + turn
+    assert begins[2 * TURN] == f"+{TURN}"
+
+
+def test_an_engine_that_foresees_gets_all_requests_before_the_first():
+    class Foresees(Recorder):
+        def foresee(self, requests):
+            self.log.append(f"{len(requests)} to come")
+
+    engine = Foresees()
+    side_by_side(iter(requests("a", "b")), [Recorder(), engine])
+    assert engine.log == ["2 to come", "+0", "-0", "+1", "-1"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_clock_runs(collects):
+    def fail():
+        assert not gc.isenabled()
+        raise RuntimeError
+
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        found, seconds = timed(lambda a, b: (a, b, gc.isenabled()), 1, 2)
+        assert found == (1, 2, False) and seconds > 0
+        with pytest.raises(RuntimeError):
+            timed(fail)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_no_room_for_a_request_that_is_alone():
