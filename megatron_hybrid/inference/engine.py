@@ -411,6 +411,7 @@ class DynamicInferenceEngine:
             )
         self.offload.clear()
         self.cache.clear()
+        self.memory.weights_changed(self.model.cache_requirements())
         self._fingerprint = None
         if self.offload.disk is not None:
             self.offload.disk.store.is_for(self._made_for())

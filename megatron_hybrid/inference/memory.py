@@ -110,6 +110,7 @@ class CacheMemory:
         self.device = device
         # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
         self.pool = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
+        self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, dtype, state_encoding)
         # A slot spans whole pages, so that an exact checkpoint is its bytes and nothing else.
         slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
@@ -162,6 +163,12 @@ class CacheMemory:
     def staging(self, count: int) -> Tensor:
         """Slot-shaped room for states captured inside a forward pass, uint8 [count, slot_bytes]."""
         return torch.empty(count, self.slots.shape[1], dtype=torch.uint8, device=self.device)
+
+    def weights_changed(self, layers: list[LayerCache]) -> None:
+        """Checkpoints are encoded for these layers from now on, the same ones with other weights:
+        how states decay decides where a code is fine. None of the old ones may be loaded again."""
+        hidden = self._layout.hidden
+        self._layout = StateLayout(layers, hidden.shape[0], hidden.dtype, self._state_encoding)
 
     # Copies ------------------------------------------------------------------------------------
 

@@ -148,6 +148,9 @@ class _State:
         num_bytes = bytes_per_element * self.num_elements
         least = 7 / 8 * bytes_per_element * self.num_blocks * BLOCK + 8 * sum(self.section_words(0))
         self.num_words = math.ceil(max(num_bytes, least) / 8)  # its share of what all states have
+        # A bit for each element of the rest is left in any case.
+        while sum(self.section_words(self.max_rank)) + self.num_blocks > self.num_words:
+            self.max_rank -= 1
 
     def section_words(self, num_parts: int) -> tuple[int, int, int]:
         """Words of the numbers, of the Rice parameters and of the factors."""

@@ -18,6 +18,7 @@ from megatron_hybrid.inference import offload
 from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.sampling import SamplingParams
 
 PATTERNS = {
     "hybrid": "MG*-",
@@ -876,6 +877,41 @@ def test_clear_cache_after_the_weights_changed(tmp_path):
     engine = tiny_engine(model, **fields)  # the folder is good for the new ones
     assert all(answer(engine, prompt).prefix.fetched_tokens for prompt in prompts)
     engine.close()
+
+
+def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
+    """A new engine with the same weights reads the folder: both have to reckon with one decay."""
+
+    def set_decays(model, last):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("dt_bias"):
+                    parameter.copy_(torch.linspace(-6, last, parameter.numel()))
+                elif name.endswith("A_log"):
+                    parameter.fill_(1.0)
+
+    model = tiny_model.__wrapped__("MG*-")  # one of its own
+    fields = {"cache_dir": tmp_path, "state_encoding": "int8"}
+    prompt = random_tokens(60)
+    more = [*prompt, 7, 9]
+
+    def log_probs_of(engine):
+        params = SamplingParams(
+            top_k=1, num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=True
+        )
+        result = engine.generate([more], params)[0]
+        assert result.prefix.skipped_tokens == len(prompt)
+        return result.log_probs
+
+    set_decays(model, last=4.0)
+    with tiny_engine(model, **fields) as engine:
+        set_decays(model, last=-6.0)
+        engine.clear_cache()
+        answer(engine, prompt)
+        engine.save_cache()
+        expected = log_probs_of(engine)
+    with tiny_engine(model, **fields) as engine:
+        assert log_probs_of(engine) == expected
 
 
 def test_save_cache_without_a_folder_is_refused():
