@@ -94,7 +94,8 @@ def check_kind(config: HybridConfig, symbol: str) -> None:
 def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequence[str]) -> None:
     """Whether overrides name layers that are there, and fields that a layer may have for itself."""
     for layers, fields in config.layer_overrides.items():
-        if layers not in symbols and not (layers.isdecimal() and 1 <= int(layers) <= len(symbols)):
+        is_number = isinstance(layers, str) and layers.isdecimal()
+        if layers not in symbols and not (is_number and 1 <= int(layers) <= len(symbols)):
             raise ValueError(
                 f"layer_overrides has the key {layers!r}, but keys are symbols of the "
                 f"layer_pattern {config.layer_pattern!r} or layer numbers from '1' to "

@@ -94,9 +94,9 @@ def will_serve(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> boo
         return False
     due = [p for p in lease.checkpoint_positions if p > lease.done]
     due += [reservation.position for reservation in lease.reservations]
-    return any(
-        skipped < p <= min(len(tokens), len(lease.tokens))
-        and tokens[p - 1] == lease.tokens[p - 1]
-        and np.array_equal(tokens[:p], lease.tokens[:p])
-        for p in due
+    first = min((p for p in due if p > skipped), default=len(tokens) + 1)
+    return (
+        first <= min(len(tokens), len(lease.tokens))
+        and tokens[first - 1] == lease.tokens[first - 1]
+        and np.array_equal(tokens[:first], lease.tokens[:first])
     )

@@ -178,8 +178,10 @@ class PrefixCache:
             # Alone, and what is pinned to restore from is in the way: share whole blocks only.
             size = self.spec.block_size_tokens
             path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
-            skipped = 0 if self.spec.needs_state else min(hit.skipped, path.depth)
-            hit = Hit(path, path.depth, skipped, None, MissReason.NO_ROOM)
+            alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
+            skipped = min(hit.skipped, alone)
+            reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
+            hit = Hit(path, path.depth, skipped, None, reason)
             lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
         if lease is None:
             self._stats.refused += 1
@@ -300,10 +302,10 @@ class PrefixCache:
         False: it does not fit now, and nothing changed. When no other lease is live, no reservation
         is pending and `fits` says yes, it always fits.
         """
+        check_live(lease)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
-        check_live(lease)
         if not self._pages.has_room(lease, capacity_tokens, end):
             self._stats.refused += 1
             return False
@@ -327,19 +329,17 @@ class PrefixCache:
         same times local blocks that no later token sees are given back. answered: the request is
         complete; implies flush.
         """
-        flush = flush or answered
-        before, lease.done = lease.done, num_tokens_done
-        lease.tokens = tokens
-        if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
-            return
         check_live(lease)
-        room = min(lease.capacity_tokens, lease.local_end)
+        before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
         if not before <= num_tokens_done <= min(room, len(tokens)):
-            lease.done = before
             raise ValueError(
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
+        lease.done, lease.tokens = num_tokens_done, tokens
+        flush = flush or answered
+        if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
+            return
         if answered and self.mode == "restore":
             is_prompt = num_tokens_done == lease.prompt_tokens
             end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END

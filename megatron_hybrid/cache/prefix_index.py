@@ -6,6 +6,7 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -251,8 +252,8 @@ class PrefixIndex:
         upper.num_held_children = int(edge.held_end > at)
         upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
         edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
-        upper.stored = {p: c for p, c in edge.stored.items() if p <= at}
-        edge.stored = {p: c for p, c in edge.stored.items() if p > at}
+        num_above = bisect_right(edge.stored, at)
+        upper.stored, edge.stored = edge.stored[:num_above], edge.stored[num_above:]
         edge.num_stored -= len(upper.stored)
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
@@ -270,9 +271,10 @@ class PrefixIndex:
         return checkpoint
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
-        """Forget positions without a state, the longest unused first, beyond the limit."""
+        """Forget positions without a state, the longest unused first, beyond the limit. It looks at
+        all of the edge: where that has many, some beyond the limit are waited for."""
         more = len(edge.checkpoints) - len(edge.stored) - limit
-        if more > 0:
+        if more > len(edge.checkpoints) // 64:
             watched = [c for c in edge.checkpoints.values() if c.pages is None]
             watched.sort(key=lambda c: (c.last_use, c.position))
             for checkpoint in watched[:more]:
@@ -286,7 +288,7 @@ class PrefixIndex:
         if checkpoint.pages is not None:
             raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
         checkpoint.pages, checkpoint.local_pages = pages, local_pages
-        checkpoint.edge.stored[checkpoint.position] = checkpoint
+        insort(checkpoint.edge.stored, checkpoint.position)
         for held in checkpoint.page_lists():
             self._allocator.cache(held)
         self._count_stored(checkpoint.edge, 1)
@@ -299,10 +301,9 @@ class PrefixIndex:
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
         checkpoint.pages, checkpoint.local_pages = None, ()
-        del checkpoint.edge.stored[checkpoint.position]
-        checkpoint.was_stored, checkpoint.queued = True, None
         edge = checkpoint.edge
-        edge.stored = dict(edge.stored)  # without the room of what left
+        del edge.stored[bisect_left(edge.stored, checkpoint.position)]
+        checkpoint.was_stored, checkpoint.queued = True, None
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self._on_tail(edge)
@@ -321,8 +322,8 @@ class PrefixIndex:
         if not edge.is_held_leaf():
             raise RuntimeError("drop_kv of an edge that is no leaf with KV")
         new_end = max(new_end, edge.start)
-        for checkpoint in [c for p, c in edge.stored.items() if p > new_end]:
-            self.drop_checkpoint(checkpoint)
+        for position in edge.stored[bisect_right(edge.stored, new_end) :]:
+            self.drop_checkpoint(edge.checkpoints[position])
         rows = edge.pages(self._block_size)
         self.num_held_tokens -= edge.held_end - new_end
         edge.held_end = new_end
@@ -412,9 +413,9 @@ class PrefixIndex:
         for checkpoint in edge.checkpoints.values():
             checkpoint.edge = child
         child.checkpoints = {**edge.checkpoints, **child.checkpoints}
-        child.stored = {**edge.stored, **child.stored}
+        child.stored = edge.stored + child.stored
         self._trim_watched(child)
-        edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, {}
+        edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, []
         edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
         edge.end = edge.held_end = edge.start
         self._forgettable.pop(edge, None)
@@ -433,7 +434,7 @@ class PrefixIndex:
         """Forget everything."""
         for edge in list(self.edges()):
             self._allocator.uncache(edge.pages(self._block_size))
-            for checkpoint in edge.stored.values():
+            for checkpoint in [edge.checkpoints[position] for position in edge.stored]:
                 for pages in checkpoint.page_lists():
                     self._allocator.uncache(pages)
                 checkpoint.pages = None
@@ -452,7 +453,6 @@ class PrefixIndex:
             num_tokens += edge.end - edge.start
             num_held += edge.held_end - edge.start
             stored = [c for c in edge.checkpoints.values() if c.pages is not None]
-            listed = list(edge.stored.values())
             num_checkpoints += len(stored)
             pages = edge.pages(self._block_size)
             forgettable = not edge.children and self._needed_end(edge) < edge.end
@@ -483,8 +483,7 @@ class PrefixIndex:
                 "miscounts its children with KV": edge.num_held_children
                 != sum(child.held_end != child.start for child in edge.children.values()),
                 "lists other states than it has": (
-                    set(map(id, stored)) != set(map(id, listed))
-                    or any(c.position != p for p, c in edge.stored.items())
+                    sorted(c.position for c in stored) != edge.stored
                 ),
                 "has a state beyond its KV": any(c.position > edge.held_end for c in stored),
                 "miscounts the states beneath it": edge.num_stored

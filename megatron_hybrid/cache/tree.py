@@ -12,6 +12,7 @@ valid rows for all tokens < m (of two edges that hold one block, the deeper one'
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,7 +73,7 @@ class Checkpoint:
         edge = self.edge
         if edge.num_stored > len(edge.stored):
             return True
-        return bool(edge.stored) and max(edge.stored) > self.position
+        return bool(edge.stored) and edge.stored[-1] > self.position
 
     def goes_on(self) -> bool:
         """Whether tokens are known beneath it."""
@@ -114,7 +115,7 @@ class Edge:
         self.end = self.held_end = start + len(tokens)
         self.first_block = 0
         self.checkpoints: dict[int, Checkpoint] = {}  # by position
-        self.stored: dict[int, Checkpoint] = {}  # those that have pages
+        self.stored: list[int] = []  # positions of those that have pages, ascending
         self.num_held_children = 0  # those that hold KV
         self.num_stored = 0  # stored checkpoints here and beneath
         self.last_access = 0
@@ -146,13 +147,8 @@ class Edge:
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The last stored checkpoint on this edge at a position <= limit."""
-        if not self.stored:
-            return None
-        found = 0
-        for position in self.stored:
-            if found < position <= limit:
-                found = position
-        return self.stored[found] if found else None
+        index = bisect_right(self.stored, limit)
+        return self.checkpoints[self.stored[index - 1]] if index else None
 
     def deepest_on_path(self, limit: int) -> Checkpoint | None:
         """The last stored checkpoint at a position <= limit, here or on the way from the root."""
@@ -160,7 +156,7 @@ class Edge:
         while found is None and edge.parent is not None:
             edge = edge.parent
             if edge.stored:
-                found = edge.stored[max(edge.stored)]
+                found = edge.checkpoints[edge.stored[-1]]
         return found
 
     def at(self, position: int) -> Edge:

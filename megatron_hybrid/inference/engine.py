@@ -20,7 +20,7 @@ from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.disk_store import DiskStore
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.intake import Intake, Prompt, is_chat, is_int, spread
+from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, is_int, spread
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import prometheus_text
 from megatron_hybrid.inference.offload import Offload, disk_tier
@@ -90,7 +90,9 @@ class DynamicInferenceEngine:
         hidden_size = model.config.hidden_size
         encoding = config.state_encoding
         block, parity = config.block_size_tokens, attention_parity(model)
-        spec = cache_spec_of(layers, hidden_size, dtype, block, encoding, parity)
+        spec = cache_spec_of(
+            layers, hidden_size, dtype, block, encoding, parity, hidden_dtype=parameter.dtype
+        )
         num_pages = agree_on_minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(
@@ -108,6 +110,7 @@ class DynamicInferenceEngine:
             config.max_requests,
             parameter.device,
             encoding,
+            hidden_dtype=parameter.dtype,
         )
         self.context = DynamicInferenceContext(
             self.memory, config.max_requests, config.max_sequence_length
@@ -213,8 +216,7 @@ class DynamicInferenceEngine:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
         self.context.begin_step(plan)
         if not plan.work:
-            hidden_nH = self.context.ready_hidden().to(self.model.config.params_dtype)
-            return self.model.compute_logits(hidden_nH)
+            return self.model.compute_logits(self.context.ready_hidden())
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
     def _sample(self, plan: StepPlan, logits_nV: Tensor) -> None:
@@ -277,6 +279,8 @@ class DynamicInferenceEngine:
             )
         if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
+        if isinstance(cache_breakpoints, Iterator):  # the first prompt would leave none
+            cache_breakpoints = tuple(cache_breakpoints)
         count = len(prompts)
         per_prompt = zip(
             prompts,
@@ -300,8 +304,9 @@ class DynamicInferenceEngine:
             self.scheduler.add(group[0])
         requests = [request for group in groups for request in group]
         try:
-            while any(not request.closed for request in requests):
-                self.step()
+            for request in requests:
+                while not request.closed:
+                    self.step()
         except BaseException:
             for group in groups:
                 self.cancel(group[0])
@@ -352,7 +357,13 @@ class DynamicInferenceEngine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request with all its samples; those that are answered keep their answer. What was
-        computed stays cached. A request that has ended already is left as it is."""
+        computed stays cached. A request that has ended already is left as it is.
+
+        Raises:
+            ValueError: another engine's request; nothing has changed.
+        """
+        if request.origin is not self.intake:
+            raise ValueError("this request was added to another engine: cancel it there")
         for sample_ in request.samples or [request]:
             if sample_.closed:
                 continue
@@ -448,6 +459,7 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: it is no prompt.
         """
+        check_salt(salt)
         tokens = self.intake.tokens_of(prompt, SamplingParams())
         explanation = self.cache.explain(tokens, salt)
         found = self.offload.find(tokens, salt, explanation.match.skipped_tokens)

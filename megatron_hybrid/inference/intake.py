@@ -52,8 +52,7 @@ class Intake:
             prompt, message_starts = self._render(prompt)
         tokens = self.tokens_of(prompt, params)
         total = self._check_length(len(tokens), params)
-        if not isinstance(salt, str):
-            raise TypeError(f"salt must be a str, got {type(salt).__name__}")
+        check_salt(salt)
         if not is_int(n) or not 1 <= n <= self.config.max_requests:
             raise ValueError(
                 f"n must be an int in [1, max_requests={self.config.max_requests}], got {n!r}"
@@ -81,6 +80,7 @@ class Intake:
                     message_starts=tuple(message_starts),
                     stop_ids=stop_ids,
                     sample_index=index,
+                    origin=self,
                 )
             )
         samples[0].siblings = samples[1:]
@@ -108,7 +108,9 @@ class Intake:
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()  # of any device and dtype
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim > 0
-        if isinstance(prompt, bytes) or not (is_array or isinstance(prompt, Sequence)):
+        if isinstance(prompt, (bytes, bytearray, memoryview)) or not (
+            is_array or isinstance(prompt, Sequence)
+        ):
             raise TypeError(
                 "a prompt is a str or a sequence of token ids or of messages, got "
                 f"{type(prompt).__name__}"
@@ -237,6 +239,12 @@ def _check_message(index: int, message) -> None:
         )
     if content is None and all(value is None for key, value in message.items() if key != "role"):
         raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
+
+
+def check_salt(salt: str) -> None:
+    """Raises TypeError if it is none."""
+    if not isinstance(salt, str):
+        raise TypeError(f"salt must be a str, got {type(salt).__name__}")
 
 
 def is_int(value) -> bool:

@@ -27,19 +27,21 @@ def cache_spec_of(
     block_size_tokens: int,
     state_encoding: str = "exact",
     attention_parity: float = math.inf,
+    hidden_dtype: torch.dtype | None = None,
 ) -> CacheSpec:
     """What the cache bookkeeping must know of a model.
 
     Args:
         layers: what each layer keeps, on this rank (`model.cache_requirements()`).
-        hidden_size: width of the last hidden state, kept with each checkpoint in `dtype`.
-        dtype: of K, V and the hidden state.
+        hidden_size: width of the last hidden state, kept with each checkpoint.
+        dtype: of K and V.
         state_encoding: how checkpoints hold the states, one of `STATE_ENCODINGS`.
         attention_parity: `models.flops.attention_parity` of the model; inf: eviction does not
             reckon with the work of attention.
+        hidden_dtype: of the last hidden state, that of the weights; None: `dtype`.
     """
     shapes = _kv_shapes(layers)
-    layout = StateLayout(layers, hidden_size, dtype, state_encoding)
+    layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
     return CacheSpec(
         block_size_tokens=block_size_tokens,
         groups=tuple(
@@ -88,11 +90,12 @@ class CacheMemory:
         spec: page geometry; must come from `cache_spec_of` for the same layers.
         layers: what each layer keeps, in layer order.
         hidden_size: width of the last hidden state.
-        dtype: of K, V and hidden state.
+        dtype: of K and V.
         num_pages: pages of the pool, the null page 0 included.
         num_slots: live slots, one for each running request.
         device: where it all lives.
         state_encoding: how checkpoints hold the states; the same that `spec` was made with.
+        hidden_dtype: likewise.
     """
 
     def __init__(
@@ -105,13 +108,14 @@ class CacheMemory:
         num_slots: int,
         device: torch.device,
         state_encoding: str = "exact",
+        hidden_dtype: torch.dtype | None = None,
     ):
         self.spec = spec
         self.device = device
         # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
         self.pool = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
         self._state_encoding = state_encoding
-        self._layout = StateLayout(layers, hidden_size, dtype, state_encoding)
+        self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
         # A slot spans whole pages, so that an exact checkpoint is its bytes and nothing else.
         slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
         slot_bytes = max(1, slot_pages) * spec.page_bytes

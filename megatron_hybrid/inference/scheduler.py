@@ -299,6 +299,9 @@ class Scheduler:
         started, num_queued = [], 0
         while request.siblings:
             sibling = request.siblings[0]
+            if sibling.closed:  # cancelled before it began
+                request.siblings.pop(0)
+                continue
             sibling.prompt_log_probs = list(request.prompt_log_probs)
             lease = None
             if self.free_slots:

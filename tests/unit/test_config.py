@@ -63,6 +63,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"mamba_conv_kernel": 4.0}, "mamba_conv_kernel is 4.0; it must be a whole number"),
         ({"qk_layernorm": "no"}, "qk_layernorm is 'no'; it must be true or false"),
         ({"rotary_base": None}, "rotary_base is None; it must be a number"),
+        ({"layer_overrides": {2: {"rotary_base": 1e4}}}, "has the key 2, but keys are"),
         ({"layer_overrides": {"W": {"rotary_base": "1e4"}}}, "rotary_base is '1e4'; it must be"),
         ({"num_query_groups": 3}, "num_attention_heads is 4, not a multiple of num_query_groups=3"),
         (

@@ -46,7 +46,7 @@ def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
     for position in checkpoints:
         new.checkpoints[position] = Checkpoint(new, position, Kind.JUNCTION, now=0)
         new.checkpoints[position].pages = np.zeros(2, np.int32)
-        new.stored[position] = new.checkpoints[position]
+        new.stored.append(position)
     above = new
     while above is not None:
         above.num_stored += len(checkpoints)
@@ -92,7 +92,7 @@ def test_tail_start(start, held_end, checkpoints, expected, known):
 
 def test_a_position_whose_state_is_gone_does_not_hold_kv():
     tail = edge(0, 100, (20, 40))
-    del tail.stored[40]
+    tail.stored.remove(40)
     assert tail_start(tail, HYBRID) == 32
 
 

@@ -133,6 +133,28 @@ def test_no_room():
     sim.cancel(running)
 
 
+@pytest.mark.parametrize(
+    ("mode", "why", "reason"),
+    [
+        ("memory_only", None, MissReason.MODE),
+        ("restore", "prompt_log_probs", MissReason.PROMPT_LOG_PROBS),
+        ("restore", None, MissReason.BUDGET),
+    ],
+)
+def test_no_room_is_no_reason_where_nothing_would_have_been_restored(mode, why, reason):
+    """The part of a block that the prompt would share is in its own way."""
+    cache = PrefixCache(SPEC, 1 + 3, mode)
+    prompt = joined(tokens(20), tokens(28, seed=1))
+    lease = cache.acquire(prompt[:20], capacity_tokens=20)
+    assert cache.reserve_checkpoint(lease, 20) is None
+    cache.commit(lease, prompt, 20)
+    cache.release(lease)
+    match = cache.match(prompt, recompute_reason=why)
+    lease = cache.acquire(prompt, capacity_tokens=48, recompute_reason=why)
+    assert (match.shared_tokens, lease.shared_tokens) == (20, 16)
+    assert match.miss_reason is lease.report.miss_reason is reason
+
+
 # ---- the pool is too small ----
 
 

@@ -389,6 +389,34 @@ def test_tables_are_replaced_never_changed():
     sim.finish(running)
 
 
+def test_alone_a_prompt_that_is_cached_whole_still_computes_its_last_token():
+    """Its last hidden state had to go for the room that the answer takes."""
+    cache, prompt = PrefixCache(PURE, num_pages=1 + 3), tokens(32)
+    lease = cache.acquire(prompt, capacity_tokens=32)
+    saved = cache.reserve_checkpoint(lease, 32)
+    cache.commit(lease, prompt, 32)
+    cache.publish_checkpoint(saved)
+    cache.release(lease)
+    assert cache.match(prompt).skipped_tokens == 32
+    lease = cache.acquire(prompt, capacity_tokens=48)
+    assert (lease.shared_tokens, lease.skipped_tokens) == (32, 31)
+    assert lease.report.miss_reason is MissReason.NO_ROOM
+
+
+def test_a_lease_goes_forward_and_not_after_its_release():
+    cache, prompt = PrefixCache(HYBRID, num_pages=100), tokens(40)
+    lease = cache.acquire(prompt, capacity_tokens=40)
+    cache.commit(lease, prompt, 40)
+    with pytest.raises(ValueError, match="commit of 5 tokens: 40 were done"):
+        cache.commit(lease, prompt, 5)
+    assert lease.done == 40
+    cache.release(lease)
+    with pytest.raises(ValueError, match="released before"):
+        cache.commit(lease, prompt, 40)
+    with pytest.raises(ValueError, match="released before"):
+        cache.extend(lease, 40)
+
+
 def test_alone_a_request_gets_the_pool_even_if_what_it_would_restore_must_go():
     """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
     sim = simulator(num_pages=1 + 12)

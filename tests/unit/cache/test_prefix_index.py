@@ -479,6 +479,23 @@ def test_an_edge_remembers_so_many_positions_and_the_longest_unused_goes():
     tree.check()
 
 
+def test_on_an_edge_of_many_states_positions_without_one_are_forgotten_many_at_once():
+    """Dropping states one by one must not look at all of the others each time."""
+    tree, num_states = Tree(3000), 40 * MAX_WATCHED
+    tree.add(counting(num_states))
+    points = [tree.save(counting(p)) for p in range(1, num_states + 1)]
+    (edge,) = tree.index.edges()
+    looks, most = 0, 0
+    for point in points:
+        before = len(edge.checkpoints)
+        tree.index.drop_checkpoint(point)
+        looks += before if len(edge.checkpoints) < before else 0
+        most = max(most, len(edge.checkpoints) - len(edge.stored))
+    assert looks < 70 * num_states  # one by one it is half of num_states squared
+    assert most <= MAX_WATCHED + num_states // 64
+    tree.check()
+
+
 def test_states_are_counted_on_every_edge_above_them():
     tree = Tree()
     tree.add(LEFT)
@@ -898,8 +915,7 @@ def shift(tree):
         (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "edge", edge_with(tree, 50)),
          "checkpoint that lies elsewhere"),
         (lambda tree: edge_with(tree, 40).stored.clear(), "lists other states"),
-        (lambda tree: edge_with(tree, 40).stored.update({30: edge_with(tree, 40).stored.pop(40)}),
-         "lists other states"),
+        (lambda tree: edge_with(tree, 40).stored.insert(0, 30), "lists other states"),
         (lambda tree: setattr(edge_with(tree, 40), "num_stored", 0), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_stored", 2), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_held_children", 1), "miscounts its child"),

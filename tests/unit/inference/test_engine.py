@@ -248,6 +248,15 @@ def test_declared_positions_are_kept_for_the_very_next_prompt():
         assert is_greedy(MODEL, prompt, result.generated_tokens)
 
 
+def test_positions_from_an_iterator_hold_for_every_prompt():
+    engine = tiny_engine(MODEL)
+    prompts = [random_tokens(100, seed=seed) for seed in range(2)]
+    engine.generate(prompts, greedy(1), cache_breakpoints=iter([50]))
+    for prompt in prompts:
+        (result,) = engine.generate([prompt[:60]], greedy(1))
+        assert result.prefix.skipped_tokens == 50
+
+
 def test_arguments_for_each_prompt():
     engine = tiny_engine()
     prompts = [random_tokens(20, seed=seed) for seed in range(2)]
@@ -351,6 +360,24 @@ def test_keys_and_values_in_fewer_bits(kv_cache_dtype):
     assert engine.cache.spec.pair_bytes(0) * 2 == wide.cache.spec.pair_bytes(0)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float16])
+def test_a_repeated_prompts_first_scores_do_not_depend_on_the_dtype_of_keys(kv_cache_dtype):
+    """The last hidden state is kept as it is: the first token comes from what was computed."""
+    engine, prompt = tiny_engine(kv_cache_dtype=kv_cache_dtype), random_tokens(50)
+    params = greedy(1, return_log_probs=True, skip_prompt_log_probs=True)
+    first, again = (engine.generate([prompt], params)[0] for _ in range(2))
+    assert (first.prefix.skipped_tokens, again.prefix.skipped_tokens) == (0, 50)
+    torch.testing.assert_close(first.log_probs, again.log_probs, rtol=0, atol=1e-6)
+
+
+def test_a_model_whose_parameters_were_cast_serves_repeated_prompts():
+    model = tiny_model.__wrapped__(params_dtype=torch.bfloat16).float()  # one of its own
+    engine, prompt = tiny_engine(model), random_tokens(50)
+    first, again = (engine.generate([prompt], greedy(6))[0] for _ in range(2))
+    assert again.prefix.skipped_tokens == 50
+    assert first.generated_tokens == again.generated_tokens == greedy_tokens(model, prompt, 6)
+
+
 @pytest.mark.parametrize("field", ["params_dtype", "recurrent_state_dtype"])
 def test_a_model_or_its_states_in_bf16(field):
     model = tiny_model(**{field: torch.bfloat16})
@@ -408,6 +435,34 @@ def test_the_steps_above_reach_every_stage():
         RequestStatus.CLOSING,
         RequestStatus.FINISHED,
     }
+
+
+def test_another_engines_request_cannot_be_cancelled():
+    one, other = tiny_engine(MODEL), tiny_engine(MODEL)
+    request = one.add_request(random_tokens(40), greedy(6))
+    mine = other.add_request(random_tokens(40, seed=1), greedy(6))
+    one.step()
+    other.step()
+    with pytest.raises(ValueError, match="added to another engine"):
+        other.cancel(request)
+    for engine, kept in ((one, request), (other, mine)):
+        finish(engine, kept)
+        engine.check_integrity()
+        assert kept.result().finish_reason == "length"
+
+
+def test_a_sample_cancelled_before_its_fork_never_runs():
+    engine, prompt = tiny_engine(MODEL, max_tokens=16), random_tokens(60)
+    request = engine.add_request(prompt, greedy(5), n=3)
+    engine.step()
+    cancelled = request.samples[1]
+    engine.cancel(cancelled)
+    finish(engine, *request.samples)
+    assert cancelled.status is RequestStatus.CANCELLED and not cancelled.generated_tokens
+    reasons = [sample.finish_reason for sample in request.samples]
+    assert reasons == ["length", "cancelled", "length"]
+    assert not engine.has_work
+    engine.check_integrity()
 
 
 def test_cancel_while_waiting_for_a_running_prefill():
@@ -798,3 +853,8 @@ def test_explain_tells_what_is_known_and_changes_nothing():
     assert (engine.stats(), engine.cache.digest()) == before
     with pytest.raises(ValueError, match=r"outside of the vocabulary"):
         engine.explain([10**9])
+
+
+def test_explain_refuses_a_salt_that_is_none():
+    with pytest.raises(TypeError, match="salt must be a str, got int"):
+        tiny_engine(MODEL).explain(random_tokens(40), salt=3)
