@@ -82,12 +82,13 @@ class Baseline:
         return True
 
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
-        """Begin a request that restores at `skipped` and saves states at `saved`."""
+        """Begin a request that restores at `skipped` and saves states at `saved`. One that does not
+        fit alone runs beside the cache, where it finds nothing."""
         node = self.enter(tokens, skipped, saved)
         if node is None and self.running:
             return None
         self.running += 1
-        return Running(len(tokens), skipped, node)
+        return Running(len(tokens), skipped if node is not None else 0, node)
 
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
         """Finish a request; its answer is not cached where there is no room."""

@@ -214,6 +214,20 @@ def test_ours_runs_a_request_that_never_fits_beside_the_cache():
     assert result.miss_reasons == ["too_large"] * 3 and result.skipped_share == 0
 
 
+@pytest.mark.parametrize(("kind", "state_bytes"), [("lru", 0), ("lru", 10), ("marconi", 0)])
+def test_baselines_run_a_prompt_that_never_fits_beside_the_cache(kind, state_bytes):
+    """Whatever of it they hold: it has no room to resume from that."""
+    token_bytes = NEMOTRON.kv_bytes_per_token
+    if kind == "lru":
+        engine = LeastRecentlyUsed(16, 1, state_bytes, 200)
+    else:
+        engine = Marconi(NEMOTRON, state_bytes, 200 * token_bytes, alpha=1.0)
+    prompt = np.arange(300, dtype=np.int32)
+    assert run(engine, prompt[:97], prompt, prompt[:180])[1] == 0
+    assert engine.bytes_held <= engine.budget and engine.tree.num_tokens
+    check(engine)
+
+
 def test_a_prompt_whose_last_forward_has_no_room_is_too_large():
     """Its first forward would have: windows roll, and what they give back is not enough."""
     engine = Ours(GEOMETRIES["gemma-3-27b"].spec(), 4e9)
