@@ -60,18 +60,18 @@ class Baseline:
         tree, before = self.tree, self.tree.num_tokens
         path = tree.insert(tokens, self.tick)
         grew = tree.num_tokens > before
-        if not path:
-            return None
-        tree.pin(path[-1], 1)
+        # Less than a block leaves nothing to keep, which always fits: it ends at the root.
+        node = path[-1] if path else tree.root
+        tree.pin(node, 1)
         for position in {restored, *saved} - {0} if self.state_bytes else ():
             state = tree.save_state(path, position)
             state.last_access = self.tick
             self.used(state)
         if self._shrink():
-            return path[-1]
-        tree.pin(path[-1], -1)
+            return node
+        tree.pin(node, -1)
         if grew:
-            tree.cut(path[-1], path[-1].start)
+            tree.cut(node, node.start)
         self._shrink()
         return None
 

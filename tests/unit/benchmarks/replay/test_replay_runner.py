@@ -136,6 +136,21 @@ def test_requests_in_flight_keep_their_kv():
     assert engine.begin(second) is not None
 
 
+def test_a_prompt_shorter_than_a_block_always_fits():
+    """Beside one that fills the cache; an answer that makes it longer is cached once there is
+    room."""
+    engine = LeastRecentlyUsed(16, 1, 0, budget_bytes=64)
+    large, short = np.random.default_rng(0).integers(0, 99, (2, 64), np.int32)
+    running, beside = engine.begin(large), engine.begin(short[:9])
+    assert beside.skipped_tokens == 0
+    engine.finish(beside, short[:12])
+    engine.finish(running, large)
+    alone = engine.begin(short[:9])
+    engine.finish(alone, short[:40])
+    assert engine.begin(short[:40]).skipped_tokens == 32
+    assert engine.bytes_held <= 64
+
+
 def test_what_a_refused_attempt_has_cached_is_not_counted():
     attempts, prompt, other = Attempts(), [1, 2], [1, 2]
     assert attempts.admitted(prompt, 7) == 7
