@@ -26,8 +26,8 @@ class Replay:
     prompt_tokens: list[int] = field(default_factory=list)
     skipped_tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """CPU time of this thread in `begin` and `finish`, without garbage collections: neither other
-    processes nor other engines disturb it."""
+    """CPU time of this thread in `begin`, refused attempts too, and `finish`, without garbage
+    collections: neither other processes nor other engines disturb it."""
     miss_reasons: list[str | None] = field(default_factory=list)
     """Of engines that say; None: nothing that was ever cached went unused."""
     explains: bool = False
@@ -104,11 +104,13 @@ class _Run:
         ):
             self._finish_oldest()
         prompt = self._engine.prepare(request.prompt)
+        total = 0.0
         while True:
             if self._knows_messages:
                 handle, seconds = timed(self._engine.begin_chat, prompt, request.message_starts)
             else:
                 handle, seconds = timed(self._engine.begin, prompt)
+            total += seconds
             if handle is not None:
                 break
             if not self._running:
@@ -117,7 +119,7 @@ class _Run:
         self._running.append((index, request, handle))
         result.prompt_tokens.append(len(request.prompt))
         result.skipped_tokens.append(handle.skipped_tokens)
-        result.seconds.append(seconds)
+        result.seconds.append(total)
         result.miss_reasons.append(getattr(handle, "miss_reason", None))
         result.explains |= hasattr(handle, "miss_reason")
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from itertools import count
 
 import numpy as np
 import pytest
@@ -65,6 +66,13 @@ def test_order(sessions, in_flight, room, order):
     result = replay(requests(*sessions), engine, in_flight)
     assert " ".join(engine.log) == order
     assert len(result.seconds) == len(sessions) and min(result.seconds) > 0
+
+
+def test_refused_attempts_are_timed_too(monkeypatch):
+    clock = count()  # a second for each call
+    monkeypatch.setattr("megatron_hybrid.tools.replay.runner.thread_time", lambda: next(clock))
+    result = replay(requests(*"abcd"), Recorder(room=2), in_flight=3)
+    assert result.seconds == [2, 2, 3, 3]
 
 
 def test_engines_take_turns():
