@@ -9,7 +9,7 @@
 | `session` | if known: a string or a number; turns of one session follow each other |
 | `turn`, `arrival` | if known: a number from 0; seconds |
 
-Other fields are ignored, empty lines are skipped.
+Other fields are ignored, a field that is null is not there, empty lines are skipped.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
     if not len(tokens):
         raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
     output_field, output = _one_of(row, OUTPUT_FIELDS)
-    session = row.get("session", index)
+    session = row.get("session")
+    if session is None:
+        session = index
     if isinstance(session, bool) or not isinstance(session, (str, int, float)):
         raise ValueError(f"`session` is {session!r}: give a string or a number, or leave it out")
     return Request(
@@ -159,7 +161,9 @@ def _check_text(field: str, value: str | list) -> None:
 
 
 def _number(row: dict[str, Any], field: str, default: float) -> float:
-    value = row.get(field, default)
+    value = row.get(field)
+    if value is None:
+        return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"`{field}` is {value!r}: give a number, or leave it out")
     if not abs(value) <= sys.float_info.max:  # JSON in Python has NaN, Infinity and 1e999

@@ -40,11 +40,13 @@ def test_sessions_turns_and_empty_lines(tmp_path):
         "",
         {"prompt": [2], "session": 7},
         {"prompt": [3]},
+        {"prompt": [4], "session": None, "turn": None, "arrival": None, "output": None},
     )
-    one, two, three = load_jsonl(path)
+    one, two, three, four = load_jsonl(path)
     assert (one.session, one.turn, one.arrival) == ("a", 3, 0.5)
     assert (two.session, two.turn, two.arrival) == (7, 0, 1.0)
     assert (three.session, three.turn, three.arrival) == (2, 0, 2.0)
+    assert (four.session, four.turn, four.arrival) == (3, 0, 3.0)
     assert [request.prompt[0] for request in load_jsonl(path, limit=2)] == [1, 2]
 
 
