@@ -24,7 +24,7 @@ def render(result: Profile) -> str:
     lengths = np.array(result.lengths)
     median, most = (int(np.quantile(lengths, q)) for q in (0.5, 0.95))
     lines = [
-        f"{result.requests:,} prompts, {result.prompt_tokens:,} tokens; median {median:,}, 95 % up "
+        f"{_prompts(result.requests)}, {result.prompt_tokens:,} tokens; median {median:,}, 95 % up "
         f"to {most:,}, longest {lengths.max():,}",
         f"{size(result.memory_bytes)} of cache: KV {size(result.kv_bytes_per_token)} per token, a "
         f"saved position {size(result.checkpoint_bytes)} (states {result.state_encoding})",
@@ -51,11 +51,16 @@ def render(result: Profile) -> str:
             "answer counts as new."
         )
     if result.too_large:
-        notes.append(f"{result.too_large:,} prompts do not fit into the cache at all.")
+        verb = "does" if result.too_large == 1 else "do"
+        notes.append(f"{_prompts(result.too_large)} {verb} not fit into the cache at all.")
     lines.append("")
     for note in notes:
         lines += wrap(note, _WIDTH, subsequent_indent="  " if note.startswith("-") else "")
     return "\n".join(lines)
+
+
+def _prompts(number: int) -> str:
+    return f"{number:,} prompt" if number == 1 else f"{number:,} prompts"
 
 
 def _rules(result: Profile) -> list[CacheResult]:

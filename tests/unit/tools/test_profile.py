@@ -90,10 +90,18 @@ def test_an_encoding_makes_room():
     assert by_name(small)["64-token grid"] == by_name(exact)["64-token grid"]
 
 
-def test_what_is_too_large_for_the_pool_is_told():
-    result = profile(requests(tokens(5000), tokens(20), tokens(20)), ATTENTION, 100_000)
-    assert result.too_large == 1
-    assert "1 prompts do not fit into the cache at all" in render(result)
+@pytest.mark.parametrize(
+    ("lengths", "said"), [((5000, 20, 20), "1 prompt does"), ((5000, 5000), "2 prompts do")]
+)
+def test_what_is_too_large_for_the_pool_is_told(lengths, said):
+    result = profile(requests(*map(tokens, lengths)), ATTENTION, 100_000)
+    assert result.too_large == lengths.count(5000)
+    assert f"\n{said} not fit into the cache at all" in render(result)
+
+
+def test_one_prompt_is_no_plural():
+    text = render(profile(requests(tokens(100)), CONFIG, 1e8))
+    assert text.startswith("1 prompt, 100 tokens")
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (1, 2, 3, 4, 511, 512, 513, 1000)])
