@@ -223,8 +223,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     if options.png:
         pyplot("--png")  # fail now, not after the replay
-        if not Path(options.png).resolve().parent.is_dir():
-            raise ValueError(f"--png {options.png}: there is no such folder")
+        _check_png(options.png)
     config = read_model_config(options.model)
     requests = read_requests(options.prompts, options.model, config.vocab_size)
     result = profile(requests, config, options.memory * GB, options.state_encoding)
@@ -232,6 +231,13 @@ def _profile(options: argparse.Namespace) -> int:
     if options.png:
         draw(result, options.png)
     return 0
+
+
+def _check_png(path: str) -> None:
+    if path.endswith("/") or Path(path).is_dir():
+        raise ValueError(f"--png {path} is a folder: give the name of a file in it")
+    if not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"--png {path}: there is no such folder; make it first")
 
 
 def _info(options: argparse.Namespace) -> int:

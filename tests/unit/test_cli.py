@@ -148,6 +148,25 @@ def test_profile(folder, capsys, tmp_path, monkeypatch):
     assert "--png needs matplotlib: `pip install matplotlib`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/x.png", "there is no such folder; make it first"),
+        ("no/", "is a folder: give the name of a file in it"),
+        ("", "is a folder: give the name of a file in it"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_replay(
+    name, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("megatron_hybrid.tools.profile.read_requests", None)
+    arguments = ["profile", "prompts.jsonl", "--model", "demo", "--memory", "0.01"]
+    assert cli.main([*arguments, "--png", f"{tmp_path}/{name}"]) == 2
+    assert message in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*arguments, "--png", "."]) == 2
+
+
 def test_profile_of_chats_and_of_the_demo_model(folder, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "Hello"}]
@@ -168,8 +187,6 @@ def test_profile_of_chats_and_of_the_demo_model(folder, capsys, tmp_path):
     assert "line 1: message 0 of the chat has the role None" in capsys.readouterr().err
 
     prompts.write_text('{"prompt": "Once upon a time"}\n' * 2)
-    assert cli.main([*arguments, "demo", "--png", str(tmp_path / "no" / "x.png")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
     assert cli.main([*arguments, "demo"]) == 0
     assert cli.main(["plan", "--model", "demo", "--memory", "1"]) == 0
 
