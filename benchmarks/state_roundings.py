@@ -21,7 +21,7 @@ def amax_of_columns(x: Tensor) -> Tensor:
 
 
 def amax_of_blocks(x: Tensor) -> Tensor:
-    """A scale for 16 elements in a row; 0.06 to 0.12 bytes more for the scales."""
+    """A scale for 16 elements in a row: 1.06 (8 bits each) to 1.25 bytes (fp32, as here)."""
     return amax_of_rows(x.unflatten(-1, (-1, 16))).flatten(-2)
 
 
@@ -68,7 +68,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def low_rank(x: Tensor) -> Tensor:
-    """The two leading singular parts exactly, the rest by `amax_of_rows`: 1.1 to 1.25 bytes."""
+    """The two leading singular parts exactly, the rest by `amax_of_rows`: 1.1 to 1.5 bytes."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     leading = (u[..., :2] * s[..., None, :2]) @ v[..., :2, :]
     return leading + amax_of_rows(x - leading)
