@@ -481,7 +481,7 @@ def test_an_edge_remembers_so_many_positions_and_the_longest_unused_goes():
 
 def test_on_an_edge_of_many_states_positions_without_one_are_forgotten_many_at_once():
     """Dropping states one by one must not look at all of the others each time."""
-    tree, num_states = Tree(3000), 40 * MAX_WATCHED
+    tree, num_states = Tree(), 10 * MAX_WATCHED
     tree.add(counting(num_states))
     points = [tree.save(counting(p)) for p in range(1, num_states + 1)]
     (edge,) = tree.index.edges()
