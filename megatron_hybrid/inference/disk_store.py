@@ -14,6 +14,7 @@ bytes that other weights made do not fit, whatever the files say.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -45,6 +46,7 @@ RETRY_SECONDS = 30.0
 MAX_STALE_LINES = 10_000
 """Lines of the log about records that have gone, beyond those about records that are there, at
 which it is written anew."""
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT
 _HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
 
 
@@ -101,6 +103,8 @@ class DiskStore:
         self._error: Exception | None = None  # of writing, since the last `mend`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
+        self._is_full = False  # since the last `was_full`
+        self._gave_way = False  # since writing worked
         self._num_lines = 0
         self.num_unwritten = 0
         """Records that could not be written, since the start."""
@@ -235,21 +239,41 @@ class DiskStore:
                 f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
             ) from None
 
-    def _write_anew(self) -> None:
+    def _write_anew(self, *, gives_way: bool = False) -> None:
         """The log without what has gone, and the head; the old ones stay until the new ones are
         complete. What no record uses of the pages is free.
+
+        gives_way: where there is no room for the log, the records that lie last make some.
 
         Raises:
             OSError: writing failed, or the folder is another's now.
         """
         self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
+        # First, for the new log may need the room of what was begun behind the last record. Dying
+        # in between is safe: what the old log says of pages that have gone is refused by the size
+        # of the file or by a checksum.
+        self._cut_pages()
         path = self.folder / _LOG
-        _write_whole(path, b"".join(map(_put_line, self._placed.values())))
+        lines = b"".join(map(_put_line, self._placed.values()))
+        try:
+            _write_whole(path, lines)
+        except OSError as error:
+            if not gives_way or self._gave_way or error.errno not in _NO_SPACE:
+                raise
+            self._gave_way = True  # not again before it helped: others may take what is freed
+            self._give_way(2 * len(lines))
+            lines = b"".join(map(_put_line, self._placed.values()))
+            _write_whole(path, lines)
+        self._gave_way = False
         self._num_lines = len(self._placed)
         log, self._log = self._log, os.open(path, os.O_WRONLY | os.O_APPEND)
         if log is not None:
             os.close(log)
         self._write_head()
+
+    def _cut_pages(self) -> None:
+        """Cuts the pages behind the last record's off; what is free before them can be used when
+        the log does not name it any more."""
         used = [placed.slots for placed in self._placed.values()]
         used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self._num_slots = int(used.max(initial=-1)) + 1
@@ -257,6 +281,17 @@ class DiskStore:
         is_free[used] = False
         self._free = np.flatnonzero(is_free)[::-1].tolist()
         os.ftruncate(self._pages, self._num_slots * self.page_bytes)
+
+    def _give_way(self, num_bytes: int) -> None:
+        """Gives up the records with pages in the last `num_bytes`."""
+        limit = self._num_slots - -(-num_bytes // self.page_bytes)
+        gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
+        for placed in gone:
+            del self._placed[placed.record.key]
+        with self._changed:
+            self._unwritten += [placed.record for placed in gone]
+            self.num_unwritten += len(gone)
+        self._cut_pages()
 
     def _write_head(self) -> None:
         _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
@@ -306,6 +341,16 @@ class DiskStore:
         with self._changed:
             taken, self._unwritten = self._unwritten, []
         return taken
+
+    def was_full(self) -> bool:
+        """Whether the disk or a quota had no more space, since the last call."""
+        was_full, self._is_full = self._is_full, False
+        return was_full
+
+    def free_bytes(self) -> int:
+        """What more records might find room for, beside their lines in the log."""
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize * 7 // 8
 
     def get(self, record: Record) -> Future[HostPages | None]:
         """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
@@ -388,7 +433,7 @@ class DiskStore:
             return False
         else:
             if self._retry_at is not None:
-                self._write_anew()
+                self._write_anew(gives_way=True)
                 self._retry_at = None
             self._write(record, data)
         if self._retry_at is None and self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
@@ -399,6 +444,8 @@ class DiskStore:
         """Writing failed: nothing is written until `_write_anew` was possible. What the files say
         stays true meanwhile, for no page is used again."""
         self._error = error
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            self._is_full = True
         self._retry_at = time.monotonic() + RETRY_SECONDS
         self._warn("", f"writing failed ({error}); it is tried again in {RETRY_SECONDS:.0f} s")
 
@@ -564,11 +611,16 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _write_whole(path: Path, data: bytes) -> None:
     """The file has its old content or the new one, whenever the process dies."""
     new = path.with_name(path.name + ".new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)  # half of it would take room from what is tried next
+        raise
+    finally:
+        os.close(descriptor)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the names too outlast a loss of power

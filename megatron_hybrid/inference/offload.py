@@ -99,6 +99,7 @@ class Offload:
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
         self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
         self._read_bytes = 0
+        self._disk_bytes = disk_bytes
         if disk is not None:
             self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
         if host_bytes:
@@ -136,6 +137,8 @@ class Offload:
         self._give_up_fetches()
         for tier in self.tiers:
             tier.clear()
+        if self.disk is not None:
+            self.disk.capacity_bytes = self._disk_bytes  # it may have been full
 
     def close(self) -> None:
         """Writes what is on its way to the disk; nothing is kept or fetched from now on."""
@@ -150,9 +153,15 @@ class Offload:
             self._give_up(fetch)
 
     def _forget_unwritten(self) -> None:
-        if self.disk is not None:
-            for record in self.disk.store.take_unwritten():
-                self.disk.remove(record)
+        disk = self.disk
+        if disk is None:
+            return
+        is_settled = not disk.store.waiting_bytes  # asked first: what waits may fail, too
+        for record in disk.store.take_unwritten():
+            disk.remove(record)
+        if is_settled and disk.store.was_full():
+            # From now on a record must be worth more than what goes for it, as with any full tier.
+            disk.capacity_bytes = min(disk.capacity_bytes, disk.used_bytes)
 
     # ---- down ----
 
@@ -447,6 +456,9 @@ class Offload:
         """
         tier.store.mend()
         self._forget_unwritten()
+        if tier is self.disk:  # there may be space again
+            room = tier.used_bytes + tier.store.free_bytes()
+            tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():

@@ -505,6 +505,105 @@ def test_a_log_that_was_cut_off_by_a_full_disk_is_written_anew(filled, monkeypat
     tier.store.close()
 
 
+@pytest.fixture
+def small_disk(monkeypatch):
+    """Gives the files of a folder so many bytes together."""
+    write, pwrite = os.write, os.pwrite
+
+    def make(folder, size):
+        def room_for(descriptor, data, end):
+            files = [path.stat() for path in folder.iterdir()]
+            own = os.fstat(descriptor)
+            if not any(os.path.samestat(own, file) for file in files):
+                return data
+            free = size - sum(file.st_size for file in files)
+            count = len(data) - max(0, end - own.st_size - max(0, free))
+            if count <= 0:
+                raise OSError(28, "No space left on device")
+            return data[:count]
+
+        def small_write(descriptor, data):
+            end = os.fstat(descriptor).st_size + len(data)
+            return write(descriptor, room_for(descriptor, data, end))
+
+        def small_pwrite(descriptor, data, offset):
+            return pwrite(descriptor, room_for(descriptor, data, offset + len(data)), offset)
+
+        monkeypatch.setattr(os, "write", small_write)
+        monkeypatch.setattr(os, "pwrite", small_pwrite)
+        monkeypatch.setattr(disk_store, "RETRY_SECONDS", 0.0)
+
+    return make
+
+
+def forget_unwritten(tier):
+    tier.store._wait_for_jobs()
+    for record in tier.store.take_unwritten():
+        tier.remove(record)
+
+
+def test_what_found_no_room_makes_room_for_the_log(tmp_path, small_disk):
+    """Its pages are cut off before the log is written anew."""
+    tier = open_tier(tmp_path)
+    small_disk(tmp_path, 60_000)
+    for i in range(40):
+        assert Prompt(i).keep_in(tier)
+        forget_unwritten(tier)
+        if tier.store.was_full():
+            break
+    before = [j for j in range(i + 1) if Prompt(j).is_right_in(tier)]
+    assert before and i not in before
+    tier.capacity_bytes = tier.used_bytes
+    assert Prompt(100).keep_in(tier)  # in the place of another one
+    forget_unwritten(tier)
+    assert not tier.store.was_full()
+    assert Prompt(100).is_right_in(tier)
+    tier.store.close()
+    tier = open_tier(tmp_path)
+    right = [j for j in range(i + 1) if Prompt(j).is_right_in(tier)]
+    assert len(right) == len(before) - 1 and Prompt(100).is_right_in(tier)
+    assert not tier.store.problems
+    tier.store.close()
+
+
+def test_where_there_is_no_room_for_the_log_the_last_records_make_it(filled, small_disk):
+    tier = open_tier(filled)
+    size = sum(path.stat().st_size for path in filled.iterdir())
+    small_disk(filled, size)
+    assert Prompt(10).keep_in(tier)
+    forget_unwritten(tier)
+    assert tier.store.was_full()
+    tier.capacity_bytes = tier.used_bytes
+    for i in range(11, 20):
+        Prompt(i).keep_in(tier)
+        forget_unwritten(tier)
+    assert Prompt(19).is_right_in(tier)
+    right = [i for i in range(20) if Prompt(i).is_right_in(tier)]
+    assert len(right) >= 7
+    assert sum(path.stat().st_size for path in filled.iterdir()) <= size
+    tier.store.close()
+    tier = open_tier(filled)
+    assert [i for i in range(20) if Prompt(i).is_right_in(tier)] == right
+    assert not tier.store.problems
+    tier.store.close()
+
+
+def test_a_process_that_dies_before_the_new_log_is_there(filled, monkeypatch):
+    """The pages were cut before; the old log names some that are not there."""
+    tier = open_tier(filled)
+    for i in range(5, 10):
+        tier.remove(tier.find(Prompt(i).keys))
+    tier.store._wait_for_jobs()
+    log = (filled / "index.log").read_bytes().splitlines(keepends=True)[:30]
+    tier.store._write_anew()
+    tier.store.close()
+    (filled / "index.log").write_bytes(b"".join(log))  # without the drops
+    tier = open_tier(filled)
+    assert [i for i in range(10) if Prompt(i).is_right_in(tier)] == [0, 1, 2, 3, 4]
+    assert all("pages are not there" in problem for problem in tier.store.problems)
+    tier.store.close()
+
+
 def test_a_disk_that_refuses_is_told_and_costs_nothing_else(filled, monkeypatch):
     tier = open_tier(filled)
 

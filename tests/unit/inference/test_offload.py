@@ -1,6 +1,7 @@
 """Host memory and disk below the pool: what left it comes back to the bit, and nobody waits for it
 who need not."""
 
+import errno
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.config import STATE_ENCODINGS
 from megatron_hybrid.inference import engine as engine_module
-from megatron_hybrid.inference import offload
+from megatron_hybrid.inference import disk_store, offload
 from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
@@ -736,6 +737,43 @@ def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monk
     engine.close()
     engine = tiny_engine(model, cache_dir=tmp_path)
     assert answer(engine, prompts[2]).prefix.fetched_tokens == 60
+    engine.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
+    """What is asked for again and again gets in, in the place of what came first."""
+    monkeypatch.setattr(disk_store, "RETRY_SECONDS", 0.0)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    disk, pwrite = engine.offload.disk, os.pwrite
+    limit = disk.capacity_bytes
+
+    def small(descriptor, data, offset):
+        if offset + len(data) > 1 << 20:
+            raise OSError(number, "there is no more")
+        return pwrite(descriptor, data, offset)
+
+    def ask(seed):
+        result = answer(engine, random_tokens(60, seed=seed))
+        empty_pool(engine)
+        disk.store._wait_for_jobs()
+        return result.prefix.fetched_tokens
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", small)
+        seed = 0
+        while not engine.stats()["disk_records_unwritten"]:
+            ask(seed)
+            seed += 1
+        assert 0 < disk.capacity_bytes == disk.used_bytes < 1 << 20
+        unwritten = engine.stats()["disk_records_unwritten"]
+        assert [ask(1000 + i % 3) for i in range(30)][-3:] == [60] * 3
+        assert engine.stats()["disk_records_unwritten"] == unwritten
+        assert disk.used_bytes <= disk.capacity_bytes < 1 << 20
+    for seed in range(2000, 2003):
+        answer(engine, random_tokens(60, seed=seed))
+    engine.save_cache()  # there is space again
+    assert disk.capacity_bytes == limit
     engine.close()
 
 
