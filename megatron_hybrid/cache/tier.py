@@ -38,7 +38,7 @@ class Record:
         "priority",
         "queued",
         "saved_work",
-        "states",
+        "states_at",
         "uses",
     )
 
@@ -55,7 +55,7 @@ class Record:
         self.uses = 1
         self.priority = 0.0
         self.num_children = 0
-        self.states: list[Record] = []  # those of its children that are states
+        self.states_at: dict[int, int] = {}  # position: its children that are states there
         self.pins = 0
         self.queued: Key | None = None
 
@@ -155,12 +155,14 @@ class Tier:
                 break
             if not self._spec.needs_state:
                 found = record
-            reached = [
-                state
-                for state in record.states
-                if state.position <= keys.num_tokens and keys.state(state.position) == state.key
-            ]
-            found = max(reached, key=lambda state: state.position, default=found)
+            # Prompts that differ in their last block only share a parent, any number of them.
+            for position in sorted(record.states_at, reverse=True):
+                if position > keys.num_tokens:
+                    continue
+                state = self._records.get(keys.state(position))
+                if state is not None:
+                    found = state
+                    break
         return found
 
     # ---- changing ----
@@ -246,7 +248,8 @@ class Tier:
         if record.parent is not None:
             record.parent.num_children += 1
             if record.is_state:
-                record.parent.states.append(record)
+                states_at = record.parent.states_at
+                states_at[record.position] = states_at.get(record.position, 0) + 1
         self.num_states += record.is_state
         self._prioritise(record)
         self._queue.add(record)
@@ -403,7 +406,10 @@ class Tier:
         if record.parent is not None:
             record.parent.num_children -= 1
             if record.is_state:
-                record.parent.states.remove(record)
+                states_at = record.parent.states_at
+                states_at[record.position] -= 1
+                if not states_at[record.position]:
+                    del states_at[record.position]
 
 
 def state_record_pages(spec: CacheSpec, position: int) -> int:

@@ -1,5 +1,7 @@
 """A tier's records against brute force: what is kept can be used, and the least valuable goes."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -144,7 +146,8 @@ class TierMachine(RuleBasedStateMachine):
             children = [other for other in records if other.parent is record]
             assert record.parent is None or id(record.parent) in here
             assert record.num_children == len(children)
-            assert set(record.states) == {child for child in children if child.is_state}
+            states_at = Counter(child.position for child in children if child.is_state)
+            assert record.states_at == states_at
             if self.spec.needs_state and not record.is_state:
                 assert children or record.pins, "blocks that lead nowhere"
 
@@ -219,6 +222,22 @@ def test_what_is_refused_costs_nothing(name):
     for token in range(103, 120):
         assert keep(tier, [token] * 40, spec, saved=10**5)
     assert tier.used_bytes == sum(record.num_bytes for record in tier.records())
+
+
+def test_a_lookup_hashes_each_position_once(monkeypatch):
+    """However many prompts have their full blocks in common."""
+    spec = SPECS["hybrid"]
+    tier = Tier("host", spec, 1 << 30, Bytes())
+    for token in range(60):
+        assert keep(tier, [0] * 16 + [token] * (1 + token % 5), spec)
+    hashed = []
+    state = PrefixKeys.state
+    monkeypatch.setattr(
+        PrefixKeys, "state", lambda keys, position: hashed.append(position) or state(keys, position)
+    )
+    assert find(tier, [0] * 16 + [70] * 4) == 0
+    assert sorted(hashed) == [17, 18, 19, 20]
+    assert find(tier, [0] * 16 + [7] * 6) == 19
 
 
 def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
