@@ -344,7 +344,8 @@ class DiskStore:
 
     def was_full(self) -> bool:
         """Whether the disk or a quota had no more space, since the last call."""
-        was_full, self._is_full = self._is_full, False
+        with self._changed:
+            was_full, self._is_full = self._is_full, False
         return was_full
 
     def free_bytes(self) -> int:
@@ -445,7 +446,8 @@ class DiskStore:
         stays true meanwhile, for no page is used again."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            self._is_full = True
+            with self._changed:
+                self._is_full = True
         self._retry_at = time.monotonic() + RETRY_SECONDS
         self._warn("", f"writing failed ({error}); it is tried again in {RETRY_SECONDS:.0f} s")
 

@@ -14,8 +14,8 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.config import STATE_ENCODINGS
-from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import disk_store, offload
+from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
@@ -744,7 +744,7 @@ def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monk
 def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
     """What is asked for again and again gets in, in the place of what came first."""
     monkeypatch.setattr(disk_store, "RETRY_SECONDS", 0.0)
-    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, disk_cache_bytes=8 << 20)
     disk, pwrite = engine.offload.disk, os.pwrite
     limit = disk.capacity_bytes
 
