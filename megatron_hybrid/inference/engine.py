@@ -383,11 +383,15 @@ class DynamicInferenceEngine:
         """Writes all that is cached into a folder, the most valuable first; an engine with the same
         model and configuration that has it as its `cache_dir` goes on with it.
 
-        folder: default `config.cache_dir`. What it holds already stays.
+        folder: default `config.cache_dir`. What it holds already stays; where that and what comes
+            are together more than `config.disk_cache_bytes`, the most valuable of both, as much as
+            it held at least.
 
         Raises:
-            ValueError: no folder, or it holds something else (`CacheFolderError`).
+            ValueError: no folder, or (`CacheFolderError`) it holds something else or cannot be
+                made, also because the disk is full.
             OSError: writing failed.
+            RuntimeError: this process is a fork of the one that opened `config.cache_dir`.
         """
         tier = self.offload.disk
         if folder == "" or (folder is None and tier is None):
@@ -401,7 +405,8 @@ class DynamicInferenceEngine:
         else:
             store = self._open_disk(folder)
             try:
-                tier = disk_tier(store, self.cache.spec, self.config.disk_cache_bytes)
+                limit = self.config.disk_cache_bytes
+                tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
                 self.offload.save_to(tier)
             finally:
                 store.close()

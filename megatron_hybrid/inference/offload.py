@@ -518,11 +518,18 @@ class ReadSource:
         return self._pages[-1]
 
 
-def disk_tier(store: DiskStore, spec: CacheSpec, capacity_bytes: int) -> Tier:
-    """A tier with what a folder holds; the least valuable goes if there is less room now."""
-    tier = Tier("disk", spec, capacity_bytes, store)
+def disk_tier(
+    store: DiskStore, spec: CacheSpec, capacity_bytes: int, *, shrinks: bool = True
+) -> Tier:
+    """A tier with what a folder holds. If that is more than `capacity_bytes` the least valuable
+    goes, or, without `shrinks`, the tier is as large as what is there."""
     try:
-        tier.load(store.load())
+        found = store.load()
+        if not shrinks:
+            held = sum(record.num_bytes for record, _ in found)
+            capacity_bytes = max(capacity_bytes, held)
+        tier = Tier("disk", spec, capacity_bytes, store)
+        tier.load(found)
         store.shrink(capacity_bytes)
     except BaseException:
         store.close()  # or nobody could open the folder again

@@ -952,6 +952,20 @@ def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
         assert log_probs_of(engine) == expected
 
 
+def test_save_cache_leaves_what_a_larger_folder_holds(tmp_path):
+    model = tiny_model("MG*-")
+    engine = tiny_engine(model, cache_bytes=16 << 20)
+    for seed in range(12):
+        answer(engine, random_tokens(90, seed=seed))
+    large = engine.save_cache(tmp_path)
+    engine = tiny_engine(model, disk_cache_bytes=large.num_bytes // 10)
+    assert engine.save_cache(tmp_path) == large
+    answer(engine, random_tokens(90, seed=99))
+    again = engine.save_cache(tmp_path)
+    assert again.num_bytes > large.num_bytes * 0.8
+    assert again.num_bytes <= large.num_bytes
+
+
 def test_save_cache_without_a_folder_is_refused():
     engine = tiny_engine(tiny_model("MG*-"))
     for folder in (None, ""):
