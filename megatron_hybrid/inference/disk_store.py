@@ -46,6 +46,8 @@ RETRY_SECONDS = 30.0
 MAX_STALE_LINES = 10_000
 """Lines of the log about records that have gone, beyond those about records that are there, at
 which it is written anew."""
+MAX_PROBLEMS = 1000
+_THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
 _HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
 
@@ -100,6 +102,7 @@ class DiskStore:
         """Host memory of what is on its way to the disk."""
         self._changed = threading.Condition()
         self._closing = False
+        self._process = os.getpid()
         self._error: Exception | None = None  # of writing, since the last `mend`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
@@ -108,13 +111,14 @@ class DiskStore:
         self._num_lines = 0
         self.num_unwritten = 0
         """Records that could not be written, since the start."""
-        self.problems: list[str] = []
-        """What was damaged and left out, and what could not be read or written; logged too."""
+        self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
+        """What was damaged and left out, and what could not be read or written, the last of it;
+        logged too."""
         self._made_for = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log: int | None = None
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="cache-disk-read")
-        self._writer = threading.Thread(target=self._write_jobs, name="cache-disk", daemon=True)
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
+        self._writer = threading.Thread(target=self._write_jobs, name=_THREADS, daemon=True)
 
     # ---- opening ----
 
@@ -156,11 +160,14 @@ class DiskStore:
                 f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
                 f"folder; name a new or an empty one"
             )
-        for name in (_HEAD, _PAGES, _LOG, _LOCK):
-            if name in entries and not entries[name].is_file():
+        for name in (_HEAD, f"{_HEAD}.new", _PAGES, _LOG, f"{_LOG}.new", _LOCK):
+            entry = entries.get(name)
+            # What a link leads to may be anything, and would be written over.
+            if entry is not None and (entry.is_symlink() or not entry.is_file()):
+                what = "a link" if entry.is_symlink() else "no file"
                 raise CacheFolderError(
-                    f"{entries[name]} is no file: {self.folder} is no cache folder, or was "
-                    f"damaged; remove it, or name another one"
+                    f"{entry} is {what}: {self.folder} is no cache folder, or was damaged; remove "
+                    f"it, or name another one"
                 )
 
     def _check_head(self) -> None:
@@ -189,11 +196,15 @@ class DiskStore:
             CacheFolderError: the log cannot be read.
         """
         entries: dict[bytes, tuple[int, Placed]] = {}
-        for line_number, entry in self._read_log():
-            key = bytes.fromhex(entry["key"])
+        for line_number, text in self._read_log():
+            try:
+                key, placed = self._parse(text)
+            except (ValueError, TypeError, KeyError, MemoryError) as error:
+                self._warn(f"{_LOG} line {line_number}", f"not used, it makes no sense ({error!r})")
+                continue
             entries.pop(key, None)  # one that came again takes its place behind its parent
-            if entry["op"] == "put":
-                entries[key] = line_number, self._placed_of(key, entry)
+            if placed is not None:
+                entries[key] = line_number, placed
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
         for line_number, placed in reversed(entries.values()):  # of two on a page the later wrote
@@ -211,16 +222,28 @@ class DiskStore:
         self._writer.start()
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
-    def _placed_of(self, key: bytes, entry: dict) -> Placed:
+    def _parse(self, text: bytes) -> tuple[bytes, Placed | None]:
+        """The key that a line is about, and where its record is; None: it went.
+
+        Raises:
+            ValueError, TypeError, KeyError, MemoryError: no line of ours.
+        """
+        entry = json.loads(text)
+        key = bytes.fromhex(entry["key"])
+        if entry["op"] != "put":
+            return key, None
         runs = [np.arange(first, first + count) for first, count in entry["slots"]]
         slots = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
+        if slots.dtype != np.int64 or (slots < 0).any():
+            raise ValueError(f"slots {entry['slots']}")
         num_bytes = len(slots) * self.page_bytes
-        record = Record(key, None, entry["position"], num_bytes, entry["state"])
-        record.saved_work, record.cost_bytes = entry["saved"], entry["cost"]
+        record = Record(key, None, int(entry["position"]), num_bytes, bool(entry["state"]))
+        record.saved_work, record.cost_bytes = float(entry["saved"]), int(entry["cost"])
         parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
-        return Placed(record, parent, slots, entry["sum"])
+        return key, Placed(record, parent, slots, entry["sum"])
 
-    def _read_log(self) -> Iterator[tuple[int, dict]]:
+    def _read_log(self) -> Iterator[tuple[int, bytes]]:
+        """The lines that are whole, with their numbers."""
         path = self.folder / _LOG
         if not path.exists():
             return
@@ -233,7 +256,7 @@ class DiskStore:
                     elif checksum != b"%08x" % zlib.crc32(text):
                         self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
                     else:
-                        yield number, json.loads(text)
+                        yield number, text
         except OSError as error:
             raise CacheFolderError(
                 f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
@@ -320,11 +343,23 @@ class DiskStore:
 
     # ---- as the store of a tier ----
 
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked process: the threads that read and write are not there,
+        and whoever waits for them would do so for ever."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the cache folder {self.folder} belongs to process {self._process}, of which "
+                f"this one ({os.getpid()}) is a fork: make an engine of its own, with a folder of "
+                f"its own, in each process, after the fork"
+            )
+
     def accepts(self) -> bool:
+        self.check_process()
         has_failed = self._retry_at is not None and time.monotonic() < self._retry_at
         return not has_failed and self.waiting_bytes < MAX_WAITING_BYTES
 
     def put(self, record: Record, data: HostPages) -> None:
+        self.check_process()
         with self._changed:
             self._waiting[record.key] = data
             self.waiting_bytes += record.num_bytes
@@ -332,6 +367,7 @@ class DiskStore:
             self._changed.notify_all()
 
     def drop(self, record: Record) -> None:
+        self.check_process()
         with self._changed:
             self._jobs.append(("drop", record, None))
             self._changed.notify_all()
@@ -355,6 +391,7 @@ class DiskStore:
 
     def get(self, record: Record) -> Future[HostPages | None]:
         """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
+        self.check_process()
         waiting = self._waiting.get(record.key)
         if waiting is not None:
             future: Future[HostPages | None] = Future()
@@ -539,6 +576,7 @@ class DiskStore:
         return OSError(f"writing to {self.folder} failed: {error}; mend that, then call it again")
 
     def _wait_for_jobs(self) -> None:
+        self.check_process()
         with self._changed:
             while self._jobs:
                 self._changed.wait()
@@ -558,19 +596,30 @@ class DiskStore:
         os.fsync(self._log)
 
     def close(self) -> None:
-        """Writes what waits and lets the folder go. What is yet to be read is not read."""
+        """Writes what waits and lets the folder go. What is yet to be read is not read. In a forked
+        process the folder stays the other one's."""
         if self._closing:
             return
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._writer.is_alive():
-            self._writer.join()
-        self._readers.shutdown(cancel_futures=True)
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
+        if os.getpid() == self._process:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._writer.is_alive():
+                self._writer.join()
+            self._readers.shutdown(cancel_futures=True)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
+        self._closing = True
         for descriptor in (self._pages, self._log, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
+
+    def close_from_anywhere(self) -> None:
+        """`close`, for a garbage collector: it may run in a thread of this store, which cannot wait
+        for itself."""
+        if threading.current_thread().name.startswith(_THREADS):
+            threading.Thread(target=self.close, name="cache-close").start()
+        else:
+            self.close()
 
 
 def _put_line(placed: Placed) -> bytes:

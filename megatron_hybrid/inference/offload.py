@@ -9,6 +9,7 @@ into the pool when it can start; it comes back as if a request had computed it.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -108,6 +109,9 @@ class Offload:
             self.tiers.insert(0, host)
         if self.tiers:
             cache.watch_evictions(self)
+        # The store's threads keep it alive, and with it the lock of its folder, which an engine
+        # that nobody closes must let go as well.
+        self._let_go = weakref.finalize(self, disk.close_from_anywhere) if disk else None
 
     @property
     def disk(self) -> Tier | None:
@@ -134,6 +138,8 @@ class Offload:
 
     def clear(self) -> None:
         """Forgets all that the tiers hold."""
+        if self.disk is not None:
+            self.disk.store.check_process()  # before anything is forgotten
         self._give_up_fetches()
         for tier in self.tiers:
             tier.clear()
@@ -145,6 +151,7 @@ class Offload:
         self._give_up_fetches()
         if self.disk is not None:
             self.disk.store.close()
+            self._let_go.detach()
         self.tiers.clear()
         self.cache.watch_evictions(None)
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -361,6 +363,59 @@ def test_a_forked_process_does_not_keep_the_lock(filled):
     os.close(inherited)
 
 
+def in_fork(check) -> int:
+    """Exit status of a fork that runs this."""
+    process = os.fork()
+    if not process:
+        try:
+            signal.alarm(20)
+            check()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(process, 0)[1]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_leaves_the_folder_alone(filled):
+    tier = open_tier(filled)
+    record = tier.find(Prompt(1).keys)
+
+    def check():
+        for use in (
+            tier.store.accepts,
+            tier.store.flush,
+            tier.store.mend,
+            lambda: tier.store.get(record),
+            lambda: tier.store.drop(record),
+            lambda: tier.store.put(record, None),
+            lambda: tier.store.is_for(MADE_FOR),
+        ):
+            with pytest.raises(RuntimeError, match=r"is a fork: make an engine of its own"):
+                use()
+        tier.store.close()
+        tier.store.close()
+
+    assert in_fork(check) == 0
+    with pytest.raises(CacheFolderError, match="in use by another engine"):
+        open_tier(filled)
+    assert Prompt(1).is_right_in(tier)
+    assert Prompt(10).keep_in(tier)
+    tier.store.close()
+    open_tier(filled).store.close()
+
+
+def test_a_store_is_closed_by_its_own_threads(filled):
+    """The garbage collector runs in whichever thread it likes."""
+    tier = open_tier(filled)
+    tier.store._readers.submit(tier.store.close_from_anywhere).result(10)
+    for thread in threading.enumerate():
+        if thread.name == "cache-close":
+            thread.join(10)
+    open_tier(filled).store.close()
+
+
 def test_the_files_are_for_their_owner(filled):
     assert {path.stat().st_mode & 0o777 for path in filled.iterdir()} == {0o600}
 
@@ -377,6 +432,63 @@ def test_a_folder_in_the_place_of_a_file(filled, name):
     (filled / name).mkdir()
     with pytest.raises(CacheFolderError, match=f"{name} is no file"):
         open_tier(filled)
+
+
+@pytest.mark.parametrize("name", ["cache.json", "index.log", "pages.bin", "lock", "index.log.new"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_in_the_place_of_a_file(filled, tmp_path, name, exists):
+    thesis = tmp_path / "thesis.tex"
+    if exists:
+        thesis.write_text("years of work")
+    (filled / name).unlink(missing_ok=True)
+    (filled / name).symlink_to(thesis)
+    with pytest.raises(CacheFolderError, match=f"{name} is a link"):
+        open_tier(filled)
+    assert not exists or thesis.read_text() == "years of work"
+    assert thesis.exists() == exists
+
+
+def test_the_folder_may_be_a_link(filled, tmp_path):
+    (tmp_path / "link").symlink_to(filled)
+    tier = open_tier(tmp_path / "link")
+    assert Prompt(3).is_right_in(tier)
+    tier.store.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"{",
+        b'{"op":"put","key":"zz"}',
+        b'{"op":"put","key":"ab","slots":3}',
+        b'{"op":"put","key":"ab","slots":[["a",1]]}',
+        b'{"op":"put","key":"ab","slots":[[-1,1]],"position":1,"state":false,"saved":0,"cost":0,'
+        b'"parent":"","sum":""}',
+        b'{"op":"put","key":"ab","slots":[[0,99999999999999999]],"position":1,"state":false,'
+        b'"saved":0,"cost":0,"parent":"","sum":""}',
+        b'{"op":"put","key":"ab","slots":[[0,1]],"position":null,"state":false,"saved":0,"cost":0,'
+        b'"parent":"","sum":""}',
+    ],
+)
+def test_a_line_of_somebody_else_is_named_and_left_out(filled, text):
+    with open(filled / "index.log", "ab") as log:
+        log.write(b"%08x %s\n" % (zlib.crc32(text), text))
+    tier = open_tier(filled)
+    assert all(Prompt(i).is_right_in(tier) for i in range(10))
+    assert [problem for problem in tier.store.problems if "line 31: not used" in problem]
+    tier.store.close()
+
+
+def test_problems_do_not_fill_the_memory(filled):
+    tier = open_tier(filled)
+    for i in range(disk_store.MAX_PROBLEMS + 5):
+        tier.store._warn("", str(i))
+    assert len(tier.store.problems) == disk_store.MAX_PROBLEMS
+    assert tier.store.problems[0].endswith(": 5")
+    tier.store.close()
 
 
 def test_a_log_that_cannot_be_read(filled, monkeypatch):

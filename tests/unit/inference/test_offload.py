@@ -2,9 +2,13 @@
 who need not."""
 
 import errno
+import gc
 import os
+import signal
 import threading
 import time
+import traceback
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -950,6 +954,51 @@ def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
         expected = log_probs_of(engine)
     with tiny_engine(model, **fields) as engine:
         assert log_probs_of(engine) == expected
+
+
+def test_an_engine_that_nobody_closed_lets_its_folder_go(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(90)
+    engine = tiny_engine(model, cache_dir=tmp_path, host_cache_bytes=1 << 20)
+    answer(engine, prompt)
+    empty_pool(engine)
+    answer(engine, prompt)
+    engine.save_cache()
+    gone = weakref.ref(engine), weakref.ref(engine.memory.pool), weakref.ref(engine.offload)
+    del engine
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    assert answer(engine, prompt).prefix.fetched_tokens == 90
+    engine.close()
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_told_to_make_its_own_engine(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(90)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    held = engine.stats()["disk_states"]
+    process = os.fork()
+    if not process:
+        signal.alarm(20)
+        try:
+            for use in (engine.save_cache, engine.clear_cache):
+                with pytest.raises(RuntimeError, match="is a fork"):
+                    use()
+            assert engine.stats()["disk_states"] == held
+            with pytest.raises(RuntimeError, match="is a fork"):
+                engine.generate([prompt], greedy(1))
+            engine.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == 0
+    assert answer(engine, prompt).prefix.fetched_tokens == 90
+    engine.close()
 
 
 def test_save_cache_leaves_what_a_larger_folder_holds(tmp_path):
