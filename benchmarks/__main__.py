@@ -1,4 +1,4 @@
-"""`python -m benchmarks [latency] [bookkeeping] [memory] [encodings] [tiers] [--json FILE]`."""
+"""What the parts of the library cost, ratios measured side by side in one run."""
 
 import argparse
 import json
@@ -22,8 +22,10 @@ def main() -> None:
         "encodings": encodings,
         "tiers": tiers,
     }
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "suites", nargs="*", choices=[*suites, []], metavar="|".join(suites), help="default: all"
+    )
     parser.add_argument("--json", help="also write the numbers to this file")
     options = parser.parse_args()
 

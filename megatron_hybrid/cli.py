@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
     _add_state_encoding(generate)
     generate.add_argument(
-        "--cache-dir", help="folder that keeps the cache from one call to the next"
+        "--cache-dir",
+        help="folder that keeps the cache from one call to the next, of prompts from 16 tokens on",
     )
     generate.set_defaults(command=_generate)
 
@@ -175,8 +176,9 @@ def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options.model)
     engine = DynamicInferenceEngine(model, tokenizer, config)
     for prompt in options.prompt:
+        events = engine.stream(prompt, params)  # what cannot be served is refused here
         print(prompt, end="", flush=True)
-        for event in engine.stream(prompt, params):
+        for event in events:
             print(event.text, end="\n" if event.result else "", flush=True)
         prefix, seconds = event.result.prefix, event.result.time_to_first_token
         reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""

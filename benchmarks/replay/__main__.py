@@ -129,7 +129,10 @@ def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[st
     for name in names:
         if not ENGINES[name].installed:
             console.print(f"left out: {name} ({ENGINES[name].module} is not installed)")
-    return [name for name in names if ENGINES[name].installed]
+    installed = [name for name in names if ENGINES[name].installed]
+    if not installed:
+        raise ValueError("none of the engines is installed: name another one with --engines")
+    return installed
 
 
 def sources(

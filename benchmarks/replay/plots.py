@@ -48,7 +48,9 @@ def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6, fontsize=8)
+        # As wide as the panels.
+        place = {"loc": "outside lower center", "ncols": 2 * columns, "fontsize": 8}
+        figure.legend(lines.values(), lines.keys(), **place)
         figure.suptitle(f"Prompt tokens skipped, {geometry}, {in_flight} in flight")
         paths.append(folder / f"replay_{geometry}_{in_flight}_in_flight.png")
         figure.savefig(paths[-1], dpi=110)

@@ -133,9 +133,15 @@ def around_results(path: Path) -> tuple[str, str]:
     """What stands before and after the results in a Markdown file, the two marks included.
 
     Raises:
-        ValueError: the file lacks the marks.
+        ValueError: there is no such file, or it lacks the marks.
     """
-    page = path.read_text(encoding="utf-8")
+    try:
+        page = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist: results go into a page that is there, between the lines "
+            f"{BEGIN!r} and {END!r}"
+        ) from None
     if BEGIN not in page or END not in page:
         raise ValueError(f"{path} has no {BEGIN!r} and {END!r}: add these lines where results go")
     before, rest = page.split(BEGIN, 1)

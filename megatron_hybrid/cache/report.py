@@ -12,6 +12,7 @@ ADMITTED, RESERVED, NOT_RESERVED, EVICTED_STATE, EVICTED_TAIL, CLEARED = range(6
 class MissReason(str, Enum):
     """Why a prompt's cached part was not used further. Exactly one per miss."""
 
+    __str__ = str.__str__
     NO_SHARED_PREFIX = "no_shared_prefix"
     """Nothing that starts like this prompt is in the cache, or ever was as far as is known."""
     MODE = "mode"

@@ -237,7 +237,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; {path.parent} is no checkpoint.") from error
+        raise CheckpointError(
+            f"{path} does not exist: name a folder with a checkpoint, or its config.json"
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):

@@ -14,6 +14,7 @@ from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
 
 SYSTEM_PROMPT = (
     "You are the teller of stories at a long winter fire. The company has come a great way through "
@@ -156,9 +157,11 @@ def run_demo(model, tokenizer, console: Console) -> bool:
     if next(model.parameters()).device.type == "cpu":
         # So small a model gains nothing from a second thread, and its timings get steadier.
         torch.set_num_threads(1)
+    pattern = model.config.layer_pattern
+    symbols = dict.fromkeys(layer_symbols(pattern))
+    kinds = ", ".join(f"{KINDS[symbol].meaning} ({symbol})" for symbol in symbols)
     console.print(
-        f"[bold]{model.config.layer_pattern}[/bold]: Mamba-2 (M), Gated DeltaNet (G), attention "
-        "(*), sliding window (W), MLP (-); "
+        f"[bold]{pattern}[/bold]: {kinds}; "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n"
     )
     runs = []

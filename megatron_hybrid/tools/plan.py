@@ -236,7 +236,7 @@ def render(result: Plan) -> str:
     widths[2] = max(widths[2], len("pure attention"))
     symbols = layer_symbols(result.layer_pattern)
     lines = [
-        f"{len(symbols)} layers, {result.parameters / 1e9:.2f} B parameters, "
+        f"{len(symbols)} layers in the pattern, {result.parameters / 1e9:.2f} B parameters, "
         f"weights {size(result.weight_bytes)}",
         f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
         f"{size(result.cache_bytes)} for requests and cache; context {result.context:,} tokens",
@@ -244,7 +244,7 @@ def render(result: Plan) -> str:
         f"{'':{widths[0]}}  {'this model':>{widths[1]}}  {'pure attention':>{widths[2]}}",
         *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
         "",
-        "recommended: InferenceConfig("
+        "recommended, half of the largest batch, so that prefixes have room: InferenceConfig("
         + ", ".join(f"{key}={value!r}" for key, value in result.settings.items())
         + ")",
     ]

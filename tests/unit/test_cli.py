@@ -112,7 +112,7 @@ def test_info_names_versions_and_optional_libraries(capsys):
 def test_plan(folder, capsys):
     assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--context", "1k"]) == 0
     table = capsys.readouterr().out
-    assert "KV per token" in table and "recommended: InferenceConfig(" in table
+    assert "KV per token" in table and "that prefixes have room: InferenceConfig(" in table
     assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["context"] == 8000 and values["model"]["largest_batch"] > 0
