@@ -59,8 +59,9 @@ KNOWN_TOKENS = 1.4
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
 without KV about 2); what was dropped still teaches where prompts part."""
 MIN_KNOWN_TOKENS = 1 << 22
-"""Tokens that it may know in any case (16 MiB): a small pool's sessions are away for longer than
-their tokens would be known, and a session that comes back as a stranger teaches nothing."""
+"""Tokens that it may know in any case (16 MiB, and about 1 KiB for each sequence): a small pool's
+sessions are away for longer than their tokens would be known, and a session that comes back as a
+stranger teaches nothing."""
 
 
 class PrefixCache:
