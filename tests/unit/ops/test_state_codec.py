@@ -197,6 +197,16 @@ def test_fewer_bytes_are_less_exact():
     assert 3 < errors[1] / errors[0] < 7 and 3 < errors[2] / errors[1] < 7
 
 
+@pytest.mark.parametrize("bytes_per_element", [0.25, 0.26, 0.3])
+@pytest.mark.parametrize("shape", [(64, 24, 24), (64, 12, 12), (2, 64, 64)])
+def test_parts_that_are_taken_out_leave_a_bit_for_every_element(shape, bytes_per_element):
+    """Otherwise no step is long enough, and the search for one does not end."""
+    *heads, rows, columns = shape
+    state = normal((*heads, rows, 2)) @ normal((*heads, 2, columns)) + 1e-5 * normal(shape)
+    codec = codec_of(shape, bytes_per_element=bytes_per_element)
+    assert relative_error(state, through(codec, state)) < 0.5
+
+
 def test_a_simple_state_leaves_bytes_to_another():
     """Half of the difference in exactness goes: a quarter from each side."""
     simple, other = written((2, 64, 64)), normal((2, 64, 64))
