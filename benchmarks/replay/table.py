@@ -91,18 +91,18 @@ def overview(cells: Sequence[Cell]) -> str:
     """Many models in one Markdown table per number in flight: ours and the best of the rivals at
     each budget."""
     lines = []
-    for (in_flight,), side_by_side in sorted(by(cells, "in_flight").items()):
+    for (in_flight,), compared in sorted(by(cells, "in_flight").items()):
         lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", ""]
         lines.append("| workload | model | GB | ours | ours-int8 | best other | which |")
         lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
-        for names, group in by(side_by_side, "workload", "geometry").items():
+        for names, group in by(compared, "workload", "geometry").items():
             budgets = sorted({cell.budget_gb for cell in group if cell.budget_gb is not None})
             at = [{c.engine: c for c in group if c.budget_gb == budget} for budget in budgets]
-            best = [max(filter(is_rival, engines.values()), key=skipped) for engines in at]
+            best = [max(filter(is_rival, e.values()), key=skipped, default=None) for e in at]
             columns = [*names, joined(f"{budget:g}" for budget in budgets)]
             for row in ([e.get("ours") for e in at], [e.get("ours-int8") for e in at], best):
                 columns.append(joined(f"{skipped(cell):.1f}" if cell else "-" for cell in row))
-            columns.append(joined(cell.engine for cell in best))
+            columns.append(joined(cell.engine if cell else "-" for cell in best))
             lines.append(f"| {' | '.join(columns)} |")
         lines.append("")
     return "\n".join(lines)

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import in_fork
 
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
@@ -167,7 +167,7 @@ for i in range(100_000):
 @pytest.mark.parametrize(("kill_after", "crowded"), [(0.0, False), (0.013, True), (0.05, True)])
 def test_kill_minus_9_loses_at_most_what_was_on_its_way(tmp_path, kill_after, crowded):
     folder, capacity = tmp_path / "cache", (300 << 10 if crowded else 1 << 30)
-    paths = [str(Path(__file__).parent), str(ROOT)]
+    paths = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
     script = WRITER.format(paths=paths, folder=str(folder), capacity=capacity)
     writer = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -361,20 +361,6 @@ def test_a_forked_process_does_not_keep_the_lock(filled):
     tier.store.close()
     open_tier(filled).store.close()
     os.close(inherited)
-
-
-def in_fork(check) -> int:
-    """Exit status of a fork that runs this."""
-    process = os.fork()
-    if not process:
-        try:
-            signal.alarm(20)
-            check()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(process, 0)[1]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -4,16 +4,15 @@ who need not."""
 import errno
 import gc
 import os
-import signal
 import threading
 import time
-import traceback
 import weakref
 from concurrent.futures import Future
 
 import pytest
 import torch
 from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
+from forks import in_fork
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
@@ -981,22 +980,17 @@ def test_a_forked_process_is_told_to_make_its_own_engine(tmp_path):
     empty_pool(engine)
     engine.offload.disk.store.flush()
     held = engine.stats()["disk_states"]
-    process = os.fork()
-    if not process:
-        signal.alarm(20)
-        try:
-            for use in (engine.save_cache, engine.clear_cache):
-                with pytest.raises(RuntimeError, match="is a fork"):
-                    use()
-            assert engine.stats()["disk_states"] == held
+
+    def check():
+        for use in (engine.save_cache, engine.clear_cache):
             with pytest.raises(RuntimeError, match="is a fork"):
-                engine.generate([prompt], greedy(1))
-            engine.close()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitpid(process, 0)[1] == 0
+                use()
+        assert engine.stats()["disk_states"] == held
+        with pytest.raises(RuntimeError, match="is a fork"):
+            engine.generate([prompt], greedy(1))
+        engine.close()
+
+    assert in_fork(check) == 0
     assert answer(engine, prompt).prefix.fetched_tokens == 90
     engine.close()
 

@@ -78,18 +78,20 @@ def test_refused_attempts_are_timed_too(monkeypatch):
 def test_engines_take_turns():
     """Each sees what it would see alone, a number of requests at a time."""
     sessions, order = range(2 * TURN + 7), []
-    engines = [Recorder(), Recorder(room=2)]
-    for engine in engines:
-        engine.log = order  # one log for both
-    both = side_by_side(iter(requests(*sessions)), engines, in_flight=3)
-    alone = [Recorder(), Recorder(room=2)]
-    for result, engine in zip(both, alone):
-        assert result.prompt_tokens == replay(requests(*sessions), engine, 3).prompt_tokens
-    assert sorted(order) == sorted(alone[0].log + alone[1].log)
-    begins = [entry for entry in order if entry.startswith("+")]
-    turn = [f"+{i}" for i in range(TURN)]
-    assert begins[: 2 * TURN] == turn + turn
-    assert begins[2 * TURN] == f"+{TURN}"
+
+    class Ordered(Recorder):
+        def begin(self, prompt):
+            order.append((self.room, prompt[0]))
+            return super().begin(prompt)
+
+    engines, alone = [Ordered(), Ordered(room=2)], [Recorder(), Recorder(room=2)]
+    side_by_side(iter(requests(*sessions)), engines, in_flight=3)
+    for engine, other in zip(engines, alone):
+        replay(requests(*sessions), other, in_flight=3)
+        assert engine.log == other.log
+    turns = [(room, i // TURN) for room, i in order]
+    assert list(dict.fromkeys(turns)) == [(100, 0), (2, 0), (100, 1), (2, 1), (100, 2), (2, 2)]
+    assert turns == sorted(turns, key=lambda turn: (turn[1], -turn[0]))
 
 
 def test_an_engine_that_foresees_gets_all_requests_before_the_first():
@@ -231,6 +233,8 @@ def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
     row = "| chat | a | 0.5 / 4 | 20.0 / 70.0 | 30.0 / 80.0 | 10.2 / 60.0 | vllm / marconi |"
     assert alone.strip().splitlines()[4:] == [row]
     assert together.strip().splitlines()[-1] == "| chat | b | 4 | 40.0 | - | 41.0 | vllm |"
+    without = overview([cell("ours", 4.0, 40.0), cell("ceiling", None, 95.0)])
+    assert without.strip().splitlines()[-1] == "| chat | a | 4 | 40.0 | - | - | - |"
 
 
 def test_every_number_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):

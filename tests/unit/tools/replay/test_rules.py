@@ -58,6 +58,8 @@ MEASURED = {
     ("fluctuating", 8): (52.15, 63.14),
     ("fluctuating", 32): (68.72, 77.48),
 }
+FURTHER_FROM_VLLM = {("chat", 1): -2.96, ("agent", 16): 6.77}
+"""Points by which the model skips more, where it is off by more than 2.5: docs/seeing.md."""
 
 
 @pytest.mark.parametrize(("workload", "memory"), MEASURED)
@@ -67,7 +69,10 @@ def test_the_models_are_near_the_engines(workload, memory):
     requests = list(WORKLOADS[workload].generate())
     by_vllm, by_megatron = MEASURED[workload, memory]
     skipped = 100 * replay(requests, aligned.build(memory * 1e9)).skipped_share
-    assert by_vllm - 3 < skipped < by_vllm + 7  # the range that docs/seeing.md gives
+    if (workload, memory) in FURTHER_FROM_VLLM:
+        by_vllm += FURTHER_FROM_VLLM[workload, memory]
+        assert skipped == pytest.approx(by_vllm, abs=0.1)
+    assert skipped == pytest.approx(by_vllm, abs=2.5)
     # One pool for KV and states: not worse than a split of it, whose price depends on the traffic.
     skipped = 100 * replay(requests, megatron.build(memory * 1e9)).skipped_share
     assert by_megatron - 2 < skipped < by_megatron + 9
