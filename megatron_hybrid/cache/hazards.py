@@ -34,6 +34,30 @@ def age_class(age: float) -> int:
     return _CLASS_OF[int(age)] if age < len(_CLASS_OF) else bisect_right(BOUNDS, age, 0, AGES) - 1
 
 
+def counted(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
+    """How many there are of each class and age class, [C, A]."""
+    return _summed(class_N, _age_classes(age_N), None, num_classes)
+
+
+def beyond(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
+    """Requests that lie beyond these ages, summed by class and age class, [C, A]."""
+    at_N = _age_classes(age_N)
+    whole_CA = np.cumsum(_summed(class_N, at_N, None, num_classes), 1) * WIDTH_A
+    return whole_CA - _summed(class_N, at_N, age_N - np.take(BOUNDS, at_N), num_classes)
+
+
+def _age_classes(age_N: np.ndarray) -> np.ndarray:
+    """`age_class` of each."""
+    return np.searchsorted(BOUNDS[:AGES], age_N, "right") - 1
+
+
+def _summed(
+    class_N: np.ndarray, at_N: np.ndarray, weight_N: np.ndarray | None, num_classes: int
+) -> np.ndarray:
+    cells = np.bincount(class_N * AGES + at_N, weight_N, num_classes * AGES)
+    return cells.reshape(num_classes, AGES)
+
+
 def leaning(uses, risk, prior, weight: float):
     """Uses / time at risk (numbers or arrays), as if `weight` uses more had been seen at the rate
     of the prior."""
@@ -58,17 +82,18 @@ def hazards(
 def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
     """Per class and age, the largest rate of uses per request over all moments of giving up:
     max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
-    used_CA = 1 - exp_minus(hazard_CA * WIDTH_A)
-    time_CA = used_CA / hazard_CA
-    best, uses, time = (np.zeros_like(hazard_CA) for _ in range(3))
-    alive = np.ones_like(hazard_CA)
+    hazard_AC = np.ascontiguousarray(hazard_CA.T)
+    used_AC = 1 - exp_minus(hazard_AC * WIDTH_A[:, None])
+    time_AC = used_AC / hazard_AC
+    best, uses, time = (np.zeros_like(hazard_AC) for _ in range(3))
+    alive, term = np.ones_like(hazard_AC), np.empty_like(hazard_AC)
     for k in range(_HORIZON):
         n = AGES - k
-        uses[:, :n] += alive[:, :n] * used_CA[:, k:]
-        time[:, :n] += alive[:, :n] * time_CA[:, k:]
-        alive[:, :n] *= 1 - used_CA[:, k:]
-        np.maximum(best[:, :n], uses[:, :n] / time[:, :n], out=best[:, :n])
-    return best
+        uses[:n] += np.multiply(alive[:n], used_AC[k:], out=term[:n])
+        time[:n] += np.multiply(alive[:n], time_AC[k:], out=term[:n])
+        alive[:n] *= np.subtract(1, used_AC[k:], out=term[:n])
+        np.maximum(best[:n], np.divide(uses[:n], time[:n], out=term[:n]), out=best[:n])
+    return best.T
 
 
 def exp_minus(x: np.ndarray) -> np.ndarray:
@@ -81,8 +106,4 @@ def exp_minus(x: np.ndarray) -> np.ndarray:
 
 def in_order(rows: np.ndarray, axis: int = 0) -> np.ndarray:
     """The sum over an axis, from first to last."""
-    rows = np.moveaxis(rows, axis, 0)
-    total = np.zeros_like(rows[0])
-    for row in rows:
-        total = total + row
-    return total
+    return np.take(np.cumsum(rows, axis), -1, axis)

@@ -20,9 +20,10 @@ import numpy as np
 
 from megatron_hybrid.cache.hazards import (
     AGES,
-    BOUNDS,
     age_class,
     best_rates,
+    beyond,
+    counted,
     hazards,
     in_order,
     leaning,
@@ -114,9 +115,11 @@ class ReuseModel:
         """Requests admitted so far."""
         self.distances = TailDistances()
         self._learnt = 0
-        # Lists: they are counted in one by one, which numpy is slow at.
-        self._uses_CA = np.zeros((CLASSES, AGES)).tolist()
-        self._risk_CA = np.zeros((CLASSES, AGES)).tolist()
+        self._uses_CA, self._risk_CA = np.zeros((2, CLASSES, AGES))
+        # Yet to be counted, flat: (class, age) and (class, from age, to age).
+        self._uses: list[float] = []
+        self._spans: list[float] = []
+        # Lists: it is looked up one by one, which numpy is slow at.
         self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
         self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
 
@@ -187,7 +190,7 @@ class ReuseModel:
         cls = class_of(checkpoint, self.is_covered(checkpoint))
         # It came between two whole ages, the later of which ends its time at risk.
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
-        self._uses_CA[cls][age_class(age)] += 1
+        self._uses += (cls, age)
         checkpoint.uses += 1
         checkpoint.last_use = checkpoint.counted = self.now
 
@@ -201,23 +204,17 @@ class ReuseModel:
         """Call it before its class changes: its time at risk so far is counted."""
         if checkpoint.counted == self.now:
             return
-        cls = class_of(checkpoint, self.is_covered(checkpoint))
-        scale = time_scale(checkpoint)
+        cls, scale = class_of(checkpoint, self.is_covered(checkpoint)), time_scale(checkpoint)
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (self.now - checkpoint.last_use) * scale
-        age, risk_A = age_class(start), self._risk_CA[cls]
-        while age < AGES - 1 and BOUNDS[age + 1] < end:
-            risk_A[age] += BOUNDS[age + 1] - start
-            age += 1
-            start = BOUNDS[age]
-        risk_A[age] += end - start
+        self._spans += (cls, start, end)
         checkpoint.counted = self.now
 
     def learn(self, watched: Iterable[Checkpoint]) -> None:
         """Bring the rates up to date. watched: every checkpoint whose tokens are known."""
         for checkpoint in watched:
             self.changes(checkpoint)
-        uses_CA, risk_CA = np.array(self._uses_CA), np.array(self._risk_CA)
+        uses_CA, risk_CA = self.counts()
         mean = mean_rate(uses_CA, risk_CA)
         hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)
         hazard_CA[plain] = class_hazards(uses_CA[plain], risk_CA[plain], mean)
@@ -229,8 +226,20 @@ class ReuseModel:
         hazard_CA[_SESSIONS] = hazard_GKA.reshape(-1, AGES)
         self._rate_CA = best_rates(hazard_CA).tolist()
         kept = _MEMORY / (_MEMORY + self.now - self._learnt)
-        self._uses_CA, self._risk_CA = (uses_CA * kept).tolist(), (risk_CA * kept).tolist()
+        uses_CA *= kept
+        risk_CA *= kept
         self._learnt = self.now
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Uses, and time at risk in requests, [C, A] each. They are the model's own: those of long
+        ago count less."""
+        uses, spans = np.array(self._uses).reshape(-1, 2), np.array(self._spans).reshape(-1, 3)
+        class_N = spans[:, 0].astype(int)
+        at_risk = beyond(class_N, spans[:, 1], CLASSES) - beyond(class_N, spans[:, 2], CLASSES)
+        self._uses_CA += counted(uses[:, 0].astype(int), uses[:, 1], CLASSES)
+        self._risk_CA += at_risk
+        self._uses, self._spans = [], []
+        return self._uses_CA, self._risk_CA
 
 
 def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:

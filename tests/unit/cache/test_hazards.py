@@ -10,6 +10,8 @@ from megatron_hybrid.cache.hazards import (
     WIDTH_A,
     age_class,
     best_rates,
+    beyond,
+    counted,
     exp_minus,
     hazards,
     in_order,
@@ -34,6 +36,29 @@ def test_every_class_has_its_share_of_whole_ages():
     for age in range(2000):
         k = age_class(age + 0.5)
         assert BOUNDS[k] <= age < age + 1 <= BOUNDS[k + 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.75])
+def test_counts_and_spans_against_loops(scale):
+    random = np.random.default_rng(3)
+    start = random.integers(0, 9 * BOUNDS[AGES - 1], 500) * random.random(500) ** 8 // 1 * scale
+    end = start + random.integers(1, 2000, 500) * scale
+    cls = random.integers(0, 5, 500)
+    uses, risk = np.zeros((6, AGES)), np.zeros((6, AGES))
+    for c, a, b in zip(cls, start.tolist(), end.tolist()):
+        uses[c, age_class(a)] += 1
+        for k in range(AGES):
+            last = np.inf if k == AGES - 1 else BOUNDS[k + 1]
+            risk[c, k] += max(0.0, min(b, last) - max(a, BOUNDS[k]))
+    assert set(BOUNDS) & set(start) and start.max() > BOUNDS[AGES - 1]  # both edges are met
+    assert counted(cls, start, 6).tolist() == uses.tolist()
+    found = beyond(cls, start, 6) - beyond(cls, end, 6)
+    assert found == pytest.approx(risk, rel=1e-9, abs=1e-6)
+    assert not found[5].any()
+    none = np.empty(0)
+    assert (
+        not counted(none.astype(int), none, 2).any() and not beyond(none.astype(int), none, 2).any()
+    )
 
 
 def fates(rate_at, n, seed, until=3000):

@@ -164,6 +164,14 @@ def test_few_observations_lean_on_the_next_wider_circle():
 # ---- counting ----
 
 
+def uses_of(model):
+    return model.counts()[0]
+
+
+def risk_of(model):
+    return model.counts()[1]
+
+
 def naive_risk(history, cls, scale=1.0):
     """Time at risk of one state in [since, until) after its last use, request by request."""
     risk = np.zeros((CLASSES, AGES))
@@ -194,32 +202,32 @@ def test_time_at_risk_equals_a_loop_over_requests():
     for state in states:
         cls = fate(state)
         expected += naive_risk((0, 7), cls, time_scale(state))
-    assert np.array(model._risk_CA) == pytest.approx(expected)
+    assert risk_of(model) == pytest.approx(expected)
     model.now = 300
     for state in states:
         model.changes(state)
     for state in states:
         cls = fate(state)
         expected += naive_risk((7, 300), cls, time_scale(state))
-    assert np.array(model._risk_CA) == pytest.approx(expected)
-    assert not np.any(model._uses_CA)
+    assert risk_of(model) == pytest.approx(expected)
+    assert not np.any(uses_of(model))
     model.now = 2000
     for state in states:
         cls = fate(state)
         model.changes(state)
         expected += naive_risk((300, 2000), cls, time_scale(state))
-    assert np.array(model._risk_CA) == pytest.approx(expected)
+    assert risk_of(model) == pytest.approx(expected)
     model.changes(states[0])  # counted already
-    assert np.array(model._risk_CA) == pytest.approx(expected)
-    assert sum(model._risk_CA[fate(states[0])]) == pytest.approx(2000)
+    assert risk_of(model) == pytest.approx(expected)
+    assert sum(risk_of(model)[fate(states[0])]) == pytest.approx(2000)
 
 
 def test_the_oldest_age_has_no_end():
     model, old = ReuseModel(), checkpoint()
     model.now = 1_000_000
     model.changes(old)
-    assert np.sum(model._risk_CA) == pytest.approx(1_000_000)
-    assert model._risk_CA[0][-1] == pytest.approx(1_000_000 - BOUNDS[AGES - 1])
+    assert np.sum(risk_of(model)) == pytest.approx(1_000_000)
+    assert risk_of(model)[0][-1] == pytest.approx(1_000_000 - BOUNDS[AGES - 1])
 
 
 def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
@@ -228,18 +236,18 @@ def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     model.now = 11
     model.used(state)
     assert age_class(10.5) != age_class(11)
-    assert model._uses_CA[before][age_class(10.5)] == 1  # between its ages 10 and 11
-    assert sum(model._risk_CA[before]) == pytest.approx(11)
+    assert uses_of(model)[before][age_class(10.5)] == 1  # between its ages 10 and 11
+    assert sum(risk_of(model)[before]) == pytest.approx(11)
     assert (state.uses, state.last_use, state.counted) == (1, 11, 11)
     model.now = 14
     model.passed(state)
-    assert sum(model._risk_CA[before + 4]) == pytest.approx(3)
+    assert sum(risk_of(model)[before + 4]) == pytest.approx(3)
     model.now = 15
     model.passed(state)  # that it was passed is known: nothing changes, nothing is counted
     assert state.counted == 14
     model.used(state)
-    assert model._uses_CA[before + 4 + 2][age_class(3.5)] == 1
-    assert np.sum(model._uses_CA) == 2
+    assert uses_of(model)[before + 4 + 2][age_class(3.5)] == 1
+    assert np.sum(uses_of(model)) == 2
     assert state.uses == 2
 
 
