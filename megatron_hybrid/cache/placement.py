@@ -5,7 +5,7 @@ p: tokens skipped, q: tokens that are known, L: tokens of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_hybrid.cache.reuse import Kind
 
@@ -60,6 +60,13 @@ def prefill_positions(
     for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens or 1):
         wanted.setdefault(position, Kind.RUNG)
     return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
+
+
+def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
+    """At most `limit` of these positions, ascending: ends and junctions before the others, the deep
+    before the shallow. wanted: what they are; rungs where it does not say."""
+    kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.RUNG) > Kind.JUNCTION, -p))
+    return sorted(kept[:limit])
 
 
 def next_rung(position: int, rung_tokens: int | None) -> int:

@@ -154,6 +154,7 @@ class PrefixCache:
         declared: Sequence[int] = (),
         messages: Sequence[int] = (),
         recompute_reason: str | None = None,
+        readmitted: bool = False,
     ) -> Lease | None:
         """Match, pin and allocate, all or nothing.
 
@@ -165,6 +166,7 @@ class PrefixCache:
             declared: positions whose state the caller wants saved.
             messages: positions where messages of a chat start, at which others may part from it.
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
+            readmitted: it was admitted before and lost its place; it counts once in `stats`.
         Returns:
             None: it does not fit now, and nothing changed. When no other lease is live and `fits`
             says yes it always fits, if need be at the cost of what it would have restored.
@@ -189,6 +191,8 @@ class PrefixCache:
             return None
         if self.mode == "restore":
             self._place(lease, known, declared, messages)
+        if readmitted:
+            return lease
         self._stats.count(lease.report)
         if lease.report.miss_reason is not None:
             self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
@@ -405,9 +409,7 @@ class PrefixCache:
         else:
             room = self._make_room_for_state(lease, position, kind, watched, below, local_rows)
         if not room:
-            self._stats.checkpoints_no_room += 1
-            lease.report.checkpoints_skipped += 1
-            lease.refused.add(position)
+            self.decline(lease, [position])
             if watched is not None:
                 watched.refused = True
             self._record(NOT_RESERVED, position)
@@ -418,6 +420,12 @@ class PrefixCache:
         lease.reservations.append(reservation)
         self._record(RESERVED, position)
         return reservation
+
+    def decline(self, lease: Lease, positions: Sequence[int]) -> None:
+        """The states at these positions are not saved, for want of room."""
+        self._stats.checkpoints_no_room += len(positions)
+        lease.report.checkpoints_skipped += len(positions)
+        lease.refused.update(positions)
 
     def publish_checkpoint(self, reservation: Reservation) -> bool:
         """The copy into reservation.pages was issued, after the forward and after a `commit` that

@@ -97,8 +97,8 @@ class DynamicInferenceEngine:
         if num_pages < 2:
             raise ValueError(
                 f"cache_bytes={config.cache_bytes} holds {num_pages} pages of {spec.page_bytes} "
-                f"bytes; at least 2 are needed. Raise cache_bytes or lower block_size_tokens "
-                f"(now {config.block_size_tokens})."
+                f"bytes, of blocks of {config.block_size_tokens} tokens; at least 2 are needed: "
+                f"raise cache_bytes to {2 * spec.page_bytes} or more"
             )
         self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
         self.memory = CacheMemory(
@@ -294,12 +294,7 @@ class DynamicInferenceEngine:
             ),
             spread(n, count, "n", is_int),
         )
-        groups = []
-        for index, arguments in enumerate(per_prompt):
-            try:
-                groups.append(self.intake.build(*arguments))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"prompt {index}: {error}") from None
+        groups = self.intake.build_all(per_prompt)
         for group in groups:
             self.scheduler.add(group[0])
         requests = [request for group in groups for request in group]
@@ -420,11 +415,13 @@ class DynamicInferenceEngine:
             RuntimeError: requests are running or waiting; nothing has changed.
             OSError: writing to the folder failed.
         """
-        if self.scheduler.has_work:
+        running = sum(not request.done for request in self.scheduler.running)
+        if running or self.scheduler.waiting:
             raise RuntimeError(
-                f"{len(self.scheduler.running)} requests run and {len(self.scheduler.waiting)} "
-                "wait: clear the cache when all are answered, or cancel them"
+                f"{running} requests run and {len(self.scheduler.waiting)} wait: clear the cache "
+                "when all are answered, or cancel them"
             )
+        self.scheduler.retire_answered()
         self.offload.clear()
         self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())

@@ -1,7 +1,6 @@
 """The door: what a caller asks for is checked here, whole, before anything changes."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +30,22 @@ class Intake:
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self._ids = itertools.count()
+        self._next_id = 0
+
+    def build_all(self, prompts: Iterable[tuple]) -> list[list[Request]]:
+        """`build` for each of these arguments; all or none.
+
+        Raises:
+            TypeError, ValueError: as `build`; the message says which prompt.
+        """
+        first_id, groups = self._next_id, []
+        for index, arguments in enumerate(prompts):
+            try:
+                groups.append(self.build(*arguments))
+            except (TypeError, ValueError) as error:
+                self._next_id = first_id  # an id is a seed: later requests draw as if never asked
+                raise type(error)(f"prompt {index}: {error}") from None
+        return groups
 
     def build(
         self,
@@ -60,7 +74,7 @@ class Intake:
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
 
-        first_id = next(self._ids)
+        first_id, self._next_id = self._next_id, self._next_id + n
         seed = params.seed
         if seed is None:
             seed = (self.config.random_seed << 32) ^ first_id
@@ -70,7 +84,7 @@ class Intake:
             buffer[: len(tokens)] = tokens
             samples.append(
                 Request(
-                    request_id=next(self._ids) if index else first_id,
+                    request_id=first_id + index,
                     tokens=buffer,
                     num_prompt_tokens=len(tokens),
                     params=params,

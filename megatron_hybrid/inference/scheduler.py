@@ -12,13 +12,16 @@ from itertools import islice
 import numpy as np
 
 from megatron_hybrid.cache.lease import Lease
-from megatron_hybrid.cache.placement import worth_waiting
+from megatron_hybrid.cache.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_index import common_prefix
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.offload import Offload
 from megatron_hybrid.inference.request import Request, RequestStatus
+
+MIN_CAPTURES = 16
+"""States that one forward may save on its way in any case."""
 
 
 class Scheduler:
@@ -46,6 +49,10 @@ class Scheduler:
         self.offload = offload
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
+        # The states of one forward take as much memory on their way as the KV that it writes (as
+        # rungs do) and the live slots at most.
+        state_bytes, kv_bytes = self.memory.slots.shape[1], cache.spec.kv_bytes_per_token
+        self.max_captures = max(MIN_CAPTURES, max_requests) + max_tokens * kv_bytes // state_bytes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
@@ -86,7 +93,6 @@ class Scheduler:
             else:
                 blocked = not can_start or not self._admit(plan, request)
         self._reserve_checkpoints(plan)
-        self.num_forward_tokens += plan.num_tokens
         return plan
 
     def _budget(self, plan: StepPlan) -> int:
@@ -107,15 +113,22 @@ class Scheduler:
 
     def _reserve_checkpoints(self, plan: StepPlan) -> None:
         """Room for the states to be saved in this step; what finds none is left out."""
+        captures_left = self.max_captures
         for work in plan.work:
             lease = work.request.lease
             positions = self.cache.positions_to_save(lease, work.end)
             if work.request.status is RequestStatus.CLOSING:
                 positions = [work.end]
+            inside = [position for position in positions if position < work.end]
+            if len(inside) > captures_left:
+                kept = {*most_wanted(inside, lease.wanted, captures_left), work.end}
+                self.cache.decline(lease, [p for p in positions if p not in kept])
+                positions = [p for p in positions if p in kept]
             for position in positions:
                 reservation = self.cache.reserve_checkpoint(lease, position)
                 if reservation is not None:
                     work.reservations.append(reservation)
+                    captures_left -= position < work.end
 
     def _make_room(self, plan: StepPlan, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
@@ -148,6 +161,7 @@ class Scheduler:
             declared=request.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=reason,
+            readmitted=request.report is not None,
         )
         if lease is None:
             return False
@@ -274,6 +288,7 @@ class Scheduler:
     def complete(self, plan: StepPlan) -> None:
         """Files what the step computed: states into their checkpoints, then blocks and checkpoints
         become visible to others, in this order."""
+        self.num_forward_tokens += plan.num_tokens
         captured = self.context.captured_states()
         for work in plan.work:
             request = work.request
@@ -357,6 +372,11 @@ class Scheduler:
             self._retire(request)
         request.parked = None
         request.status = RequestStatus.CANCELLED
+
+    def retire_answered(self) -> None:
+        """Ends the requests that only run on for a state to be kept."""
+        for request in [r for r in self.running if r.status is RequestStatus.CLOSING]:
+            self._retire(request)
 
     def _retire(self, request: Request) -> None:
         """Ends the lease and frees the slot."""

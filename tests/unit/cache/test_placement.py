@@ -4,6 +4,7 @@ import pytest
 
 from megatron_hybrid.cache.placement import (
     NO_RUNG,
+    most_wanted,
     next_rung,
     prefill_positions,
     rung_distance,
@@ -147,3 +148,20 @@ def test_saves_work(position, needs_state, expected):
 )
 def test_worth_waiting(own_resume, other_done, other_position, expected):
     assert worth_waiting(own_resume, other_done, other_position) is expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (9, [10, 20, 30, 40, 50]),
+        (5, [10, 20, 30, 40, 50]),
+        (4, [10, 30, 40, 50]),  # rungs, messages and tails give way, the shallow first
+        (3, [10, 40, 50]),
+        (2, [10, 40]),
+        (1, [40]),  # then junctions
+        (0, []),
+    ],
+)
+def test_the_most_wanted(limit, expected):
+    wanted = {10: JUNCTION, 30: MESSAGE, 40: END, 50: TAIL}
+    assert most_wanted([10, 20, 30, 40, 50], wanted, limit) == expected

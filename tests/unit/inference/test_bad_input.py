@@ -280,7 +280,7 @@ def test_bad_inference_config(fields, message):
 
 
 def test_a_pool_without_a_page_is_refused():
-    with pytest.raises(ValueError, match=r"cache_bytes=100 holds 0 pages.*Raise cache_bytes"):
+    with pytest.raises(ValueError, match=r"cache_bytes=100 holds 0 pages.*raise cache_bytes to"):
         tiny_engine(MODEL, cache_bytes=100)
 
 

@@ -100,6 +100,17 @@ def test_requests_without_seed_differ_and_repeat_with_the_engines():
     assert run(random_seed=1) != first
 
 
+def test_what_was_refused_changes_no_later_draw():
+    def drawn(refused):
+        engine = tiny_engine()
+        for prompts in refused:
+            with pytest.raises(ValueError, match=f"prompt {len(prompts) - 1}: .*empty"):
+                engine.generate(prompts, sampled(10))
+        return engine.generate([random_tokens(20)], sampled(10))[0].generated_tokens
+
+    assert drawn([[random_tokens(20), random_tokens(9), []], [[]]]) == drawn([])
+
+
 def test_first_tokens_follow_the_softmax():
     prompt = random_tokens(20)
     logits = full_logits(MODEL, prompt)[-1].double() / 0.7
@@ -631,6 +642,25 @@ def test_samples_are_counted_whether_they_fork_or_wait(max_requests):
         assert stats[name] == sum(getattr(report, name) for report in reports)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_request_that_comes_again_is_counted_once(steps):
+    engine = tiny_engine(max_tokens=24)
+    engine.generate([random_tokens(40)], greedy(2))
+    before = engine.stats()
+    request = engine.add_request([*random_tokens(40)[:30], *random_tokens(30, seed=1)], greedy(6))
+    for _ in range(steps):
+        engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    finish(engine, request)
+    more = {name: count - before[name] for name, count in engine.stats().items()}
+    assert more["requests"] == 1
+    assert more["prompt_tokens"] == 60
+    assert more["skipped_tokens"] == request.report.skipped_tokens
+    lost = sum(more[f"lost_tokens_{reason.value}"] for reason in MissReason)
+    assert lost <= 40 - request.report.skipped_tokens
+
+
 FAILING = {
     "load_checkpoint": (CacheMemory, 40),
     "save_checkpoint": (CacheMemory, 40),
@@ -742,6 +772,23 @@ def test_the_cache_can_be_cleared_before_the_results_of_a_failed_step_are_asked_
     engine.clear_cache()
     assert [result.request_id for result in engine.step()] == [request.request_id]
     assert not engine.has_work
+
+
+def test_the_cache_can_be_cleared_while_an_answered_request_runs_on():
+    engine = tiny_engine()
+    request = engine.add_request(random_tokens(40), greedy(3))
+    while not request.done:
+        engine.step()
+    assert request.status is RequestStatus.CLOSING
+    other = engine.add_request(random_tokens(9), greedy(3))
+    with pytest.raises(RuntimeError, match="0 requests run and 1 wait"):
+        engine.clear_cache()
+    assert request.status is RequestStatus.CLOSING  # nothing has changed
+    engine.cancel(other)
+    engine.clear_cache()
+    assert request.closed and engine.stats()["known_tokens"] == 0
+    finish(engine, request)
+    assert_idle(engine)
 
 
 def test_after_a_step_that_failed_requests_stand_in_their_old_order():

@@ -5,6 +5,7 @@ from differential import InjectedError, LogitsRecorder, check_answer, failing_fo
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.inference.scheduler import MIN_CAPTURES
 
 
 class Spy:
@@ -146,3 +147,31 @@ def test_a_preempted_answer_goes_on_saving_rungs():
     found = kinds(engine, last.tokens.tolist())
     assert found[96] == Kind.RUNG
     assert found[120] == Kind.ANSWER_END
+
+
+def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
+    prompt = random_tokens(300)
+    engine = tiny_engine(cache_bytes=32 << 20)
+    kv_bytes, state_bytes = engine.cache.spec.kv_bytes_per_token, engine.memory.slots.shape[1]
+    limit = engine.scheduler.max_captures
+    assert limit == MIN_CAPTURES + 512 * kv_bytes // state_bytes < 200
+    counts, staging = [], engine.memory.staging
+    monkeypatch.setattr(
+        engine.memory, "staging", lambda count: counts.append(count) or staging(count)
+    )
+    breakpoints = range(1, 301)
+    request = engine.add_request(prompt, greedy(2), cache_breakpoints=breakpoints)
+    while engine.has_work:
+        engine.step()
+    assert max(counts) == limit
+    saved = [checkpoint.position for checkpoint in engine.cache.stored_checkpoints()]
+    # the deepest ones, and the end of the prompt, whose state is not on its way
+    assert {*range(300 - limit, 301)} <= set(saved)
+    assert request.report.checkpoints_skipped == 299 - limit
+    resumed = engine.generate([[*prompt[:299], 3, 4]], greedy(2))[0]
+    assert resumed.prefix.skipped_tokens == 299
+    again = engine.generate([[*prompt[:50], 3, 4]], greedy(2))[0]
+    assert again.prefix.skipped_tokens == 0
+    assert again.prefix.miss_reason is not None
+    check_answer(tiny_model(), request)
+    engine.check_integrity()
