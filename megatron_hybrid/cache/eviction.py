@@ -42,15 +42,41 @@ def tail_key(edge: Edge, spec: CacheSpec, reuse: ReuseModel, now: int) -> Key | 
         return None
     if spec.needs_state:
         return 0, 0.0, edge.last_access
-    # KV alone resumes: its last block serves those who go on from any position beyond it.
-    block = (edge.held_end - 1) // spec.block_size_tokens * spec.block_size_tokens
-    beyond = [c for position, c in edge.checkpoints.items() if position > block]
+    block = last_block(edge, spec)
     # Of unknown use: as if used once more after as long again as since its last use.
     rate = 1 / (now - edge.last_access + 1)
-    if beyond:
-        rate = max(reuse.rate(checkpoint, reuse.is_covered(checkpoint)) for checkpoint in beyond)
+    if beyond := rates_beyond(edge, block, reuse):
+        rate = max(beyond)
     work = spec.work(block, block + spec.block_size_tokens)
     return 1, value_per_page(rate, work, spec.kv_pages_per_block), edge.last_access
+
+
+def last_block(edge: Edge, spec: CacheSpec) -> int:
+    """Where the last block begins that an edge holds KV of."""
+    return (edge.held_end - 1) // spec.block_size_tokens * spec.block_size_tokens
+
+
+def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
+    """Uses per request to be expected of what is watched on an edge beyond a position: where KV
+    alone resumes, a block serves those who go on from anywhere beyond its start."""
+    return [
+        reuse.rate(checkpoint, reuse.is_covered(checkpoint))
+        for watched, checkpoint in edge.checkpoints.items()
+        if watched > position
+    ]
+
+
+def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> int:
+    """How far back, `start` at most, the blocks at a leaf's end are worth no more than the last one
+    (where KV alone resumes): so far they may go at once."""
+    block = last_block(edge, spec)
+    inner = sorted([p for p in edge.checkpoints if start < p <= block], reverse=True)
+    rate = max(rates_beyond(edge, block, reuse), default=0.0) if inner else 0.0
+    for position in inner:
+        checkpoint = edge.checkpoints[position]
+        if reuse.rate(checkpoint, reuse.is_covered(checkpoint)) > rate:
+            return spec.num_blocks(position) * spec.block_size_tokens
+    return start
 
 
 def rebuild_work(checkpoint: Checkpoint, below: Checkpoint | None, spec: CacheSpec) -> float:
@@ -304,6 +330,10 @@ class Evictor:
         drop, per_block = len(rows), self._spec.kv_pages_per_block
         if not force:
             drop = min(drop, -(-wanted // per_block))
+            if not self._spec.needs_state:
+                end = first + len(rows)
+                start = equal_start(edge, (end - drop) * size, self._spec, self._reuse)
+                drop = end - start // size
             held = self._allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
             if held.size:
                 drop -= int(held[-1]) // per_block + 1

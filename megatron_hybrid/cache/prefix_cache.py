@@ -59,7 +59,7 @@ KNOWN_TOKENS = 1.4
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
 without KV about 2); what was dropped still teaches where prompts part."""
 MIN_KNOWN_TOKENS = 1 << 22
-"""Tokens that it may know in any case (16 MiB, and about 1 KiB for each sequence): a small pool's
+"""Tokens that it may know in any case (16 MiB, and about 2 KiB for each sequence): a small pool's
 sessions are away for longer than their tokens would be known, and a session that comes back as a
 stranger teaches nothing."""
 
@@ -675,12 +675,13 @@ class PrefixCache:
     ) -> None:
         """Choose the positions of a prefill whose state is worth saving."""
         length, skipped = lease.prompt_tokens, lease.skipped_tokens
+        tail = tail_position(length, skipped, self._reuse.distances.weights())
         if not self.spec.needs_state:
             wanted = {length: Kind.PROMPT_END} if skipped < length else {}
-            if 0 < known < length:
-                lease.unwatched[known] = Kind.JUNCTION
+            # Nothing is saved there; but what is used of the KV that leads there is learnt.
+            watched = ((tail, Kind.TAIL), (known, Kind.JUNCTION))
+            lease.unwatched.update((p, kind) for p, kind in watched if known <= p < length and p)
         else:
-            tail = tail_position(length, skipped, self._reuse.distances.weights())
             declared = [*declared, lease.again]
             wanted = prefill_positions(
                 length, skipped, known, declared, messages, tail, self._rung_tokens

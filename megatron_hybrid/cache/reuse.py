@@ -60,7 +60,7 @@ class Kind(IntEnum):
 
 
 _REPEATED = 8 * len(Kind)
-_OWN_GAPS = slice(_REPEATED, _REPEATED + 2)
+_OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
 _SESSION_GROUPS = 8
 _SESSIONS = slice(_OWN_GAPS.stop, _OWN_GAPS.stop + _SESSION_GROUPS * TURN_CLASSES)
 """By kind, what their request went on from, covered; within each such group by number of turns."""
@@ -75,10 +75,10 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
     deeper state is stored beneath it. The ends of prompts and answers that were neither used nor
     passed also by the turns before them, and by where their request went on from: who continues
     prompts, not answers (a chat that drops its thinking) does it again. Used more often: its own
-    rate tells more; see `time_scale`.
+    rate tells more than what it is; see `time_scale`.
     """
     if checkpoint.uses >= 2:
-        return _REPEATED + checkpoint.passed
+        return _REPEATED + 2 * checkpoint.passed + covered
     if checkpoint.uses or checkpoint.passed:
         return 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + covered
     return _new_class(checkpoint.kind, checkpoint.turn, covered)

@@ -10,6 +10,7 @@ from megatron_hybrid.cache.eviction import (
     EvictionQueue,
     Evictor,
     checkpoint_value,
+    equal_start,
     exclusive_tokens,
     kv_pages,
     rebuild_work,
@@ -337,6 +338,35 @@ class TestEvictionQueue:
         assert queue.least() is None
 
 
+@pytest.mark.parametrize(
+    ("start", "watched", "expected"),
+    [
+        (0, {100: 0.25}, 0),
+        (0, {40: 0.25, 80: 0.125, 100: 0.25}, 0),  # worth no more
+        (0, {40: 0.5, 80: 0.125, 100: 0.25}, 48),  # the block that 40 lies in stays
+        (0, {40: 0.5, 80: 0.75, 100: 0.25}, 80),
+        (64, {40: 0.5, 100: 0.25}, 64),  # no more is to go
+        (0, {96: 0.5, 100: 0.25}, 96),
+        (0, {97: 0.5, 100: 0.25}, 0),  # in the last block: that is worth as much
+        (0, {40: 0.5}, 48),  # beyond, nothing is known
+        (0, {}, 0),
+    ],
+)
+def test_of_a_tail_that_goes_at_once_no_block_is_worth_more_than_the_last(start, watched, expected):
+    kv, rates = edge(0, 100), Rates()
+    for position, uses in watched.items():
+        point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    assert equal_start(kv, start, PURE, rates) == expected
+    # each block before is worth more than the last one, each after it is not
+    if known := [uses for position, uses in watched.items() if position > 96]:
+        worth = {
+            block: max(uses for position, uses in watched.items() if position > block)
+            for block in range(start, 100, 16)
+        }
+        assert all((worth[block] > max(known)) == (block < expected) for block in worth)
+
+
 class Room:
     """An evictor over a small index; states have two pages, blocks one."""
 
@@ -575,6 +605,23 @@ class TestEvictor:
         assert room.evictor.tails.least() == (1, 16 / 11, 0)
         room.make_room(1)
         assert room.walk(part(32, 0)).depth == 16
+
+    def test_a_tail_goes_no_further_than_what_is_worth_least_where_kv_alone_resumes(self):
+        room = Room(PURE)
+        room.add(part(160, 0))
+        leaf = room.walk(part(160, 0)).edges[-1]
+        for position, rate in ((64, 0.5), (160, 0.01)):  # a document, and the answer behind it
+            room.rates.rates[room.index.watch(leaf, position, Kind.JUNCTION, 0)] = rate
+        room.add(part(160, 1000))
+        other = room.walk(part(160, 1000)).edges[-1]
+        room.rates.rates[room.index.watch(other, 160, Kind.JUNCTION, 0)] = 0.1
+        room.evictor.refresh()
+        assert room.make_room(8)
+        depths = [room.walk(part(160, start)).depth for start in (0, 1000)]
+        assert depths == [64, 128]  # all of the answer, then the end of what is worth more than it
+        assert room.make_room(8)
+        depths = [room.walk(part(160, start)).depth for start in (0, 1000)]
+        assert depths == [64, 0]
 
     def test_tails_and_states_are_compared_where_kv_alone_resumes(self):
         room = Room(PURE)

@@ -24,7 +24,8 @@ from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 REPEATED = 48  # the first class of those that were used at least twice: 8 for each of 6 kinds
-PLAIN = [c for c in range(CLASSES) if c not in (REPEATED, REPEATED + 1)]
+OWN_GAPS = list(range(REPEATED, REPEATED + 4))
+PLAIN = [c for c in range(CLASSES) if c not in OWN_GAPS]
 TURNS = (2, 3, 4, 15, 40, 2000)
 """As in `Lease.turn`: 1, 1, 2, 7, 20 and 1,000 turns before; odd ones go on from an answer."""
 
@@ -49,7 +50,8 @@ def fate(state):
 def test_classes():
     """Kinds, used or not, passed or not, covered or not are told apart while few uses are known;
     the ends of prompts and answers also by the turns before them and by where their request went
-    on from, until they are used or passed. Used twice, only whether it was passed matters."""
+    on from, until they are used or passed. Used twice, only whether it was passed and is covered
+    matters."""
     flags = [(u, p, c) for u in (0, 1) for p in (False, True) for c in (False, True)]
     plain = [fate(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
     assert sorted(plain) == list(range(REPEATED))
@@ -60,15 +62,15 @@ def test_classes():
         for role in (Kind.PROMPT_END, Kind.ANSWER_END)
         for covered in (False, True)
     ]
-    assert sorted(turns) == list(range(REPEATED + 2, CLASSES))
+    assert sorted(turns) == list(range(REPEATED + 4, CLASSES))
     for turn in TURNS:
         for uses, passed in ((1, False), (0, True), (1, True)):
             with_turn = fate(checkpoint(Kind.ANSWER_END, turn, uses, passed))
             assert with_turn == fate(checkpoint(Kind.ANSWER_END, 0, uses, passed))
     for kind in Kind:
         for uses in (2, 9):
-            assert fate(checkpoint(kind, 0, uses, False, True)) == REPEATED
-            assert fate(checkpoint(kind, 0, uses, True, False)) == REPEATED + 1
+            repeated = [fate(checkpoint(kind, 5, uses, p, c)) for _, p, c in flags[:4]]
+            assert repeated == OWN_GAPS
     for state in (
         checkpoint(Kind.TAIL),
         checkpoint(turn=4),
@@ -132,8 +134,8 @@ def test_without_data_every_hazard_fades_from_what_is_assumed():
     hazard = learnt_hazards(np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES)))
     fading = 0.8 ** np.arange(AGES)
     assert hazard[PLAIN] == pytest.approx(np.tile(1e-3 * fading, (len(PLAIN), 1)))
-    assert hazard[REPEATED] == pytest.approx(fading / 32)
-    assert hazard[REPEATED + 1] == pytest.approx(fading / 32)
+    for cls in OWN_GAPS:
+        assert hazard[cls] == pytest.approx(fading / 32)
 
 
 def test_few_observations_lean_on_the_next_wider_circle():
@@ -330,8 +332,9 @@ def test_rates_are_at_the_age_since_the_last_use():
     assert model.rate(turn, covered=True) == rates[class_of(turn, covered=True), age]
     used = checkpoint(uses=7)
     scale = 32 * 8 / 100
-    assert model.rate(used, used.is_covered()) == rates[REPEATED, age_class(7 * scale)] * scale
-    assert model.rate(used, covered=True) == model.rate(used, used.is_covered())
+    for is_covered in (False, True):
+        expected = rates[class_of(used, is_covered), age_class(7 * scale)] * scale
+        assert model.rate(used, is_covered) == expected
     for kind in Kind:
         for turn in (0, *TURNS):
             new = checkpoint(kind, turn if kind <= Kind.ANSWER_END else 0)

@@ -237,6 +237,39 @@ def test_a_prompt_whose_last_forward_has_no_room_is_too_large():
     assert result.miss_reasons == ["too_large"]
 
 
+def documents_in_batches(seed, batches=10, documents=30):
+    """Three rounds of questions about the documents of a batch; then there is another batch."""
+    rng = np.random.default_rng(seed)
+
+    def draw(low, high=None):
+        return rng.integers(0, 1000, rng.integers(low, high or low + 1), dtype=np.int32)
+
+    for batch in range(batches):
+        texts = [draw(500, 2500) for _ in range(documents)]
+        for turn in range(3):
+            question = draw(40)
+            for i, text in enumerate(texts):
+                prompt = np.concatenate([text, question])
+                yield Request(prompt, draw(100), documents * batch + i, turn, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("geometry", ["llama-3-8b", "jamba-1.5-mini"])
+def test_documents_in_use_outlive_those_that_were_popular(geometry, seed):
+    """Two batches fit, so none is lost to anyone who goes by recency; the past teaches more than
+    that, and must not teach less."""
+    shape = GEOMETRIES[geometry]
+    requests = list(documents_in_batches(seed))
+    budget = 2 * 30 * (1700 * shape.kv_bytes_per_token + 2 * shape.state_bytes())
+    ours = replay(requests, Ours(shape.spec(), budget))
+    recent = replay(
+        requests,
+        LeastRecentlyUsed(16, shape.kv_bytes_per_token, shape.state_bytes(), budget),
+    )
+    possible = replay(requests, Ceiling()).skipped_share
+    assert ours.skipped_share > max(recent.skipped_share, possible - 0.02)
+
+
 def test_what_is_not_installed_says_so():
     entry = ENGINES["vllm"]
     missing = type(entry)(entry.what, entry.build, module="no_such_package.at_all")
