@@ -74,7 +74,7 @@ class Intake:
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
 
-        first_id, self._next_id = self._next_id, self._next_id + n
+        first_id, self._next_id = self._next_id, self._next_id + int(n)
         seed = params.seed
         if seed is None:
             seed = (self.config.random_seed << 32) ^ first_id

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from differential import (
@@ -98,6 +99,14 @@ def test_requests_without_seed_differ_and_repeat_with_the_engines():
     assert len({tuple(tokens) for tokens in first}) == 3
     assert run() == first
     assert run(random_seed=1) != first
+
+
+def test_ids_are_plain_ints_whatever_counts_the_samples():
+    engine = tiny_engine()
+    requests = [engine.add_request(random_tokens(9), sampled(1), n=np.int64(2)) for _ in range(2)]
+    ids = [sample.request_id for request in requests for sample in request.samples]
+    assert ids == [0, 1, 2, 3] and {type(each) for each in ids} == {int}
+    assert [type(request.seed) for request in requests] == [int, int]
 
 
 def test_what_was_refused_changes_no_later_draw():
