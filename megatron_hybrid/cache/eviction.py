@@ -327,13 +327,11 @@ class Evictor:
         size = self._spec.block_size_tokens
         first = start // size  # the edge's start may lie inside a block
         rows = edge.pages(size)[first - edge.first_block :]
-        drop, per_block = len(rows), self._spec.kv_pages_per_block
+        end, drop, per_block = first + len(rows), len(rows), self._spec.kv_pages_per_block
         if not force:
             drop = min(drop, -(-wanted // per_block))
             if not self._spec.needs_state:
-                end = first + len(rows)
-                start = equal_start(edge, (end - drop) * size, self._spec, self._reuse)
-                drop = end - start // size
+                drop = end - equal_start(edge, (end - drop) * size, self._spec, self._reuse) // size
             held = self._allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
             if held.size:
                 drop -= int(held[-1]) // per_block + 1
@@ -341,6 +339,6 @@ class Evictor:
             if self.leaving is not None and not self._spec.needs_state:
                 self.leaving.blocks_leave(edge, edge.held_end)
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
-            self._index.drop_kv(edge, (first + len(rows) - drop) * size)
+            self._index.drop_kv(edge, (end - drop) * size)
             self._stats.kv_blocks_evicted += drop
         return drop > 0

@@ -412,7 +412,6 @@ class PrefixCache:
             self.decline(lease, [position])
             if watched is not None:
                 watched.refused = True
-            self._record(NOT_RESERVED, position)
             return None
         for rows in local_rows:
             self.allocator.retain(rows)
@@ -426,6 +425,8 @@ class PrefixCache:
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
+        for position in positions:
+            self._record(NOT_RESERVED, position)
 
     def publish_checkpoint(self, reservation: Reservation) -> bool:
         """The copy into reservation.pages was issued, after the forward and after a `commit` that

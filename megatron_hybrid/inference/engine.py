@@ -415,13 +415,13 @@ class DynamicInferenceEngine:
             RuntimeError: requests are running or waiting; nothing has changed.
             OSError: writing to the folder failed.
         """
-        running = sum(not request.done for request in self.scheduler.running)
+        running = len(self.scheduler.running) - len(self.scheduler.closing)
         if running or self.scheduler.waiting:
             raise RuntimeError(
                 f"{running} requests run and {len(self.scheduler.waiting)} wait: clear the cache "
                 "when all are answered, or cancel them"
             )
-        self.scheduler.retire_answered()
+        self.scheduler.retire_closing()
         self.offload.clear()
         self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())

@@ -121,9 +121,9 @@ class Scheduler:
                 positions = [work.end]
             inside = [position for position in positions if position < work.end]
             if len(inside) > captures_left:
-                kept = {*most_wanted(inside, lease.wanted, captures_left), work.end}
-                self.cache.decline(lease, [p for p in positions if p not in kept])
-                positions = [p for p in positions if p in kept]
+                declined = set(inside).difference(most_wanted(inside, lease.wanted, captures_left))
+                self.cache.decline(lease, sorted(declined))
+                positions = [position for position in positions if position not in declined]
             for position in positions:
                 reservation = self.cache.reserve_checkpoint(lease, position)
                 if reservation is not None:
@@ -133,7 +133,7 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
         while not self.cache.extend(request.lease, end):
-            closing = [r for r in self.running if r.status is RequestStatus.CLOSING]
+            closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
             plan.drop(victim)
             if closing:
@@ -373,9 +373,14 @@ class Scheduler:
         request.parked = None
         request.status = RequestStatus.CANCELLED
 
-    def retire_answered(self) -> None:
-        """Ends the requests that only run on for a state to be kept."""
-        for request in [r for r in self.running if r.status is RequestStatus.CLOSING]:
+    @property
+    def closing(self) -> list[Request]:
+        """Those that are answered and only run on for a state to be kept, in order of arrival."""
+        return [r for r in self.running if r.status is RequestStatus.CLOSING]
+
+    def retire_closing(self) -> None:
+        """Ends them as they are."""
+        for request in self.closing:
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
