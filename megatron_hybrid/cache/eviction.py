@@ -12,6 +12,7 @@ checkpoint its own and those of the KV that only leads to it.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,11 @@ from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 Key = tuple[int, float, int]
+
+MAX_RISEN = 64
+"""Keys that are found to have risen on the way to one item that goes next."""
+MAX_STALE = 64
+"""Entries of a queue that are not valid any more, beyond as many as are."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
@@ -131,7 +137,12 @@ class EvictionQueue:
     def __init__(self, key: Callable[[object], Key | None]):
         self._key = key
         self._heap: list[tuple[Key, int, object]] = []
+        self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
+
+    def __len__(self) -> int:
+        """Items, and some that went and were not noticed yet."""
+        return len(self._items)
 
     def add(self, item) -> None:
         """Enter an item if it is not in already."""
@@ -146,44 +157,58 @@ class EvictionQueue:
 
     def _push(self, item, key: Key | None) -> None:
         item.queued = key
-        if key is not None:
-            self._pushed += 1  # breaks ties in order of arrival
-            heapq.heappush(self._heap, (key, self._pushed, item))
+        if key is None:
+            self._items.pop(item, None)
+            return
+        self._items[item] = None
+        if len(self._heap) > 2 * len(self._items) + MAX_STALE:
+            self._heap[:] = [entry for entry in self._heap if entry[2].queued is entry[0]]
+            heapq.heapify(self._heap)
+        self._pushed += 1  # breaks ties in order of arrival
+        heapq.heappush(self._heap, (key, self._pushed, item))
 
     def least(self) -> Key | None:
-        """The least key; brings its item to the top."""
-        heap = self._heap
+        """The least key; brings its item to the top. After many keys rose at once it is the one
+        that was the least before."""
+        heap, risen = self._heap, 0
         while heap:
             key, _, item = heap[0]
-            if item.queued != key:
+            if item.queued is not key:
                 heapq.heappop(heap)
                 continue
             now = self._key(item)
-            if now == key:
+            if now == key or (now is not None and risen == MAX_RISEN):
                 return key
             heapq.heappop(heap)
             self._push(item, now)
-            if now is not None and now < key:  # it was the least before
-                return now
+            if now is not None:
+                if now < key:  # it was the least before
+                    return now
+                risen += 1
         return None
 
     def pop(self):
         """Take out the item of the least key; call `least` before."""
         item = heapq.heappop(self._heap)[2]
-        item.queued = None
+        self._push(item, None)
         return item
 
-    def refresh(self) -> int:
-        """Compute every key anew; returns how many items there are."""
-        # Once each: a key that went and came back has two entries.
-        items = dict.fromkeys(item for key, _, item in self._heap if item.queued == key)
-        self._heap.clear()
-        for item in items:
-            self._push(item, self._key(item))
-        return len(items)
+    def refresh(self, most: int) -> int:
+        """Compute the keys of the next `most` items anew, in rotation, each once at most; returns
+        how many there were."""
+        most = min(most, len(self._items))
+        for _ in range(most):
+            item, _ = self._items.popitem(last=False)
+            if item.queued is not None:
+                key = self._key(item)
+                self._items[item] = None
+                if key != item.queued:
+                    self._push(item, key)
+        return most
 
     def clear(self) -> None:
         self._heap.clear()
+        self._items.clear()
 
 
 class Leaving(Protocol):
@@ -272,13 +297,16 @@ class Evictor:
         if below is not None:
             self.checkpoints.lowered(below)
 
-    def refresh(self) -> int:
-        """Values changed with time and with what was learnt; returns how many there are."""
+    def num_values(self) -> int:
+        """Values that change with time and with what is learnt."""
+        return len(self.checkpoints) + (0 if self._spec.needs_state else len(self.tails))
+
+    def refresh(self, most: int) -> None:
+        """Compute the next `most` of them anew, in rotation."""
         self._stamp = None
-        num_items = self.checkpoints.refresh()
+        done = self.checkpoints.refresh(most)
         if not self._spec.needs_state:
-            num_items += self.tails.refresh()
-        return num_items
+            self.tails.refresh(most - done)
 
     def clear(self) -> None:
         """The index was cleared."""

@@ -48,6 +48,7 @@ from megatron_hybrid.cache.report import (
     PrefixReport,
 )
 from megatron_hybrid.cache.reuse import Kind, ReuseModel
+from megatron_hybrid.cache.rounds import Rounds
 from megatron_hybrid.cache.salts import FirstBlocks
 from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.cache.tree import Checkpoint, Edge
@@ -62,6 +63,9 @@ MIN_KNOWN_TOKENS = 1 << 22
 """Tokens that it may know in any case (16 MiB, and about 2 KiB for each sequence): a small pool's
 sessions are away for longer than their tokens would be known, and a session that comes back as a
 stranger teaches nothing."""
+
+AT_ONCE = 512
+"""States that one request counts or orders anew at most: one or two milliseconds."""
 
 
 class PrefixCache:
@@ -95,7 +99,8 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._tick = 0
-        self._learn_at = self._refresh_at = 0
+        self._learning = Rounds(least=16, share=16, at_once=AT_ONCE)
+        self._ordering = Rounds(least=4, share=8, at_once=AT_ONCE)
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._first_blocks = FirstBlocks(spec.block_size_tokens)
@@ -690,15 +695,14 @@ class PrefixCache:
         self._want(lease, wanted)
 
     def _keep_up(self) -> None:
-        """Now and then, learn from what became of all states and order them anew: often enough for
-        what is stored, and at a constant cost per request whatever the number of states."""
+        """Now and then, learn from what became of all states and order them anew."""
         now = self._reuse.now
-        if now >= self._learn_at:
-            watched = list(self._index.checkpoints())
-            self._reuse.learn(watched)
-            self._learn_at = now + max(16, len(watched) // 16)
-        if now >= self._refresh_at:
-            self._refresh_at = now + max(4, self._evictor.refresh() // 8)
+        if part := self._learning.due(now, self._index.num_watched):
+            self._reuse.count(self._index.next_watched(part))
+            if not self._learning.left:
+                self._reuse.learn()
+        if part := self._ordering.due(now, self._evictor.num_values):
+            self._evictor.refresh(part)
 
     def _make_room_for_state(
         self,

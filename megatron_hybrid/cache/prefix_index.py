@@ -7,7 +7,7 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -46,6 +46,7 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
+        self._watched: deque[Checkpoint] = deque()  # all; the forgotten go when their turn comes
         self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
@@ -268,7 +269,19 @@ class PrefixIndex:
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
             checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
+            self._watched.append(checkpoint)
         return checkpoint
+
+    def num_watched(self) -> int:
+        """Checkpoints, and forgotten ones whose turn in `next_watched` has not come yet."""
+        return len(self._watched)
+
+    def next_watched(self, num_turns: int) -> list[Checkpoint]:
+        """The checkpoints that are among the next num_turns of all, in rotation."""
+        turns = [self._watched.popleft() for _ in range(min(num_turns, len(self._watched)))]
+        found = [checkpoint for checkpoint in turns if checkpoint.edge is not None]
+        self._watched.extend(found)
+        return found
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
         """Forget positions without a state, the longest unused first, beyond the limit. It looks at
@@ -443,6 +456,7 @@ class PrefixIndex:
             edge.parent = None
         self._roots.clear()
         self._forgettable.clear()
+        self._watched.clear()
         self.num_tokens = self.num_held_tokens = self.num_checkpoints = 0
 
     def check_integrity(self) -> np.ndarray:
@@ -499,6 +513,9 @@ class PrefixIndex:
             for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
+        turns = [id(checkpoint) for checkpoint in self._watched if checkpoint.edge is not None]
+        if sorted(turns) != sorted(id(checkpoint) for checkpoint in self.checkpoints()):
+            raise RuntimeError("a checkpoint has no turn in the rotation, or two")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(

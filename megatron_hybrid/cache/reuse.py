@@ -119,9 +119,9 @@ class ReuseModel:
         # Yet to be counted, flat: (class, age) and (class, from age, to age).
         self._uses: list[float] = []
         self._spans: list[float] = []
-        # Lists: it is looked up one by one, which numpy is slow at.
-        self._rate_CA = np.full((CLASSES, AGES), _AT_FIRST).tolist()
         self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
+        self._rate_CA: list[list[float]] = []  # it is looked up one by one, numpy is slow at that
+        self.learn()
 
     def observe(self, path: Path, resumed: Checkpoint | None) -> tuple[int, int]:
         """A prompt was admitted. Counts which states it used or would have used, and how far before
@@ -210,10 +210,15 @@ class ReuseModel:
         self._spans += (cls, start, end)
         checkpoint.counted = self.now
 
-    def learn(self, watched: Iterable[Checkpoint]) -> None:
-        """Bring the rates up to date. watched: every checkpoint whose tokens are known."""
+    def count(self, watched: Iterable[Checkpoint]) -> None:
+        """The time at risk of these checkpoints is counted up to now. Before `learn`, each whose
+        tokens are known has its turn."""
         for checkpoint in watched:
             self.changes(checkpoint)
+        self.counts()
+
+    def learn(self) -> None:
+        """Bring the rates up to date with what was counted."""
         uses_CA, risk_CA = self.counts()
         mean = mean_rate(uses_CA, risk_CA)
         hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)

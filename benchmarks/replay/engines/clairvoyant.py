@@ -145,7 +145,7 @@ class Clairvoyant:
         self._running += 1
         self._save(path, skipped)
         if self._now >= self._refresh_at:
-            self._states.refresh()
+            self._states.refresh(len(self._states))
             self._refresh_at = self._now + max(4, self.num_states // 8)
         return Running(skipped, index, list(path))
 

@@ -7,6 +7,8 @@ import pytest
 from simulator import Simulator
 
 from megatron_hybrid.cache.eviction import (
+    MAX_RISEN,
+    MAX_STALE,
     EvictionQueue,
     Evictor,
     checkpoint_value,
@@ -307,20 +309,28 @@ class TestEvictionQueue:
         queue, (a, b, c) = self.make(2.0, 1.0, 3.0)
         a.key, c.key = (0, 0.5, 0), None
         assert queue.least() == (0, 1.0, 0)
-        queue.refresh()
+        assert queue.refresh(99) == 3
         assert drain(queue) == [a, b]
         assert c.queued is None
         c.key = (0, 7.0, 0)
         queue.add(c)
         assert drain(queue) == [c]
 
-    def test_refresh_counts_an_item_once_whose_key_went_and_came_back(self):
+    def test_refresh_comes_round_to_all_a_part_at_a_time(self):
+        queue, items = self.make(*map(float, range(1, 8)))
+        looked_at = []
+        queue._key = lambda item: looked_at.append(items.index(item)) or item.key
+        assert [queue.refresh(3) for _ in range(5)] == [3] * 5
+        assert looked_at == [*range(7), *range(7), 0]
+        assert queue.refresh(99) == 7
+
+    def test_refresh_comes_once_to_an_item_whose_key_went_and_came_back(self):
         queue, (a, b) = self.make(2.0, 3.0)
         a.key = (0, 0.5, 0)
         queue.lowered(a)
         a.key = (0, 2.0, 0)
         assert queue.least() == (0, 2.0, 0)
-        assert queue.refresh() == 2
+        assert queue.refresh(99) == len(queue) == 2
         assert drain(queue) == [a, b]
 
     def test_refresh_does_not_bring_back_what_was_taken_out(self):
@@ -329,8 +339,34 @@ class TestEvictionQueue:
         queue.lowered(a)  # its first entry stays behind
         assert queue.least() == (0, 0.5, 0)
         assert queue.pop() is a
-        queue.refresh()
-        assert drain(queue) == [b]
+        assert queue.refresh(99) == 1
+        b.queued = None  # taken out by the index
+        assert queue.refresh(99) == 1
+        assert len(queue) == 0
+        assert drain(queue) == []
+
+    def test_entries_that_are_not_valid_any_more_do_not_pile_up(self):
+        queue, items = self.make(*map(float, range(1, 21)))
+        for fall in range(1, 200):
+            for item in items[10:]:
+                item.key = (0, 100.0 - fall / 10 + items.index(item), 0)
+                queue.refresh(1)
+        assert len(queue._heap) <= 2 * 20 + MAX_STALE + 1
+        queue.refresh(20)
+        assert drain(queue) == items
+
+    def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):
+        """Nobody waits until all of them were looked at."""
+        queue, items = self.make(*map(float, range(1, 1001)))
+        looked_at = []
+        queue._key = lambda item: looked_at.append(item) or item.key
+        for item in items:
+            item.key = (0, item.key[1] + 5000, 0)
+        assert queue.least() == (0, MAX_RISEN + 1, 0)
+        assert len(looked_at) == MAX_RISEN + 1
+        assert queue.pop() is items[MAX_RISEN]
+        queue.refresh(1000)
+        assert drain(queue) == items[:MAX_RISEN] + items[MAX_RISEN + 1 :]
 
     def test_clear(self):
         queue, _ = self.make(1.0, 2.0)
@@ -405,6 +441,9 @@ class Room:
     def stored(self):
         return {c.position for c in self.index.checkpoints() if c.pages is not None}
 
+    def refresh(self):
+        self.evictor.refresh(self.evictor.num_values())
+
     def make_room(self, more, **options):
         return self.evictor.make_room(self.pool.num_free + more, **options)
 
@@ -434,7 +473,7 @@ class TestEvictor:
         for start, used in ((0, 5), (1000, 3), (2000, 4)):
             room.add(part(32, start))
             room.save(part(32, start)).last_use = used
-        room.evictor.refresh()
+        room.refresh()
         room.make_room(1)
         assert {c.last_use for c in room.index.checkpoints() if c.pages is not None} == {5, 4}
 
@@ -579,7 +618,7 @@ class TestEvictor:
         other = room.save(part(240, 1000))  # 240 / 17
         assert room.evictor.checkpoints.least() == (1, 240 / 17, 0)
         middle = room.save(part(160, 0))  # now 160 / 12, or to the fork 160 / 12
-        room.evictor.refresh()
+        room.refresh()
         room.make_room(3)  # without the fork's tail
         assert [c.pages is None for c in (tip, middle, other)] == [True, False, False]
 
@@ -590,7 +629,7 @@ class TestEvictor:
             room.save(part(32, start), 1.0 + start)
         popular = room.walk(part(32, 1000)).deepest_checkpoint()
         room.rates.rates[popular] = 0.5
-        room.evictor.refresh()
+        room.refresh()
         room.make_room(1)
         assert popular.pages is None
 
@@ -601,7 +640,7 @@ class TestEvictor:
         room.rates.now = 10
         room.add(part(32, 1000), tick=9)
         assert room.evictor.tails.least() == (1, 16 / 2, 9)
-        room.evictor.refresh()
+        room.refresh()
         assert room.evictor.tails.least() == (1, 16 / 11, 0)
         room.make_room(1)
         assert room.walk(part(32, 0)).depth == 16
@@ -615,7 +654,7 @@ class TestEvictor:
         room.add(part(160, 1000))
         other = room.walk(part(160, 1000)).edges[-1]
         room.rates.rates[room.index.watch(other, 160, Kind.JUNCTION, 0)] = 0.1
-        room.evictor.refresh()
+        room.refresh()
         assert room.make_room(8)
         depths = [room.walk(part(160, start)).depth for start in (0, 1000)]
         assert depths == [64, 128]  # all of the answer, then the end of what is worth more than it

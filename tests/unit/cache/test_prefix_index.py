@@ -451,6 +451,24 @@ def test_a_dropped_checkpoint_leaves_its_position():
     assert tree.walk(counting(40)).missed_state(above=0) is None
 
 
+def test_each_checkpoint_has_its_turn_until_it_is_forgotten():
+    tree = Tree()
+    tree.add(counting(40))
+    a, b, c = (tree.watch(counting(p)) for p in (10, 20, 30))
+    assert tree.index.next_watched(2) == [a, b]
+    d = tree.watch(counting(35))  # new ones come last
+    assert tree.index.next_watched(3) == [c, a, b]
+    assert tree.index.num_watched() == 4
+    assert tree.index.next_watched(9) == [d, c, a, b]
+    tree.drop(counting(40), 20)
+    tree.index.forget(20)
+    assert tree.index.next_watched(2) == []  # the turns of those that went
+    assert tree.index.num_watched() == 2
+    assert tree.index.next_watched(9) == [a, b]
+    tree.index.clear()
+    assert tree.index.num_watched() == 0
+
+
 def test_watching_a_position_again_finds_its_record():
     tree = Tree()
     tree.add(counting(40))

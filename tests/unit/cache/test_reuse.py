@@ -257,9 +257,9 @@ def test_learning_counts_half_after_a_thousand_requests():
     model = ReuseModel()
     model._uses_CA[0][3], model._risk_CA[0][3] = 8, 800
     model.now = 1000
-    model.learn([])
+    model.learn()
     assert (model._uses_CA[0][3], model._risk_CA[0][3]) == (4, 400)
-    model.learn([])
+    model.learn()
     assert model._uses_CA[0][3] == 4
 
 
@@ -281,7 +281,7 @@ def test_learning_tells_turns_apart_by_who_goes_on():
     model = ReuseModel()
     early, late = sessions_of(model, 5, 1.0, 20), sessions_of(model, 9, 0.1, 20)
     for _ in range(5):
-        model.learn([])
+        model.learn()
     rates = model._rate_CA
     assert rates[early][0] == pytest.approx(1 / 20, rel=0.25)
     assert rates[late][0] < 0.2 * rates[early][0]
@@ -296,7 +296,7 @@ def test_what_sessions_go_on_from_is_learnt_apart():
     from_prompts = [sessions_of(model, turn, 1.0, 5) for turn in (4, 6)]
     from_answers = [sessions_of(model, turn, share, 100) for turn, share in ((5, 0.9), (7, 0.3))]
     for _ in range(5):
-        model.learn([])
+        model.learn()
     for row in from_prompts:
         assert model._rate_CA[row][0] == pytest.approx(1 / 5, rel=0.25)
     for row in from_answers:
@@ -310,7 +310,7 @@ def test_what_sessions_go_on_from_is_learnt_apart():
 def test_sessions_that_were_never_seen_are_expected_like_all_others():
     model = ReuseModel()
     model._uses_CA[8][4], model._risk_CA[8][4] = 500, 5000
-    model.learn([])
+    model.learn()
     never = fate(checkpoint(Kind.ANSWER_END, 5))
     assert model._rate_CA[never][0] == pytest.approx(model._rate_CA[16][0], rel=0.5)
     assert model._rate_CA[never][0] > 0.03
@@ -533,7 +533,8 @@ SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=80_000, hidden_bytes=64)
 def after_chats(num_pages):
     cache = PrefixCache(SPEC, num_pages)
     chats(cache, 60, seed=1)
-    cache._reuse.learn(list(cache._index.checkpoints()))
+    cache._reuse.count(cache._index.checkpoints())
+    cache._reuse.learn()
     cache.check_integrity()
     return cache
 
