@@ -24,7 +24,7 @@ from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import prometheus_text
 from megatron_hybrid.inference.offload import Offload, disk_tier
-from megatron_hybrid.inference.output import OutputProcessor
+from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
@@ -330,6 +330,7 @@ class DynamicInferenceEngine:
 
     def _events(self, request: Request) -> Iterator[StreamEvent]:
         self.scheduler.add(request)
+        growing = GrowingText(self.output.tokenizer, request.params.stop_words)
         num_tokens = num_chars = 0
         done = False
         try:
@@ -337,11 +338,11 @@ class DynamicInferenceEngine:
                 if not request.done:  # another stream's step may have answered it
                     self.step()
                 done = request.done
-                tokens = request.generated_tokens[num_tokens:]
-                if not tokens and not done:
+                if request.num_generated == num_tokens and not done:
                     continue
-                text = request.generated_text or "" if done else self.output.partial_text(request)
-                num_tokens += len(tokens)
+                answer = request.generated_tokens
+                tokens, num_tokens = answer[num_tokens:], len(answer)
+                text = request.generated_text or "" if done else growing.of(answer)
                 yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
                 num_chars = max(num_chars, len(text))
             while not request.closed:

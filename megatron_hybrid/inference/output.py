@@ -1,5 +1,7 @@
 """From drawn tokens to answers: appending, scoring, stopping, text."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megatron_hybrid.inference.request import Request
@@ -54,14 +56,6 @@ class OutputProcessor:
         if self.tokenizer is not None:
             request.generated_text = self._text(request)
 
-    def partial_text(self, request: Request) -> str:
-        """The text that is sure to stay: less what may begin a stop string or a character."""
-        if self.tokenizer is None:
-            return ""
-        text = self.tokenizer.detokenize(request.generated_tokens).rstrip("\ufffd")
-        held = max((len(word) - 1 for word in request.params.stop_words), default=0)
-        return text[: max(0, len(text) - held)]
-
     def _ends_with_stop_word(self, request: Request) -> bool:
         words = request.params.stop_words
         if not words:
@@ -85,3 +79,35 @@ class OutputProcessor:
         start, word = min(found)
         keep = request.params.detokenize_stop_sequence
         return text[: start + len(word)] if keep else text[:start]
+
+
+class GrowingText:
+    """The text of an answer under way, of which each token is detokenized a few times at most.
+
+    Args:
+        tokenizer: None: there is no text.
+        stop_words: what may begin one of them is held back.
+    """
+
+    def __init__(self, tokenizer, stop_words: Sequence[str]):
+        self._tokenizer = tokenizer
+        self._held = max((len(word) - 1 for word in stop_words), default=0)
+        self._text = ""  # of the tokens before _read
+        self._start = self._read = 0
+
+    def of(self, tokens: Sequence[int]) -> str:
+        """The text that is sure to stay: less what may begin a stop string or a character.
+
+        tokens: those of the call before, and more behind them.
+        """
+        if self._tokenizer is None:
+            return ""
+        # A tokenizer may write its first token in another way, without the space before it: the
+        # last ones that had text are read again, and what comes behind their text is new.
+        known = len(self._tokenizer.detokenize(tokens[self._start : self._read]))
+        new = self._tokenizer.detokenize(tokens[self._start :])[known:]
+        sure = new.rstrip("\ufffd")
+        text = self._text + sure
+        if sure and sure == new:
+            self._text, self._start, self._read = text, self._read, len(tokens)
+        return text[: max(0, len(text) - self._held)]

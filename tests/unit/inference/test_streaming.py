@@ -3,12 +3,16 @@
 import itertools
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 from scripted import EOD, PIECES, ByteTokenizer, scripted_engine
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatron_hybrid.inference.output import GrowingText
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43]
 
@@ -81,6 +85,77 @@ def test_what_may_begin_a_stop_string_is_held_back(monkeypatch):
     assert "".join(event.text for event in events) == "aSTa"
     assert events[-1].result.finish_reason == "stop"
     assert len(events) == 5  # the token after the stop string is never drawn
+
+
+TEXTS = ["a b, c", " two  spaces", "é€ 漢字 🙂🙂", "\ufffd", "lines\n\nmore\n", "don't stop", ""]
+
+
+def trained(pre_tokenizer, decoder, special=()):
+    """A tokenizer of the `tokenizers` library."""
+    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizer, decoder
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<eod>", *special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([*TEXTS, "the cat sat on the mat"], trainer)
+    return Tokenizer(inner, 0)
+
+
+TOKENIZERS = {
+    "bytes": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+    "spaces": trained(pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "sentencepiece": trained(  # as Llama 2 has it
+        pre_tokenizers.Metaspace(),
+        decoders.Sequence(
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        [f"<0x{byte:02X}>" for byte in range(256)],
+    ),
+}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(TOKENIZERS)),
+    texts=st.lists(st.sampled_from(TEXTS), max_size=5),
+    noise=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 99)), max_size=6),
+    steps=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
+    """Also around special tokens, bytes that are no text, and characters of several tokens."""
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.tokenize("".join(texts))
+    for place, token in noise:
+        tokens.insert(min(place, len(tokens)), token)
+    growing, end = GrowingText(tokenizer, ()), 0
+    for step in itertools.cycle(steps):
+        if end >= len(tokens):
+            break
+        end = min(len(tokens), end + step)
+        whole = tokenizer.detokenize(tokens[:end]).rstrip("\ufffd")
+        assert growing.of(tokens[:end]) == whole
+
+
+def test_growing_text_reads_each_token_a_few_times():
+    read = []
+
+    class Counting(ByteTokenizer):
+        def detokenize(self, ids):
+            read.append(len(ids))
+            return super().detokenize(ids)
+
+    growing, tokens = GrowingText(Counting(), ["STOP"]), [0, 7, 8, EOD, 10, 11] * 500
+    for end in range(1, len(tokens) + 1):
+        text = growing.of(tokens[:end])
+    assert text == ("aé€" * 500)[:-3]
+    assert sum(read) < 6 * len(tokens)
 
 
 def test_a_stream_of_text_equals_generate():
