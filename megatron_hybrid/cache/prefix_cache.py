@@ -56,14 +56,13 @@ from megatron_hybrid.cache.tree import Checkpoint, Edge
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
 this many per page of the pool (4 KiB of host memory)."""
-KNOWN_TOKENS = 1.4
+KNOWN_TOKENS = 1.5
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
-without KV about 2); what was dropped still teaches where prompts part."""
-MIN_KNOWN_TOKENS = 1 << 22
-"""Tokens that it may know in any case (16 MiB, and about 2 KiB for each sequence): a small pool's
-sessions are away for longer than their tokens would be known, and a session that comes back as a
-stranger teaches nothing."""
-
+without KV about 2); what was dropped still teaches where prompts part. A sequence counts as
+`SEQUENCE_TOKENS` more."""
+MIN_KNOWN_TOKENS = 1 << 24
+"""Tokens that it may know in any case (64 MiB): a small pool's sessions are away for longer than
+their tokens would be known, and a session that comes back as a stranger teaches nothing."""
 AT_ONCE = 512
 """States that one request counts or orders anew at most: one or two milliseconds."""
 

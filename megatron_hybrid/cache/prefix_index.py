@@ -18,6 +18,9 @@ from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, Root, common_pref
 
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge that are kept."""
+SEQUENCE_TOKENS = 512
+"""What an edge that ends in nothing but known tokens, with the positions that are watched on it,
+takes besides its tokens, in tokens (2 KiB)."""
 MAX_WATCHED = 32
 """Positions without a stored state that one edge remembers; the longest unused goes first."""
 
@@ -367,9 +370,12 @@ class PrefixIndex:
 
     def forget(self, limit: int) -> int:
         """Forget known tokens, the longest unused first, until no more than `limit` are left or all
-        that are left are needed. Returns how many went."""
+        that are left are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Returns how many
+        tokens went."""
         before = self.num_tokens
-        while self.num_tokens > limit and self._forgettable:
+        while self._forgettable and (
+            self.num_tokens + SEQUENCE_TOKENS * len(self._forgettable) > limit
+        ):
             leaf, _ = self._forgettable.popitem(last=False)
             self._forget_tail(leaf)
         return before - self.num_tokens

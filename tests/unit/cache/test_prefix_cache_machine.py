@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulator import Simulator, cached_paths, known_tokens, stored
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.prefix_index import SEQUENCE_TOKENS
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
@@ -63,7 +64,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         name=st.sampled_from(sorted(SPECS)),
         mode=st.sampled_from(MODES),
         num_pages=st.one_of(st.integers(2, 60), st.integers(60, 200)),
-        known_limit=st.sampled_from([100, 500, 1 << 20]),
+        known_limit=st.sampled_from([100, 1500, 1 << 20]),
     )
     def make(self, name, mode, num_pages, known_limit=1 << 20):
         self.spec = SPECS[name]
@@ -403,7 +404,7 @@ LONG_RUN_STEPS = 60
 def test_tokens_without_a_state_are_forgotten_where_they_are_all_that_is_kept():
     """Where nothing attends to everything, the bound on known tokens takes what no state needs."""
     machine = PrefixCacheMachine()
-    machine.make(name="chunks only", mode="restore", num_pages=7, known_limit=100)
+    machine.make(name="chunks only", mode="restore", num_pages=7, known_limit=100 + SEQUENCE_TOKENS)
     machine.serve(of=0, part=0.0, length=51, pattern=1, chunk=1, answer=0)
     machine.nothing_is_lost_without_need()
     machine.serve(of=0, part=0.0, length=50, pattern=0, chunk=1, answer=0)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_hybrid.cache import prefix_index
 from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import (
@@ -14,6 +15,12 @@ from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.tree import Edge, common_prefix
 
 B = 16
+
+
+@pytest.fixture(autouse=True)
+def tokens_alone_count(monkeypatch):
+    """So that limits can be given in tokens."""
+    monkeypatch.setattr(prefix_index, "SEQUENCE_TOKENS", 0)
 
 
 class Tree:
@@ -540,6 +547,25 @@ def test_states_are_counted_on_every_edge_above_them():
 
 
 # ---- forgetting ----
+
+
+def test_a_sequence_counts_as_more_than_its_tokens(monkeypatch):
+    """What is watched on its way, and the tree itself, take memory too."""
+    monkeypatch.setattr(prefix_index, "SEQUENCE_TOKENS", 100)
+    tree = Tree()
+    for start in (0, 100, 200):
+        tree.add(counting(20, start))
+    tree.index.forget(0)
+    assert tree.index.num_tokens == 60  # what is held is bounded by the pool
+    for start in (0, 100, 200):
+        tree.drop(counting(20, start), 0)
+    tree.index.forget(3 * 120)
+    assert tree.index.num_tokens == 60
+    tree.index.forget(3 * 120 - 1)
+    assert tree.index.num_tokens == 40
+    tree.index.forget(120)
+    assert [tree.walk(counting(20, start)).known for start in (0, 100, 200)] == [0, 0, 20]
+    tree.check()
 
 
 def test_the_longest_unused_tokens_are_forgotten_first_and_no_more_than_needed():
