@@ -63,8 +63,10 @@ without KV about 2); what was dropped still teaches where prompts part. A sequen
 MIN_KNOWN_TOKENS = 1 << 24
 """Tokens that it may know in any case (64 MiB): a small pool's sessions are away for longer than
 their tokens would be known, and a session that comes back as a stranger teaches nothing."""
-AT_ONCE = 512
-"""States that one request counts or orders anew at most: one or two milliseconds."""
+COUNTED_AT_ONCE = 2048
+"""Watched positions whose time at risk one request counts at most: about two milliseconds."""
+ORDERED_AT_ONCE = 512
+"""Values that one request computes anew at most: two to four milliseconds."""
 
 
 class PrefixCache:
@@ -98,8 +100,8 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._tick = 0
-        self._learning = Rounds(least=16, share=16, at_once=AT_ONCE)
-        self._ordering = Rounds(least=4, share=8, at_once=AT_ONCE)
+        self._learning = Rounds(least=16, share=16, at_once=COUNTED_AT_ONCE)
+        self._ordering = Rounds(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._first_blocks = FirstBlocks(spec.block_size_tokens)

@@ -651,7 +651,8 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """However much is known, a request looks at so many states at most, and still each has its turn
     in time."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
-    monkeypatch.setattr(prefix_cache, "AT_ONCE", 64)
+    monkeypatch.setattr(prefix_cache, "COUNTED_AT_ONCE", 64)
+    monkeypatch.setattr(prefix_cache, "ORDERED_AT_ONCE", 64)
     for where, name in ((Evictor, "_key"), (prefix_cache, "tail_key"), (ReuseModel, "changes")):
         call = getattr(where, name)
         monkeypatch.setattr(
