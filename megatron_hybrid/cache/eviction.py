@@ -26,7 +26,7 @@ from megatron_hybrid.cache.tree import Checkpoint, Edge
 Key = tuple[int, float, int]
 
 MAX_RISEN = 64
-"""Keys that are found to have risen on the way to one item that goes next."""
+"""Values that are found to have risen, as after learning, on the way to one item that goes next."""
 MAX_STALE = 64
 """Entries of a queue that are not valid any more, beyond as many as are."""
 
@@ -132,16 +132,22 @@ class EvictionQueue:
 
     An item's `queued` is the key of its one valid entry. A key that rose is noticed when the
     entry surfaces; one that fell has to be told (`lowered`), or waits for `refresh`.
+
+    Args:
+        key: of an item; None: it cannot go.
+        max_risen: keys found to have risen on the way to the least one, beyond which the next item
+            is taken for the least (None: no bound; as many rise as were used since).
     """
 
-    def __init__(self, key: Callable[[object], Key | None]):
+    def __init__(self, key: Callable[[object], Key | None], max_risen: int | None = None):
         self._key = key
+        self._max_risen = max_risen
         self._heap: list[tuple[Key, int, object]] = []
         self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
 
     def __len__(self) -> int:
-        """Items, and some that went and were not noticed yet."""
+        """Items, those aside that cannot go any more and were not noticed yet."""
         return len(self._items)
 
     def add(self, item) -> None:
@@ -168,8 +174,8 @@ class EvictionQueue:
         heapq.heappush(self._heap, (key, self._pushed, item))
 
     def least(self) -> Key | None:
-        """The least key; brings its item to the top. After many keys rose at once it is the one
-        that was the least before."""
+        """The least key, or that of the item that was the least before many rose at once; brings
+        the item to the top."""
         heap, risen = self._heap, 0
         while heap:
             key, _, item = heap[0]
@@ -177,8 +183,8 @@ class EvictionQueue:
                 heapq.heappop(heap)
                 continue
             now = self._key(item)
-            if now == key or (now is not None and risen == MAX_RISEN):
-                return key
+            if now == key or (now is not None and risen == self._max_risen):
+                return now
             heapq.heappop(heap)
             self._push(item, now)
             if now is not None:
@@ -190,8 +196,12 @@ class EvictionQueue:
     def pop(self):
         """Take out the item of the least key; call `least` before."""
         item = heapq.heappop(self._heap)[2]
-        self._push(item, None)
+        self.discard(item)
         return item
+
+    def discard(self, item) -> None:
+        """Take an item out, if it is in."""
+        self._push(item, None)
 
     def refresh(self, most: int) -> int:
         """Compute the keys of the next `most` items anew, in rotation, each once at most; returns
@@ -236,7 +246,7 @@ class Evictor:
         record: Callable[..., None],
     ):
         self.tails = tails
-        self.checkpoints = EvictionQueue(self._key)
+        self.checkpoints = EvictionQueue(self._key, MAX_RISEN)
         self.leaving: Leaving | None = None
         self._spec = spec
         self._index = index
@@ -246,6 +256,7 @@ class Evictor:
         self._record = record
         self._stamp: tuple[int, int] | None = None
         self._least_state: Key | None = None
+        self._tails_due = 0.0  # of those to be computed anew, behind the part that was
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -302,11 +313,14 @@ class Evictor:
         return len(self.checkpoints) + (0 if self._spec.needs_state else len(self.tails))
 
     def refresh(self, most: int) -> None:
-        """Compute the next `most` of them anew, in rotation."""
+        """Compute the next `most` of them anew, in rotation: of states and tails alike."""
         self._stamp = None
-        done = self.checkpoints.refresh(most)
         if not self._spec.needs_state:
-            self.tails.refresh(most - done)
+            self._tails_due += most * len(self.tails) / max(1, self.num_values())
+            num_tails = int(self._tails_due)
+            self._tails_due -= num_tails
+            most -= self.tails.refresh(num_tails)
+        self.checkpoints.refresh(most)
 
     def clear(self) -> None:
         """The index was cleared."""
@@ -345,6 +359,7 @@ class Evictor:
         if below is not None:
             self._reuse.changes(below)
         self._index.drop_checkpoint(checkpoint)
+        self.checkpoints.discard(checkpoint)
         self._stats.checkpoints_evicted += 1
         return True
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 import numpy as np
 
 from megatron_hybrid.cache.eviction import (
+    MAX_RISEN,
     EvictionQueue,
     Evictor,
     Leaving,
@@ -55,7 +56,7 @@ from megatron_hybrid.cache.tree import Checkpoint, Edge
 
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
-this many per page of the pool (4 KiB of host memory)."""
+this many per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
 KNOWN_TOKENS = 1.5
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
 without KV about 2); what was dropped still teaches where prompts part. A sequence counts as
@@ -89,7 +90,10 @@ class PrefixCache:
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
         self._reuse = ReuseModel(spec.needs_state)
-        tails = EvictionQueue(lambda edge: tail_key(edge, spec, self._reuse, self._tick))
+        tails = EvictionQueue(
+            lambda edge: tail_key(edge, spec, self._reuse, self._tick),
+            None if spec.needs_state else MAX_RISEN,
+        )
         self._index = PrefixIndex(
             spec.block_size_tokens, spec.kv_pages_per_block, self.allocator, tails.add
         )
@@ -105,11 +109,11 @@ class PrefixCache:
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._first_blocks = FirstBlocks(spec.block_size_tokens)
+        known = TOKENS_PER_PAGE * num_pages
         if spec.kv_pages_per_block:
             fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
-            self._known_limit = max(MIN_KNOWN_TOKENS, int(KNOWN_TOKENS * fits))
-        else:
-            self._known_limit = TOKENS_PER_PAGE * num_pages
+            known = int(KNOWN_TOKENS * fits)
+        self._known_limit = max(MIN_KNOWN_TOKENS, known)
         self._rung_tokens = None
         if spec.needs_state and mode == "restore":
             self._rung_tokens = rung_distance(
@@ -702,7 +706,7 @@ class PrefixCache:
             self._reuse.count(self._index.next_watched(part))
             if not self._learning.left:
                 self._reuse.learn()
-        if part := self._ordering.due(now, self._evictor.num_values):
+        if part := self._ordering.due(now, self._evictor.num_values()):
             self._evictor.refresh(part)
 
     def _make_room_for_state(

@@ -21,6 +21,8 @@ MAX_EMPTY_ROOTS = 256
 SEQUENCE_TOKENS = 512
 """What an edge that ends in nothing but known tokens, with the positions that are watched on it,
 takes besides its tokens, in tokens (2 KiB)."""
+MAX_FORGOTTEN = 64
+"""Forgotten positions that are still in the rotation of all, beyond as many as are watched."""
 MAX_WATCHED = 32
 """Positions without a stored state that one edge remembers; the longest unused goes first."""
 
@@ -49,11 +51,15 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
-        self._watched: deque[Checkpoint] = deque()  # all; the forgotten go when their turn comes
+        self._watched: deque[Checkpoint] = (
+            deque()
+        )  # in rotation; among them some that are forgotten
         self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
+        self.num_watched = 0
+        """Checkpoints, stored or not."""
         self.num_state_changes = 0
         """States that were stored or dropped so far."""
 
@@ -272,17 +278,24 @@ class PrefixIndex:
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
             checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
+            self.num_watched += 1
+            if len(self._watched) > 2 * self.num_watched + MAX_FORGOTTEN:
+                self._watched = deque(c for c in self._watched if c.edge is not None)
             self._watched.append(checkpoint)
         return checkpoint
 
-    def num_watched(self) -> int:
-        """Checkpoints, and forgotten ones whose turn in `next_watched` has not come yet."""
-        return len(self._watched)
+    def _unwatch(self, checkpoint: Checkpoint) -> None:
+        del checkpoint.edge.checkpoints[checkpoint.position]
+        checkpoint.edge = None
+        self.num_watched -= 1
 
-    def next_watched(self, num_turns: int) -> list[Checkpoint]:
-        """The checkpoints that are among the next num_turns of all, in rotation."""
-        turns = [self._watched.popleft() for _ in range(min(num_turns, len(self._watched)))]
-        found = [checkpoint for checkpoint in turns if checkpoint.edge is not None]
+    def next_watched(self, most: int) -> list[Checkpoint]:
+        """The next checkpoints in rotation, each once at most."""
+        found = []
+        while self._watched and len(found) < most:
+            checkpoint = self._watched.popleft()
+            if checkpoint.edge is not None:
+                found.append(checkpoint)
         self._watched.extend(found)
         return found
 
@@ -294,8 +307,7 @@ class PrefixIndex:
             watched = [c for c in edge.checkpoints.values() if c.pages is None]
             watched.sort(key=lambda c: (c.last_use, c.position))
             for checkpoint in watched[:more]:
-                del edge.checkpoints[checkpoint.position]
-                checkpoint.edge = None
+                self._unwatch(checkpoint)
 
     def store(
         self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
@@ -319,7 +331,7 @@ class PrefixIndex:
         checkpoint.pages, checkpoint.local_pages = None, ()
         edge = checkpoint.edge
         del edge.stored[bisect_left(edge.stored, checkpoint.position)]
-        checkpoint.was_stored, checkpoint.queued = True, None
+        checkpoint.was_stored = True
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self._on_tail(edge)
@@ -383,8 +395,7 @@ class PrefixIndex:
     def _forget_tail(self, leaf: Edge) -> None:
         new_end = self._needed_end(leaf)
         for checkpoint in [c for p, c in leaf.checkpoints.items() if p > new_end]:
-            del leaf.checkpoints[checkpoint.position]
-            checkpoint.edge = None
+            self._unwatch(checkpoint)
         self.num_tokens -= leaf.end - new_end
         if not self._pages_per_block:
             self.num_held_tokens -= leaf.held_end - new_end
@@ -463,7 +474,7 @@ class PrefixIndex:
         self._roots.clear()
         self._forgettable.clear()
         self._watched.clear()
-        self.num_tokens = self.num_held_tokens = self.num_checkpoints = 0
+        self.num_tokens = self.num_held_tokens = self.num_checkpoints = self.num_watched = 0
 
     def check_integrity(self) -> np.ndarray:
         """Raises RuntimeError on a broken tree; returns int32 [num_pages], each page's holders."""
@@ -519,9 +530,12 @@ class PrefixIndex:
             for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
-        turns = [id(checkpoint) for checkpoint in self._watched if checkpoint.edge is not None]
-        if sorted(turns) != sorted(id(checkpoint) for checkpoint in self.checkpoints()):
-            raise RuntimeError("a checkpoint has no turn in the rotation, or two")
+        watched = sorted(id(checkpoint) for checkpoint in self.checkpoints())
+        turns = sorted(
+            id(checkpoint) for checkpoint in self._watched if checkpoint.edge is not None
+        )
+        if not turns == watched or self.num_watched != len(watched):
+            raise RuntimeError("a checkpoint has no turn in the rotation, or two, or is miscounted")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(

@@ -1,13 +1,9 @@
 """When upkeep is due."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 
 class Rounds:
     """What has to be done for many things now and then is done in rounds, at a constant cost per
-    request however many they are, and a part at a time: no request waits for all of them.
+    request however many they are, and a part at a time: no request waits while all are done.
 
     Args:
         least: requests from the beginning of one round to that of the next, at least.
@@ -23,11 +19,10 @@ class Rounds:
         self.left = 0
         """Things of this round that are still to be done."""
 
-    def due(self, now: int, number: Callable[[], int]) -> int:
-        """How many things are to be done at request `now`. number: of all of them; asked for where
-        a round begins."""
+    def due(self, now: int, number: int) -> int:
+        """How many things are to be done at request `now`. number: of all of them."""
         if not self.left and now >= self._next:
-            self.left = number()
+            self.left = number
             self._next = now + max(self._least, self.left // self._share)
         part = min(self.left, self._at_once)
         self.left -= part

@@ -82,7 +82,7 @@ class OutputProcessor:
 
 
 class GrowingText:
-    """The text of an answer under way, of which each token is detokenized a few times at most.
+    """The text of an answer under way; only its newest tokens are detokenized again and again.
 
     Args:
         tokenizer: None: there is no text.
@@ -104,8 +104,13 @@ class GrowingText:
             return ""
         # A tokenizer may write its first token in another way, without the space before it: the
         # last ones that had text are read again, and what comes behind their text is new.
-        known = len(self._tokenizer.detokenize(tokens[self._start : self._read]))
-        new = self._tokenizer.detokenize(tokens[self._start :])[known:]
+        known = self._tokenizer.detokenize(tokens[self._start : self._read])
+        new = self._tokenizer.detokenize(tokens[self._start :])
+        if new.startswith(known):
+            new = new[len(known) :]
+        else:  # what comes next changed it: a byte that is no text spoils those before it in some
+            self._text, self._start, self._read = "", 0, 0
+            new = self._tokenizer.detokenize(tokens)
         sure = new.rstrip("\ufffd")
         text = self._text + sure
         if sure and sure == new:

@@ -1,13 +1,14 @@
 """Eviction: the order of what goes, the lazy heap, and that room is made or nothing happens."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from simulator import Simulator
 
+from megatron_hybrid.cache import prefix_cache
 from megatron_hybrid.cache.eviction import (
-    MAX_RISEN,
     MAX_STALE,
     EvictionQueue,
     Evictor,
@@ -270,8 +271,8 @@ def drain(queue):
 
 
 class TestEvictionQueue:
-    def make(self, *keys):
-        queue = EvictionQueue(lambda item: item.key)
+    def make(self, *keys, max_risen=None):
+        queue = EvictionQueue(lambda item: item.key, max_risen)
         items = [Item(key and (0, key, 0)) for key in keys]
         for item in items:
             queue.add(item)
@@ -340,9 +341,9 @@ class TestEvictionQueue:
         assert queue.least() == (0, 0.5, 0)
         assert queue.pop() is a
         assert queue.refresh(99) == 1
-        b.queued = None  # taken out by the index
-        assert queue.refresh(99) == 1
-        assert len(queue) == 0
+        queue.discard(b)
+        queue.discard(b)
+        assert queue.refresh(99) == len(queue) == 0
         assert drain(queue) == []
 
     def test_entries_that_are_not_valid_any_more_do_not_pile_up(self):
@@ -356,17 +357,23 @@ class TestEvictionQueue:
         assert drain(queue) == items
 
     def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):
-        """Nobody waits until all of them were looked at."""
-        queue, items = self.make(*map(float, range(1, 1001)))
+        """Nobody waits until all of them were looked at; and its key is what it has become."""
+        queue, items = self.make(*map(float, range(1, 1001)), max_risen=64)
         looked_at = []
         queue._key = lambda item: looked_at.append(item) or item.key
         for item in items:
             item.key = (0, item.key[1] + 5000, 0)
-        assert queue.least() == (0, MAX_RISEN + 1, 0)
-        assert len(looked_at) == MAX_RISEN + 1
-        assert queue.pop() is items[MAX_RISEN]
+        assert queue.least() == (0, 5065, 0)
+        assert len(looked_at) == 65
+        assert queue.pop() is items[64]
         queue.refresh(1000)
-        assert drain(queue) == items[:MAX_RISEN] + items[MAX_RISEN + 1 :]
+        assert drain(queue) == items[:64] + items[65:]
+
+    def test_without_a_bound_all_that_rose_are_looked_at(self):
+        queue, items = self.make(*map(float, range(1, 1001)))
+        for item in items:
+            item.key = (0, 5000 - item.key[1], 0)
+        assert drain(queue) == items[::-1]
 
     def test_clear(self):
         queue, _ = self.make(1.0, 2.0)
@@ -633,6 +640,43 @@ class TestEvictor:
         room.make_room(1)
         assert popular.pages is None
 
+    def test_after_many_values_rose_nothing_goes_that_is_worth_more(self):
+        room = Room(num_pages=2000)
+        for start in range(0, 200_000, 1000):
+            room.add(part(32, start))
+            room.save(part(32, start), 1e-6)
+        for point in list(room.rates.rates):
+            room.rates.rates[point] = 1.0
+        room.make_room(0)
+        assert not room.make_room(1, below=(1, 0.01, 0))
+        assert len(room.stored()) == 1  # at one position each
+        assert room.stats.checkpoints_evicted == 0
+
+    def test_a_state_that_is_dropped_stands_in_line_no_more(self):
+        room = Room()
+        room.add(part(32, 0))
+        for _ in range(5):
+            assert room.evictor.drop_checkpoint(room.save(part(32, 0)))
+        assert (room.evictor.num_values(), room.evictor.checkpoints.least()) == (0, None)
+
+    @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
+    def test_states_and_tails_have_their_turns_alike_where_kv_alone_resumes(self, at_once):
+        room = Room(PURE, num_pages=1000)
+        for start in range(0, 8000, 1000):
+            room.add(part(32, start))
+            if start < 6000:
+                room.save(part(32, start))
+        states, tails = room.evictor.checkpoints, room.evictor.tails
+        assert (len(states), len(tails), room.evictor.num_values()) == (6, 8, 14)
+        seen = []
+        for queue in (states, tails):
+            queue._key = lambda item, key=queue._key: seen.append(item) or key(item)
+        for _ in range(3 * 14):
+            room.evictor.refresh(at_once)
+        counts = Counter(seen)
+        assert len(counts) == 14
+        assert min(counts.values()) >= 1
+
     def test_tails_are_ordered_anew_where_their_value_depends_on_time(self):
         """As entered, the old one was worth 16, the new one 8: with time it is the other way."""
         room = Room(PURE)
@@ -825,7 +869,8 @@ def test_decisions_are_the_same_in_every_run():
     assert digests[0] == digests[1]
 
 
-def test_without_kv_pages_the_tokens_in_the_tree_are_bounded():
+def test_without_kv_pages_the_tokens_in_the_tree_are_bounded(monkeypatch):
+    monkeypatch.setattr(prefix_cache, "MIN_KNOWN_TOKENS", 0)
     sim = simulator(STATE_ONLY, num_pages=3)
     for seed in range(12):
         sim.run(prompt(500, seed))

@@ -8,6 +8,7 @@ from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import (
     MAX_EMPTY_ROOTS,
+    MAX_FORGOTTEN,
     MAX_WATCHED,
     PrefixIndex,
 )
@@ -444,10 +445,9 @@ def test_a_dropped_checkpoint_leaves_its_position():
     tree.watch(counting(35))  # never stored: nothing was evicted there
     checkpoint = tree.save(counting(30))
     assert tree.walk(counting(40)).missed_state(above=0) is None
-    checkpoint.queued = (1, 0.0, 0)
     tree.index.drop_checkpoint(checkpoint)
     tree.check()
-    assert (checkpoint.pages, checkpoint.queued) == (None, None)
+    assert checkpoint.pages is None
     path = tree.walk(counting(40))
     assert path.deepest_checkpoint() is None
     assert path.missed_state(above=0) is checkpoint
@@ -465,15 +465,27 @@ def test_each_checkpoint_has_its_turn_until_it_is_forgotten():
     assert tree.index.next_watched(2) == [a, b]
     d = tree.watch(counting(35))  # new ones come last
     assert tree.index.next_watched(3) == [c, a, b]
-    assert tree.index.num_watched() == 4
+    assert tree.index.num_watched == 4
     assert tree.index.next_watched(9) == [d, c, a, b]
     tree.drop(counting(40), 20)
     tree.index.forget(20)
-    assert tree.index.next_watched(2) == []  # the turns of those that went
-    assert tree.index.num_watched() == 2
-    assert tree.index.next_watched(9) == [a, b]
+    assert tree.index.num_watched == 2
+    assert tree.index.next_watched(1) == [a]
+    assert tree.index.next_watched(9) == [b, a]
     tree.index.clear()
-    assert tree.index.num_watched() == 0
+    assert tree.index.num_watched == 0
+    assert tree.index.next_watched(9) == []
+
+
+def test_forgotten_checkpoints_do_not_pile_up():
+    tree = Tree()
+    tree.add(counting(4000))
+    leaf = tree.leaf(counting(4000))
+    for position in range(1, 4000):
+        tree.index.watch(leaf, position, Kind.RUNG, now=position)
+    tree.check()
+    assert tree.index.num_watched == len(leaf.checkpoints) == MAX_WATCHED
+    assert len(tree.index._watched) <= 2 * MAX_WATCHED + MAX_FORGOTTEN + 1
 
 
 def test_watching_a_position_again_finds_its_record():

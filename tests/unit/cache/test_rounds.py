@@ -5,7 +5,7 @@ from megatron_hybrid.cache.rounds import Rounds
 
 def parts(rounds, numbers):
     """What is due at each request; numbers: how many things there are then."""
-    return [rounds.due(now, lambda number=number: number) for now, number in enumerate(numbers)]
+    return [rounds.due(now, number) for now, number in enumerate(numbers)]
 
 
 def test_few_things_are_done_at_once_every_so_often():
