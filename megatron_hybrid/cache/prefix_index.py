@@ -51,9 +51,8 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
-        self._watched: deque[Checkpoint] = (
-            deque()
-        )  # in rotation; among them some that are forgotten
+        # In rotation; among them some that are forgotten.
+        self._watched: deque[Checkpoint] = deque()
         self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
@@ -530,11 +529,9 @@ class PrefixIndex:
             for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
-        watched = sorted(id(checkpoint) for checkpoint in self.checkpoints())
-        turns = sorted(
-            id(checkpoint) for checkpoint in self._watched if checkpoint.edge is not None
-        )
-        if not turns == watched or self.num_watched != len(watched):
+        watched = sorted(id(each) for each in self.checkpoints())
+        turns = sorted(id(each) for each in self._watched if each.edge is not None)
+        if turns != watched or self.num_watched != len(watched):
             raise RuntimeError("a checkpoint has no turn in the rotation, or two, or is miscounted")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
