@@ -208,12 +208,11 @@ class EvictionQueue:
         how many there were."""
         most = min(most, len(self._items))
         for _ in range(most):
-            item, _ = self._items.popitem(last=False)
-            if item.queued is not None:
-                key = self._key(item)
-                self._items[item] = None
-                if key != item.queued:
-                    self._push(item, key)
+            item = next(iter(self._items))
+            self._items.move_to_end(item)
+            key = self._key(item)
+            if key != item.queued:
+                self._push(item, key)
         return most
 
     def clear(self) -> None:

@@ -51,7 +51,7 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
-        # In rotation; among them some that are forgotten.
+        # In rotation; among them some that are forgotten. 8 bytes each, which a dict would exceed.
         self._watched: deque[Checkpoint] = deque()
         self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0

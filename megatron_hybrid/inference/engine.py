@@ -338,11 +338,11 @@ class DynamicInferenceEngine:
                 if not request.done:  # another stream's step may have answered it
                     self.step()
                 done = request.done
-                if request.num_generated == num_tokens and not done:
+                tokens = request.generated_from(num_tokens)
+                if not tokens and not done:
                     continue
-                answer = request.generated_tokens
-                tokens, num_tokens = answer[num_tokens:], len(answer)
-                text = request.generated_text or "" if done else growing.of(answer)
+                text = request.generated_text or "" if done else growing.add(tokens)
+                num_tokens += len(tokens)
                 yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
                 num_chars = max(num_chars, len(text))
             while not request.closed:

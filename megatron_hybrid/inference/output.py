@@ -92,16 +92,17 @@ class GrowingText:
     def __init__(self, tokenizer, stop_words: Sequence[str]):
         self._tokenizer = tokenizer
         self._held = max((len(word) - 1 for word in stop_words), default=0)
+        self._tokens: list[int] = []
         self._text = ""  # of the tokens before _read
         self._start = self._read = 0
 
-    def of(self, tokens: Sequence[int]) -> str:
-        """The text that is sure to stay: less what may begin a stop string or a character.
-
-        tokens: those of the call before, and more behind them.
-        """
+    def add(self, new_tokens: Sequence[int]) -> str:
+        """The text of all tokens so far that is sure to stay: less what may begin a stop string or
+        a character."""
         if self._tokenizer is None:
             return ""
+        tokens = self._tokens
+        tokens += new_tokens
         # A tokenizer may write its first token in another way, without the space before it: the
         # last ones that had text are read again, and what comes behind their text is new.
         known = self._tokenizer.detokenize(tokens[self._start : self._read])

@@ -117,7 +117,11 @@ class Request:
 
     @property
     def generated_tokens(self) -> list[int]:
-        return self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+        return self.generated_from(0)
+
+    def generated_from(self, start: int) -> list[int]:
+        """Generated tokens but the first `start`."""
+        return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
 
     @property
     def prompt_needs_logits(self) -> bool:
