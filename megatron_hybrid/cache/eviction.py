@@ -16,7 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron_hybrid.cache.page_allocator import PageAllocator, indices
+import numpy as np
+
+from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator, indices
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 from megatron_hybrid.cache.reuse import ReuseModel
@@ -256,6 +258,10 @@ class Evictor:
         self._stamp: tuple[int, int] | None = None
         self._least_state: Key | None = None
         self._tails_due = 0.0  # of those to be computed anew, behind the part that was
+        # What could not go since a request holds it, with the key that it had and a page: out of
+        # the queues until that is let go, or each search for room would come across it again.
+        self._held: dict[Edge | Checkpoint, tuple[Key, int]] = {}
+        self._num_let_go = 0
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -270,24 +276,43 @@ class Evictor:
         take even that out of the index (the lease keeps its pages): it may be the only way to
         what lies under it.
         """
-        pinned = []
-        try:
-            while self._allocator.num_free < num_pages:
-                queue, key = self._next()
-                if queue is None and force and pinned:
-                    self._drop(pinned[0], num_pages, force=True)
-                    del pinned[0]
-                elif queue is None or (below is not None and key >= below):
-                    break
-                else:
-                    self._stamp = None
-                    pinned.append(queue.pop())
-                    if self._drop(pinned[-1], num_pages):
-                        pinned.pop()
-        finally:  # also when `leaving` raises
-            for item in pinned:
-                self.add(item)
+        self._enter_let_go()
+        while self._allocator.num_free < num_pages:
+            queue, key = self._next()
+            if queue is None and force and self._held:
+                item = min(self._held, key=self._held.get)
+                del self._held[item]
+                self._drop(item, num_pages, force=True)
+            elif queue is None or (below is not None and key >= below):
+                break
+            else:
+                self._stamp = None
+                item = queue.pop()
+                try:
+                    if not self._drop(item, num_pages):
+                        self._held[item] = key, self._last_page(item)
+                except BaseException:  # `leaving` failed
+                    self.add(item)
+                    raise
         return self._allocator.num_free >= num_pages
+
+    def _enter_let_go(self) -> None:
+        """What requests held and have let go of is in the queues again. Whatever else makes an item
+        droppable enters it anew where it happens."""
+        if not self._held or self._allocator.num_let_go == self._num_let_go:
+            return
+        self._num_let_go = self._allocator.num_let_go
+        pages = np.fromiter((page for _, page in self._held.values()), np.intp, len(self._held))
+        items = list(self._held)
+        for i in np.flatnonzero(self._allocator.ref_counts[pages] == 0).tolist():
+            del self._held[items[i]]
+            self.add(items[i])
+
+    def _last_page(self, item: Edge | Checkpoint) -> int:
+        """A page that a request holds if it holds a stored state, or an edge's last block."""
+        is_edge = isinstance(item, Edge)
+        pages = item.pages(self._spec.block_size_tokens) if is_edge else item.pages
+        return int(pages.flat[-1]) if pages.size else NULL_PAGE
 
     def make_room_for(self, num_pages: int, value: float) -> bool:
         """Room for a checkpoint of this value, among what is worth less."""
@@ -326,6 +351,7 @@ class Evictor:
         self._stamp = None
         self.tails.clear()
         self.checkpoints.clear()
+        self._held.clear()
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next."""
@@ -348,7 +374,7 @@ class Evictor:
         """Drop a stored state. False: it is pinned by a lease that restores it."""
         if checkpoint.pages is None:
             return True
-        if not force and self._allocator.ref_counts[checkpoint.pages[:1]].any():
+        if not force and self._allocator.ref_counts[self._last_page(checkpoint)]:
             return False  # held are all of its pages or none
         if self.leaving is not None:
             self.leaving.state_leaves(checkpoint)

@@ -90,9 +90,10 @@ def miss_reason(
 
 def will_serve(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> bool:
     """Whether a running request is still to save a state that is deeper than `skipped`."""
-    if lease.salt != salt:
+    wanted = lease.checkpoint_positions
+    if lease.salt != salt or not (lease.reservations or wanted[-1:] > (lease.done,)):
         return False
-    due = [p for p in lease.checkpoint_positions if p > lease.done]
+    due = [p for p in wanted if p > lease.done]
     due += [reservation.position for reservation in lease.reservations]
     first = min((p for p in due if p > skipped), default=len(tokens) + 1)
     return (

@@ -38,6 +38,8 @@ class PageAllocator:
         self.num_free = num_pages - 1
         self.num_evictable = 0
         """Pages that only the index holds: what eviction could free."""
+        self.num_let_go = 0
+        """How often cached pages lost the last request that held them."""
 
     def allocate(self, n: int) -> np.ndarray | None:
         """n pages with one request reference each, int32 [n]; None if fewer are free."""
@@ -84,6 +86,7 @@ class PageAllocator:
             cached = self.cached_counts[unheld]
             num_cached = int(np.count_nonzero(cached))
             self.num_evictable += num_cached
+            self.num_let_go += num_cached > 0
             if num_cached < unheld.size:
                 self._push(unheld[cached == 0] if num_cached else unheld)
 

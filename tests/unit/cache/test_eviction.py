@@ -410,6 +410,17 @@ def test_of_a_tail_that_goes_at_once_no_block_is_worth_more_than_the_last(start,
         assert all((worth[block] > max(known)) == (block < expected) for block in worth)
 
 
+class Counted:
+    """A function and how often it was called."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        return self.function(*arguments)
+
+
 class Room:
     """An evictor over a small index; states have two pages, blocks one."""
 
@@ -537,6 +548,33 @@ class TestEvictor:
         room.pool.release(cheap.pages)
         assert room.make_room(4)
         assert room.stored() == set()
+
+    def test_what_many_requests_hold_is_come_across_once(self):
+        room = Room(num_pages=1001)
+        for start in range(0, 100_000, 1000):
+            room.pool.retain(room.add(part(96, start)))
+        keys = Counted(room.evictor.tails._key)
+        room.evictor.tails._key = keys
+        for expected in (200, 0, 0):  # once on the way, once before it goes
+            keys.calls = 0
+            assert not room.make_room(401) and keys.calls <= expected
+        held = room.walk(part(96, 50_000)).pages(6)
+        room.pool.release(held)
+        keys.calls = 0
+        assert room.make_room(6) and keys.calls < 10
+        assert room.walk(part(96, 50_000)).depth == 0
+        assert sum(room.walk(part(96, start)).depth for start in range(0, 100_000, 1000)) == 99 * 96
+
+    def test_a_held_edge_that_grows_can_lose_what_grew(self):
+        room = Room()
+        pages = room.add(part(96, 0))
+        room.pool.retain(pages)
+        assert not room.make_room(95)
+        more = room.pool.allocate(2).reshape(-1, 1)
+        room.index.insert("", np.array(part(128, 0), np.int32), np.concatenate([pages, more]), 1)
+        room.pool.release(more)
+        assert room.make_room(2)
+        assert room.walk(part(128, 0)).depth == 96
 
     def test_the_end_of_a_tail_that_a_request_holds_keeps_what_is_before_it(self):
         room = Room()
