@@ -6,7 +6,7 @@ Class 0: KV that no checkpoint can reach, the tail of a leaf; by recency.
 Class 1: checkpoints, and where KV alone resumes also tails. The value of either is what it saves
 per page and request: uses to be expected per request (`ReuseModel`) x work to be done again without
 it (`CacheSpec.work`: tokens, those with a long context for more) / pages that go with it, of a
-checkpoint its own and those of the KV that only leads to it.
+checkpoint its own and those of the KV that only leads to it, unless a running request holds that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 from megatron_hybrid.cache.reuse import ReuseModel
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
 Key = tuple[int, float, int]
 
@@ -113,12 +113,21 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
     return rate * work / max(1, pages)
 
 
-def checkpoint_value(checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel) -> float:
-    """What a stored state saves per page and request."""
+def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
+    """Whether a request holds the KV up to a position: it would stay if the state went."""
+    edge, size = checkpoint.edge, spec.block_size_tokens
+    block = (checkpoint.position - 1) // size
+    return any(ref_counts[page] for page in edge.pages(size)[block - edge.first_block, :1])
+
+
+def checkpoint_value(
+    checkpoint: Checkpoint, spec: CacheSpec, reuse: ReuseModel, ref_counts: np.ndarray
+) -> float:
+    """What a stored state saves per page and request. ref_counts: `PageAllocator.ref_counts`."""
     covered, pages, below = reuse.is_covered(checkpoint), checkpoint.num_pages, None
     if spec.needs_state:
         below = checkpoint.below()
-        if not covered:
+        if not covered and not kv_is_held(checkpoint, spec, ref_counts):
             pages += kv_pages(exclusive_tokens(checkpoint, below), spec)
     work = rebuild_work(checkpoint, below, spec)
     return value_per_page(reuse.rate(checkpoint, covered), work, pages)
@@ -266,7 +275,7 @@ class Evictor:
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
             return None
-        value = checkpoint_value(checkpoint, self._spec, self._reuse)
+        value = checkpoint_value(checkpoint, self._spec, self._reuse, self._allocator.ref_counts)
         return 1, value, checkpoint.last_use
 
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
@@ -331,6 +340,13 @@ class Evictor:
         below = checkpoint.below()
         if below is not None:
             self.checkpoints.lowered(below)
+
+    def let_go(self, path: Path) -> None:
+        """A request let go of the KV on its path: the last state there leads to more that would go
+        with it."""
+        checkpoint = path.deepest_checkpoint()
+        if checkpoint is not None:
+            self.checkpoints.lowered(checkpoint)
 
     def num_values(self) -> int:
         """Values that change with time and with what is learnt."""

@@ -480,6 +480,7 @@ class PrefixCache:
         for reservation in list(lease.reservations):
             self.abandon(reservation)
         self._pages.let_go(lease)
+        self._evictor.let_go(lease.path)
         del self._leases[lease]
         lease.released = True
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
@@ -503,8 +504,9 @@ class PrefixCache:
 
     def stored_checkpoints(self) -> list[Checkpoint]:
         """All states in the pool, the most valuable first."""
+        refs = self.allocator.ref_counts
         found = [c for c in self._index.checkpoints() if c.pages is not None]
-        return sorted(found, key=lambda c: -checkpoint_value(c, self.spec, self._reuse))
+        return sorted(found, key=lambda c: -checkpoint_value(c, self.spec, self._reuse, refs))
 
     def held_leaves(self) -> list[Edge]:
         """The edges where held KV ends, the last used first."""

@@ -34,6 +34,7 @@ HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoint
 HEAVY = CacheSpec(16, (FULL,), state_bytes=40_000, hidden_bytes=64)  # of 20: rungs are far apart
 PURE = CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64)
 STATE_ONLY = CacheSpec(16, (), state_bytes=4000, hidden_bytes=64)
+FREE = np.zeros(64, np.int16)  # requests that hold each page
 
 
 def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
@@ -159,7 +160,7 @@ def test_no_kv_goes_with_a_state_above_another():
     upper = edge(0, 50, (20,))
     left = edge(50, 100, (60, 90), parent=upper)
     states = [upper.checkpoints[20], left.checkpoints[60], left.checkpoints[90]]
-    values = [checkpoint_value(state, HYBRID, Rates()) for state in states]
+    values = [checkpoint_value(state, HYBRID, Rates(), FREE) for state in states]
     assert values == [20 / 2, 40 / 2, 30 / (2 + 1)]  # 30 tokens: a page, rounded down
 
 
@@ -198,7 +199,7 @@ def test_kv_pages(spec, tokens, expected):
 def test_unreachable_kv_goes_before_any_state():
     kv, state = edge(0, 100), edge(0, 100, (1,))
     kv.last_access = 10**9
-    value = checkpoint_value(state.checkpoints[1], HYBRID, Rates())
+    value = checkpoint_value(state.checkpoints[1], HYBRID, Rates(), FREE)
     assert tail_key(kv, HYBRID, Rates(), 10**9) < (1, value, 0)
 
 
@@ -244,13 +245,28 @@ def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     left, right = edge(64, 320, (320,), upper), edge(64, 96, (96,), upper)
     tip, short, low = left.checkpoints[320], right.checkpoints[96], upper.checkpoints[32]
     rates.rates = {tip: 0.5, short: 0.25, low: 2.0}
-    assert checkpoint_value(tip, HYBRID, rates) == 0.5 * 288 / (2 + 16)
-    assert checkpoint_value(short, HYBRID, rates) == 0.25 * 64 / (2 + 2)
-    assert checkpoint_value(low, HYBRID, rates) == 2.0 * 32 / 2
+    assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 16)
+    assert checkpoint_value(short, HYBRID, rates, FREE) == 0.25 * 64 / (2 + 2)
+    assert checkpoint_value(low, HYBRID, rates, FREE) == 2.0 * 32 / 2
     # where KV alone resumes it only spares the last token, and no KV goes with it
-    assert checkpoint_value(tip, PURE, rates) == 0.5 / 2
+    assert checkpoint_value(tip, PURE, rates, FREE) == 0.5 / 2
     tip.local_pages = [np.zeros((3, 2), np.int32), np.zeros((1, 1), np.int32)]
-    assert checkpoint_value(tip, HYBRID, rates) == 0.5 * 288 / (2 + 7 + 16)
+    assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 7 + 16)
+
+
+@pytest.mark.parametrize(
+    ("held", "pages"),
+    [([], 2 + 16), ([19], 2), ([0, 19], 2), ([18], 2 + 16), ([20], 2 + 16)],
+)
+def test_kv_that_a_request_holds_does_not_go_with_a_state(held, pages):
+    """The state at 320 of (64, 340], whose blocks 4 to 21 are the pages of these numbers."""
+    lower = edge(64, 340, (320,), edge(0, 64, (64,)))
+    lower._pages = np.arange(4, 22, dtype=np.int32).reshape(-1, 1)
+    ref_counts = FREE.copy()
+    ref_counts[held] = 1
+    value = checkpoint_value(lower.checkpoints[320], HYBRID, Rates(), ref_counts)
+    assert value == 256 / pages
+    assert checkpoint_value(lower.parent.checkpoints[64], HYBRID, Rates(), ref_counts) == 64 / 2
 
 
 def test_value_of_nothing_held():
@@ -548,6 +564,21 @@ class TestEvictor:
         room.pool.release(cheap.pages)
         assert room.make_room(4)
         assert room.stored() == set()
+
+    def test_kv_let_go_goes_with_its_state_again(self):
+        room = Room()
+        for start, rate in ((0, 1.0), (1000, 0.9)):
+            pages = room.add(part(320, start))
+            room.save(part(320, start), rate)
+        room.pool.retain(pages)
+        room.refresh()
+        assert room.make_room(22) and room.walk(part(320, 1000)).deepest_checkpoint()
+        room.add(part(320, 2000))
+        room.save(part(320, 2000), 1.0)
+        room.pool.release(pages)
+        room.evictor.let_go(room.walk(part(320, 1000)))
+        assert room.make_room(1) and not room.walk(part(320, 1000)).deepest_checkpoint()
+        assert room.walk(part(320, 2000)).deepest_checkpoint()
 
     def test_what_many_requests_hold_is_come_across_once(self):
         room = Room(num_pages=1001)

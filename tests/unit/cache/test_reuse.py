@@ -555,7 +555,8 @@ def test_traffic_tells_forks_tips_and_finished_turns_apart():
     assert finished and one_off
 
     def values(group):
-        return [checkpoint_value(state, SPEC, reuse) for state in group]
+        refs = served.allocator.ref_counts
+        return [checkpoint_value(state, SPEC, reuse, refs) for state in group]
 
     assert min(values([fork])) > max(values(one_off))
     assert np.mean(values(one_off)) > np.mean(values(finished))
