@@ -85,13 +85,18 @@ class LeasePages:
             [max(0, end - len(table)) for table in lease.local_tables],
         )
 
-    def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
-        """Whether eviction could make the room."""
+    def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
+        """Pages that this much room takes beyond those that the lease has."""
         spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         needed = blocks * spec.kv_pages_per_block
         for group, missing in zip(spec.local_groups, local_blocks):
             needed += missing * spec.pages_per_block[group]
+        return needed
+
+    def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
+        """Whether eviction could make the room."""
+        needed = self.num_needed(lease, capacity_tokens, end)
         return needed <= self._allocator.num_free + self._allocator.num_evictable
 
     def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from megatron_hybrid.cache.admission import AnswerLengths, saved_by_one_more
 from megatron_hybrid.cache.eviction import (
     MAX_RISEN,
     EvictionQueue,
@@ -109,6 +110,7 @@ class PrefixCache:
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._first_blocks = FirstBlocks(spec.block_size_tokens)
+        self._answers = AnswerLengths()
         known = TOKENS_PER_PAGE * num_pages
         if spec.kv_pages_per_block:
             fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
@@ -178,8 +180,10 @@ class PrefixCache:
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
             readmitted: it was admitted before and lost its place; it counts once in `stats`.
         Returns:
-            None: it does not fit now, and nothing changed. When no other lease is live and `fits`
-            says yes it always fits, if need be at the cost of what it would have restored.
+            None: not now. It does not fit, and nothing changed; or what would have to go for it is
+            worth more than one request more beside those that run (`admission.py`), and at most
+            what is worth less than that went. When no other lease is live and `fits` says yes it
+            always fits, if need be at the cost of what it would have restored.
         Raises:
             ValueError: no tokens, or not one-dimensional integers.
         """
@@ -195,7 +199,7 @@ class PrefixCache:
             skipped = min(hit.skipped, alone)
             reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
             hit = Hit(path, path.depth, skipped, None, reason)
-            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
+            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, comes=False)
         if lease is None:
             self._stats.refused += 1
             return None
@@ -234,7 +238,7 @@ class PrefixCache:
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
-        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, learn=False)
+        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, comes=False)
         if lease is None:
             self._stats.refused += 1
         return lease
@@ -481,6 +485,8 @@ class PrefixCache:
             self.abandon(reservation)
         self._pages.let_go(lease)
         self._evictor.let_go(lease.path)
+        if lease.done >= lease.prompt_tokens:
+            self._answers.observe(lease.done - lease.prompt_tokens)
         del self._leases[lease]
         lease.released = True
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
@@ -602,9 +608,10 @@ class PrefixCache:
         hit: Hit,
         capacity_tokens: int,
         chunk_tokens: int | None,
-        learn: bool = True,
+        comes: bool = True,
     ) -> Lease | None:
-        """A lease on what was found with room for the rest; None, and no change, without room."""
+        """A lease on what was found with room for the rest; None without room. comes: it is one to
+        learn from, and may have to wait for others to end."""
         path, checkpoint = hit.path, hit.checkpoint
         lease = Lease(
             salt=salt,
@@ -620,11 +627,18 @@ class PrefixCache:
         else:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
-        if not self._pages.has_room(lease, capacity_tokens, end):
+        try:
+            fits = self._pages.has_room(lease, capacity_tokens, end)
+            if fits and comes:
+                fits = self._pays(self._pages.num_needed(lease, capacity_tokens, end))
+        except BaseException:  # on the way of what is evicted to the memories below
+            self._pages.let_go(lease)
+            raise
+        if not fits:
             self._pages.let_go(lease)
             return None
         self._tick += 1
-        if learn:
+        if comes:
             lease.turn, lease.again = self._reuse.observe(path, checkpoint)
             self._keep_up()
         self._index.touch(path, self._tick)  # eviction may change the path
@@ -633,12 +647,24 @@ class PrefixCache:
         self._open(lease, capacity_tokens, end)
         return lease
 
+    def _pays(self, num_pages: int) -> bool:
+        """Whether these pages can be freed at the cost of what is worth less than one more request
+        beside those that run."""
+        running, missing = len(self._leases), num_pages - self.allocator.num_free
+        if self.mode != "restore" or not running or missing <= 0:
+            return True
+        worth = saved_by_one_more(running, self._answers.mean)
+        if self._evictor.make_room_for(num_pages, worth / missing):
+            return True
+        self._stats.held_back += 1
+        return False
+
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """The lease is live: it gets room for the rest."""
         lease.next_rung = next_rung(max(lease.prompt_tokens, lease.done), self._rung_tokens)
         try:
             self._pages.open(lease, capacity_tokens, end)
-        except BaseException:  # on the way of what it evicts to the memories below
+        except BaseException:  # as above
             self._pages.let_go(lease)
             raise
         self._leases[lease] = None

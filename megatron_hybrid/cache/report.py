@@ -73,7 +73,9 @@ class CacheStats:
     shared_tokens: int = 0
     skipped_tokens: int = 0
     refused: int = 0
-    """`acquire`, `extend` and `fork` calls that did not fit."""
+    """`acquire`, `extend` and `fork` calls that did not fit, or were held back."""
+    held_back: int = 0
+    """`acquire` calls that would have fitted at the cost of what is worth more."""
     checkpoints_saved: int = 0
     checkpoints_no_room: int = 0
     checkpoints_duplicate: int = 0

@@ -119,7 +119,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             p,
         )
         options = {"declared": declared, "recompute_reason": log_probs}
+        held_back = self.cache.stats()["held_back"]
         running = self.sim.start(prompt, salt, chunk=chunk, room=room, **options)
+        if running is None and self.cache.stats()["held_back"] > held_back:
+            assert self.running, "held back when alone"
+            self.check_only_evicted(before, self.snapshot())
+            return None
         if running is None:
             assert self.snapshot() == before, "a refused request changed something"
             assert self.running or not self.cache.fits(len(prompt) + room, chunk)
@@ -354,6 +359,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert reason is MissReason.PROMPT_LOG_PROBS
         elif self.cache.mode == "memory_only" and report.shared_tokens:
             assert reason is MissReason.MODE
+
+    @staticmethod
+    def check_only_evicted(before, after):
+        """Of two snapshots: what is known is the same, and so is what requests hold."""
+        (tree, leases, (refs, _, _), *_), (tree_after, leases_after, (refs_after, _, _), *_) = (
+            before,
+            after,
+        )
+        assert (leases, refs) == (leases_after, refs_after)
+        for (edge, _), (edge_after, _) in zip(tree, tree_after, strict=True):
+            salt, path, start, held_end, pages, used = edge
+            assert edge_after[:3] == (salt, path, start) and edge_after[5] == used
+            assert edge_after[3] <= held_end and edge_after[4] == pages[: len(edge_after[4])]
 
     def snapshot(self):
         """All that decides the future, save the count of refusals."""
