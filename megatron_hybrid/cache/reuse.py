@@ -30,7 +30,7 @@ from megatron_hybrid.cache.hazards import (
 )
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
-from megatron_hybrid.cache.tree import Checkpoint, Path
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
@@ -139,6 +139,8 @@ class ReuseModel:
         """
         self.now += 1
         known = path.checkpoints()
+        if path.edges:
+            self._observe_distance(path, known)
         if not known:
             return 0, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
@@ -156,21 +158,23 @@ class ReuseModel:
                     if saved > most:
                         again, most = checkpoint.position, saved
             self.passed(checkpoint)
-        self._observe_distance(path, known)
         if deepest.kind > Kind.ANSWER_END:
             return 0, again
         return 2 * (deepest.turn // 2 + 1) + deepest.kind, again
 
     def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
-        ends = [
-            checkpoint.position
-            for checkpoint in path.edges[-1].checkpoints.values()
-            if checkpoint.kind == Kind.PROMPT_END and checkpoint.position >= path.known
-        ]
+        """Where the prompt leaves another between two of its tokens, that one's end may lie beyond
+        forks: the newest way on leads to one."""
+        edge = path.edges[-1]
+        ends = prompt_ends(edge, path.known)
+        if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
+            ends = [path.known]
+        elif path.known < edge.end:
+            while not ends and edge.children:
+                edge = next(reversed(edge.children.values()))
+                ends = prompt_ends(edge, edge.start)
         if ends:
             self.distances.observe(min(ends) - path.known)
-        elif any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
-            self.distances.observe(0)
 
     def rate(self, checkpoint: Checkpoint, covered: bool) -> float:
         """Uses per request to be expected of it. covered: as in `class_of`."""
@@ -245,6 +249,12 @@ class ReuseModel:
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
         return self._uses_CA, self._risk_CA
+
+
+def prompt_ends(edge: Edge, start: int) -> list[int]:
+    """Where prompts ended on an edge, from a position on."""
+    ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
+    return [position for position in ends if position >= start]
 
 
 def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:

@@ -478,6 +478,29 @@ def test_distances(prompt, expected):
     assert list(tree.model.distances._recent) == expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([*counting(70), 7, 7], [30]),  # nothing at all is watched before it leaves
+        ([*counting(40), 7, 7], [260]),  # beyond a fork: of the newest one's prompt
+        ([*counting(90), 7, 7], [10]),
+        ([*counting(50), 9, 9], []),  # it leaves where they part: no single one
+        ([*counting(50), *range(500, 520), 9], [230]),
+    ],
+)
+def test_distances_to_an_end_beyond_forks(prompt, expected):
+    """Of one prompt of 100 tokens and, if it is asked for, of one of 300 that leaves it at 50."""
+    tree = Tree()
+    tree.add(counting(110))
+    tree.watch(counting(100), Kind.PROMPT_END)
+    if prompt[:70] != counting(70):
+        other = [*counting(50), *range(500, 750)]
+        tree.add(other)
+        tree.watch(other, Kind.PROMPT_END)
+    tree.observe(prompt)
+    assert list(tree.model.distances._recent) == expected
+
+
 def test_what_is_known_only_counts_as_well():
     """Neither pages nor KV are needed to learn: what was dropped is watched."""
     tree = Tree()
