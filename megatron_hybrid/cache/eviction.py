@@ -30,7 +30,9 @@ Key = tuple[int, float, int]
 MAX_RISEN = 64
 """Values that are found to have risen, as after learning, on the way to one item that goes next."""
 MAX_STALE = 64
-"""Entries of a queue that are not valid any more, beyond as many as are."""
+"""Entries of a queue that are not valid any more, beyond as many as are, before it is cleaned."""
+CLEANED_AT_ONCE = 4
+"""Entries that are looked at for each that is entered, while a queue is cleaned."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
@@ -154,6 +156,7 @@ class EvictionQueue:
         self._key = key
         self._max_risen = max_risen
         self._heap: list[tuple[Key, int, object]] = []
+        self._old: list[tuple[Key, int, object]] = []  # a heap too: it is cleaned from its end
         self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
 
@@ -172,23 +175,37 @@ class EvictionQueue:
         if item.queued is None or (key is not None and key < item.queued):
             self._push(item, key)
 
+    def blocked(self, item) -> None:
+        """The item may not go any more. Told late, all of them would be come across at once."""
+        if item.queued is not None and self._key(item) is None:
+            self.discard(item)
+
     def _push(self, item, key: Key | None) -> None:
         item.queued = key
         if key is None:
             self._items.pop(item, None)
             return
         self._items[item] = None
-        if len(self._heap) > 2 * len(self._items) + MAX_STALE:
-            self._heap[:] = [entry for entry in self._heap if entry[2].queued is entry[0]]
-            heapq.heapify(self._heap)
         self._pushed += 1  # breaks ties in order of arrival
         heapq.heappush(self._heap, (key, self._pushed, item))
+        if not self._old and len(self._heap) > 2 * len(self._items) + MAX_STALE:
+            self._heap, self._old = self._old, self._heap
+        for _ in range(min(CLEANED_AT_ONCE, len(self._old))):
+            entry = self._old.pop()  # the last one: what is left is a heap
+            if entry[2].queued is entry[0]:
+                heapq.heappush(self._heap, entry)
+
+    def _first(self) -> list[tuple[Key, int, object]]:
+        """The heap whose top is the least entry."""
+        if self._old and (not self._heap or self._old[0] < self._heap[0]):
+            return self._old
+        return self._heap
 
     def least(self) -> Key | None:
         """The least key, or that of the item that was the least before many rose at once; brings
         the item to the top."""
-        heap, risen = self._heap, 0
-        while heap:
+        risen = 0
+        while heap := self._first():
             key, _, item = heap[0]
             if item.queued is not key:
                 heapq.heappop(heap)
@@ -206,7 +223,7 @@ class EvictionQueue:
 
     def pop(self):
         """Take out the item of the least key; call `least` before."""
-        item = heapq.heappop(self._heap)[2]
+        item = heapq.heappop(self._first())[2]
         self.discard(item)
         return item
 
@@ -228,6 +245,7 @@ class EvictionQueue:
 
     def clear(self) -> None:
         self._heap.clear()
+        self._old.clear()
         self._items.clear()
 
 
@@ -335,8 +353,10 @@ class Evictor:
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
 
     def stored(self, checkpoint: Checkpoint) -> None:
-        """A state was published; the one below it on its path is worth less now."""
+        """A state was published: the KV up to there is no tail any more, and the state below it on
+        its path is worth less."""
         self.checkpoints.add(checkpoint)
+        self.tails.blocked(checkpoint.edge)
         below = checkpoint.below()
         if below is not None:
             self.checkpoints.lowered(below)

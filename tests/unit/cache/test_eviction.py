@@ -9,6 +9,7 @@ from simulator import Simulator
 
 from megatron_hybrid.cache import prefix_cache
 from megatron_hybrid.cache.eviction import (
+    CLEANED_AT_ONCE,
     MAX_STALE,
     EvictionQueue,
     Evictor,
@@ -368,9 +369,30 @@ class TestEvictionQueue:
             for item in items[10:]:
                 item.key = (0, 100.0 - fall / 10 + items.index(item), 0)
                 queue.refresh(1)
-        assert len(queue._heap) <= 2 * 20 + MAX_STALE + 1
+        assert len(queue._heap) + len(queue._old) <= 2 * (2 * 20 + MAX_STALE)
         queue.refresh(20)
         assert drain(queue) == items
+
+    def test_a_queue_is_cleaned_a_few_entries_at_a_time(self):
+        queue, items = self.make(*map(float, range(1, 1001)))
+        fall, steps = 0, []
+        while len(steps) < 3000:
+            fall += 1
+            item = items[fall % 1000]
+            item.key = (0, item.key[1] - 1e-6, 0)
+            before = len(queue._heap) + len(queue._old)
+            queue.lowered(item)
+            steps.append(before + 1 - len(queue._heap) - len(queue._old))
+            assert queue.least() == min(item.key for item in items)
+        assert max(steps) == CLEANED_AT_ONCE  # entries that went
+        assert drain(queue) == sorted(items, key=lambda item: item.key)
+
+    def test_what_cannot_go_any_more_is_taken_out_when_it_is_told(self):
+        queue, (a, b, c) = self.make(1.0, 2.0, 3.0)
+        a.key = None
+        for item in (a, a, b):
+            queue.blocked(item)
+        assert len(queue) == 2 and drain(queue) == [b, c]
 
     def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):
         """Nobody waits until all of them were looked at; and its key is what it has become."""
@@ -619,6 +641,16 @@ class TestEvictor:
         assert room.pool.ref_counts[pages[3]] == 1
         room.index.check_integrity()
 
+    def test_the_first_to_make_room_does_not_come_across_all_that_was_saved(self):
+        """A prompt's KV is a tail until its state is published."""
+        room = Room(num_pages=4 * 300 + 1)
+        for start in range(0, 300_000, 1000):
+            room.add(part(32, start))
+            room.save(part(32, start))
+        keys = room.evictor.tails._key = Counted(room.evictor.tails._key)
+        assert room.make_room(1)
+        assert keys.calls < 10
+
     def test_force_takes_a_pinned_state_only_when_nothing_else_is_left(self):
         room = Room()
         room.add(part(32, 0))
@@ -735,6 +767,7 @@ class TestEvictor:
             room.add(part(32, start))
             if start < 6000:
                 room.save(part(32, start))
+            room.add(part(64, start))
         states, tails = room.evictor.checkpoints, room.evictor.tails
         assert (len(states), len(tails), room.evictor.num_values()) == (6, 8, 14)
         seen = []
