@@ -1,6 +1,7 @@
 """The command line: `megatron-hybrid demo`, `generate`, `convert`, `plan`, `profile`, `info`."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -113,7 +114,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def gigabytes(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < 1e9:  # also NaN
         raise argparse.ArgumentTypeError(
             f"{text} GB: give a number of GB above 0 and below a billion"

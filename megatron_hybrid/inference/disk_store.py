@@ -182,6 +182,8 @@ class DiskStore:
         if not isinstance(found, dict):
             raise CacheFolderError(f"{path} is damaged (no JSON object); remove {self.folder}")
         for name, expected in self._head.items():
+            if name not in found:
+                raise CacheFolderError(f"{path} is damaged (no {name!r}); remove {self.folder}")
             if found.get(name) != expected:
                 raise CacheFolderError(
                     f"{path} was written for another {name.replace('_', ' ')}: {found.get(name)!r} "

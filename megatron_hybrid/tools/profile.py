@@ -144,7 +144,7 @@ def profile(
     if memory_bytes < 2 * spec.page_bytes:
         raise ValueError(
             f"{memory_bytes / GB:g} GB of cache hold less than 2 pages of {spec.page_bytes} bytes; "
-            f"give more memory"
+            f"give at least {2 * spec.page_bytes / GB:.2g} GB"
         )
     lengths = [len(request.prompt) for request in requests]
     caches: list[CacheResult] = []

@@ -15,6 +15,7 @@ Other fields are ignored, a field that is null is not there, empty lines are ski
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,14 +45,17 @@ def load_jsonl(
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
-        ValueError: a line is no request, or there is none; names file, line and remedy.
+        ValueError: a line is no request, or out of order, or there is none; names file, line and
+            remedy.
     """
-    count = 0
+    count, order = 0, _Order()
     for number, row in rows(path):
         if count == limit:
             return
         try:
-            yield _request(row, count, tokenize, vocab_size)
+            request = _request(row, count, tokenize, vocab_size)
+            order.check(row, request)
+            yield request
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         count += 1
@@ -63,18 +67,42 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers from 1, and the objects of a JSONL file.
 
     Raises:
-        ValueError: a line is no JSON object, or the file no text.
+        ValueError: a line is no JSON object, or the file no text, or it cannot be read.
     """
     number = 0
-    with open(path, encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
-        try:
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _object(line, f"{path}, line {number}")
-        except UnicodeDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, after line {number}: {error}; save it as UTF-8 text") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name a JSONL file") from error
+
+
+class _Order:
+    """That lines come in order, as far as they tell."""
+
+    def __init__(self):
+        self._arrival = -math.inf
+        self._turns: dict[int | str, int] = {}
+
+    def check(self, row: dict[str, Any], request: Request) -> None:
+        if row.get("arrival") is not None:
+            self._rises("arrival", self._arrival, request.arrival)
+            self._arrival = request.arrival
+        if row.get("turn") is not None:
+            before = self._turns.get(request.session, request.turn)
+            self._rises("turn", before, request.turn)
+            self._turns[request.session] = request.turn
+
+    def _rises(self, field: str, before: float, now: float) -> None:
+        if now < before:
+            of = " of its session" if field == "turn" else ""
             raise ValueError(
-                f"{path}, after line {number}: {error}; save it as UTF-8 text"
-            ) from error
+                f"`{field}` is {now:g}, after {before:g}{of}: write the lines in order of arrival"
+            )
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"thesis.tex": b"years of work"}
 
 
-@pytest.mark.parametrize("head", [b"", b"{", b"[]", b'{"format": 1'])
+@pytest.mark.parametrize("head", [b"", b"{", b"[]", b'{"format": 1', b"{}", b'{"formaT": 1}'])
 def test_a_damaged_head_is_named(filled, head):
     (filled / "cache.json").write_bytes(head)
     with pytest.raises(CacheFolderError, match=r"cache\.json is damaged"):

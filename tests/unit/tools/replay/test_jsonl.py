@@ -33,6 +33,32 @@ def test_fields(tmp_path, row, prompt, output):
     assert request.prompt.dtype == request.output.dtype == "int32"
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"turn": 2}, "`turn` is 2, after 3 of its session: write the lines in order of arrival"),
+        ({"turn": 4, "arrival": 0.25}, "`arrival` is 0.25, after 0.5: write the lines in order"),
+        ({"turn": 3, "arrival": 0.5}, None),  # samples of one prompt
+        ({"session": "b", "turn": 0}, None),
+        ({}, None),
+    ],
+)
+def test_lines_are_in_order(tmp_path, second, message):
+    first = {"prompt": [1], "session": "a", "turn": 3, "arrival": 0.5}
+    path = write(tmp_path, first, {"prompt": [2], "session": "a", **second})
+    if message is None:
+        assert len(list(load_jsonl(path))) == 2
+        return
+    with pytest.raises(ValueError, match=f"line 2: {message}"):
+        list(load_jsonl(path))
+
+
+@pytest.mark.parametrize("name", ["nothing.jsonl", "."])
+def test_a_file_that_cannot_be_read(tmp_path, name):
+    with pytest.raises(ValueError, match=r"cannot be read \(.+\): name a JSONL file"):
+        list(load_jsonl(tmp_path / name))
+
+
 def test_sessions_turns_and_empty_lines(tmp_path):
     path = write(
         tmp_path,
