@@ -11,7 +11,7 @@ from megatron_hybrid.cache.lease import Lease, Match
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Path
+from megatron_hybrid.cache.tree import Checkpoint, Path, common_prefix
 
 PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
 
@@ -29,6 +29,8 @@ class Hit:
     checkpoint: Checkpoint | None
     """To be restored; its position is p."""
     reason: MissReason | None
+    in_flight: int = 0
+    """Leading tokens that a running request is about to make restorable, if more than p."""
 
     def match(self, prompt_tokens: int) -> Match:
         """What of it a caller may see."""
@@ -55,7 +57,7 @@ def look_up(
     if recompute_reason is not None:
         forced = MissReason(recompute_reason)
     if forced:
-        reason = miss_reason(path, leases, tokens, salt, 0)
+        reason = miss_reason(path, tokens, 0, in_flight(leases, tokens, salt, 0))
         if reason is not MissReason.NO_SHARED_PREFIX:  # it could not have been used
             reason = forced
         return Hit(path, shared, 0, None, reason)
@@ -63,18 +65,17 @@ def look_up(
     skipped = checkpoint.position if checkpoint else 0
     if not spec.needs_state and skipped < len(tokens):
         checkpoint, skipped = None, min(path.depth, len(tokens) - 1)
-    reason = miss_reason(path, leases, tokens, salt, skipped)
-    return Hit(path, max(shared, skipped), skipped, checkpoint, reason)
+    coming = in_flight(leases, tokens, salt, skipped)
+    reason = miss_reason(path, tokens, skipped, coming)
+    return Hit(path, max(shared, skipped), skipped, checkpoint, reason, coming)
 
 
-def miss_reason(
-    path: Path, leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int
-) -> MissReason | None:
+def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) -> MissReason | None:
     """Why a request that may restore skips no more than `skipped`: the first of the causes, from
     the one that passes by itself to the one that nobody caused. None: nothing went unused."""
     if skipped == len(tokens):
         return None
-    if any(will_serve(lease, tokens, salt, skipped) for lease in leases):
+    if in_flight:
         return MissReason.IN_FLIGHT
     if path.known > path.depth:
         return MissReason.KV_EVICTED
@@ -88,16 +89,21 @@ def miss_reason(
     return MissReason.STATE_EVICTED if missed.was_stored else MissReason.BUDGET
 
 
-def will_serve(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> bool:
-    """Whether a running request is still to save a state that is deeper than `skipped`."""
+def in_flight(leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int) -> int:
+    """The deepest position beyond `skipped` whose state running requests are still to save for
+    these tokens; 0: none."""
+    return max((will_save(lease, tokens, salt, skipped) for lease in leases), default=0)
+
+
+def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
+    """`in_flight` of one request."""
     wanted = lease.checkpoint_positions
     if lease.salt != salt or not (lease.reservations or wanted[-1:] > (lease.done,)):
-        return False
-    due = [p for p in wanted if p > lease.done]
-    due += [reservation.position for reservation in lease.reservations]
-    first = min((p for p in due if p > skipped), default=len(tokens) + 1)
-    return (
-        first <= min(len(tokens), len(lease.tokens))
-        and tokens[first - 1] == lease.tokens[first - 1]
-        and np.array_equal(tokens[:first], lease.tokens[:first])
-    )
+        return 0
+    due = {p for p in wanted if p > lease.done}
+    due.update(reservation.position for reservation in lease.reservations)
+    due = sorted(p for p in due if skipped < p <= min(len(tokens), len(lease.tokens)))
+    if not due or tokens[due[0] - 1] != lease.tokens[due[0] - 1]:
+        return 0
+    common = common_prefix(tokens[: due[-1]], lease.tokens[: due[-1]])
+    return max((p for p in due if p <= common), default=0)

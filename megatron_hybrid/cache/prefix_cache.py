@@ -209,7 +209,8 @@ class PrefixCache:
             return lease
         self._stats.count(lease.report)
         if lease.report.miss_reason is not None:
-            self._lost_tokens[lease.report.miss_reason] += min(known, len(tokens)) - hit.skipped
+            possible = max(min(known, len(tokens)), hit.in_flight)
+            self._lost_tokens[lease.report.miss_reason] += possible - hit.skipped
         if known >= self.spec.block_size_tokens:
             self._first_blocks.note(tokens, salt)
         elif recompute_reason is None:
@@ -537,7 +538,8 @@ class PrefixCache:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (see `CacheStats`), and what the pool holds now.
-        lost_tokens_<`MissReason`>: prompt tokens that were known and had to be computed again."""
+        lost_tokens_<`MissReason`>: prompt tokens that were known, or in the making, and had to be
+        computed again."""
         pool = self.allocator
         return asdict(self._stats) | {
             "page_bytes": self.spec.page_bytes,

@@ -65,7 +65,7 @@ GAUGES = {
     "disk_read_bytes": "Host memory of what was read from the disk and is not yet in the pool.",
 }
 """Keys of `engine.stats()` that rise and fall."""
-_LOST_HELP = "Prompt tokens that were known and had to be computed again, by reason."
+_LOST_HELP = "Prompt tokens that were known, or in the making, and computed again, by reason."
 
 
 def prometheus_text(stats: Mapping[str, int]) -> str:

@@ -122,7 +122,17 @@ def test_in_flight():
     running = sim.start(tokens(100))
     sim.forward(running, 60)
     assert report_of(sim, tokens(100)).miss_reason is MissReason.IN_FLIGHT
-    assert lost(sim) == {MissReason.IN_FLIGHT: 60}
+    assert lost(sim) == {MissReason.IN_FLIGHT: 100}
+
+
+def test_in_flight_counts_what_will_be_there_although_it_is_not_known_yet():
+    sim = simulator()
+    sim.run(tokens(100))
+    sim.start(joined(tokens(100), tokens(100, seed=1)), declared=[130, 150, 170])
+    longer = joined(tokens(100), tokens(60, seed=1), tokens(60, seed=2))
+    report = report_of(sim, longer)
+    assert (report.skipped_tokens, report.miss_reason) == (100, MissReason.IN_FLIGHT)
+    assert lost(sim) == {MissReason.IN_FLIGHT: 50}  # up to 150
 
 
 def test_no_room():
