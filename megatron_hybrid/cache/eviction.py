@@ -117,9 +117,8 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
     """Whether a request holds the KV up to a position: it would stay if the state went."""
-    edge, size = checkpoint.edge, spec.block_size_tokens
-    block = (checkpoint.position - 1) // size
-    return any(ref_counts[page] for page in edge.pages(size)[block - edge.first_block, :1])
+    page = checkpoint.edge.page_before(checkpoint.position, spec.block_size_tokens)
+    return bool(ref_counts[page])
 
 
 def checkpoint_value(
@@ -337,9 +336,9 @@ class Evictor:
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
         """A page that a request holds if it holds a stored state, or an edge's last block."""
-        is_edge = isinstance(item, Edge)
-        pages = item.pages(self._spec.block_size_tokens) if is_edge else item.pages
-        return int(pages.flat[-1]) if pages.size else NULL_PAGE
+        if isinstance(item, Edge):
+            return item.page_before(item.held_end, self._spec.block_size_tokens)
+        return int(item.pages[-1]) if item.pages.size else NULL_PAGE
 
     def make_room_for(self, num_pages: int, value: float) -> bool:
         """Room for a checkpoint of this value, among what is worth less."""

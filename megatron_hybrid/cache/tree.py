@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hybrid.cache.packed_tokens import PackedTokens
+from megatron_hybrid.cache.page_allocator import NULL_PAGE
 
 MIN_PACKED = 512
 """Tokens of an edge from which on packing them saves more than it costs."""
@@ -144,6 +145,13 @@ class Edge:
     def pages(self, block_size: int) -> np.ndarray:
         """int32 [num_rows, kv_pages_per_block]."""
         return self._pages[: self.num_rows(block_size)]
+
+    def page_before(self, position: int, block_size: int) -> int:
+        """A page of the block that the token before a held position is in; the null page where
+        blocks have none."""
+        if not self._pages.shape[1]:
+            return NULL_PAGE
+        return int(self._pages[(position - 1) // block_size - self.first_block, 0])
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The last stored checkpoint on this edge at a position <= limit."""

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
-from simulator import Simulator
 
 from megatron_hybrid.cache.admission import STEP_TOKENS, AnswerLengths, saved_by_one_more
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.tools.replay.ours import Ours
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
-STATE = SPEC.checkpoint_pages
+DOCUMENTS = 8
+PAGES = DOCUMENTS * (2 * SPEC.checkpoint_pages + 40)
+STRANGER = 30  # pages of 480 tokens
 
 
 def tokens(n, seed):
@@ -40,72 +42,75 @@ def test_answer_lengths_are_learnt():
     assert 300 < lengths.mean < 400
 
 
-def served(num_pages, documents=8, visits=30, mode="restore"):
-    """A cache in which each of so many documents of 480 tokens was asked about in turn."""
-    sim = Simulator(PrefixCache(SPEC, num_pages, mode))
-    for visit in range(visits):
-        for document in range(documents):
+def run(engine, prompt, answer):
+    engine.finish(engine.begin(prompt), np.concatenate([prompt, answer]))
+
+
+def served(mode="restore"):
+    """A cache in which each of the documents of 480 tokens was asked about in turn, often."""
+    engine = Ours(SPEC, 1e6)
+    engine.cache = PrefixCache(SPEC, PAGES, mode)
+    for visit in range(30):
+        for document in range(DOCUMENTS):
             question = tokens(20, 1000 + 100 * visit + document)
-            sim.run(np.concatenate([tokens(480, document), question]), tokens(5, visit))
-    return sim
+            run(engine, np.concatenate([tokens(480, document), question]), tokens(5, visit))
+    return engine.cache
 
 
-def pages_of(documents):
-    return documents * (2 * STATE + 40)
-
-
-def start_strangers(sim, most=40):
-    """Requests that share nothing start, until one is refused; how many did."""
+def start_strangers(cache, most=40):
+    """Leases of requests that share nothing, until one is refused."""
+    leases = []
     for n in range(most):
-        if sim.start(tokens(480, 50_000 + n)) is None:
-            return n
-    return most
+        lease = cache.acquire(tokens(480, 50_000 + n), capacity_tokens=480)
+        if lease is None:
+            break
+        leases.append(lease)
+    return leases
 
 
 def test_beyond_some_number_requests_wait_rather_than_push_out_what_others_use():
-    sim = served(pages_of(8))
-    cache = sim.cache
-    started = start_strangers(sim)
-    assert started >= 2
-    assert cache.stats()["held_back"] == 1 == cache.stats()["refused"]
-    prompts = [np.concatenate([tokens(480, document), tokens(20, 9)]) for document in range(8)]
+    cache = served()
+    leases = start_strangers(cache)
+    assert 2 <= len(leases) < PAGES // STRANGER - DOCUMENTS
+    assert cache.stats()["held_back"] == cache.stats()["refused"] == 1
+    prompts = [np.concatenate([tokens(480, n), tokens(20, 9)]) for n in range(DOCUMENTS)]
     skips = [cache.match(prompt).skipped_tokens for prompt in prompts]
-    assert sum(skip == 480 for skip in skips) >= 4, skips
-    # it starts when others have ended, at the latest when it is alone
-    for lease in list(cache._leases)[1:]:
+    assert sum(skip == 480 for skip in skips) >= DOCUMENTS // 2, skips
+    # It starts when others have ended, at the latest when it is alone.
+    for lease in leases[1:]:
         cache.release(lease)
-    assert sim.start(tokens(480, 50_000 + started)) is not None
+    assert cache.acquire(tokens(480, 99), capacity_tokens=480) is not None
+    cache.check_integrity()
 
 
 def test_without_room_nothing_is_held_back_but_refused():
-    sim = served(pages_of(8))
-    cache = sim.cache
-    lease = cache.acquire(tokens(480, 1), capacity_tokens=(pages_of(8) - 60) * 16)
+    cache = served()
+    lease = cache.acquire(tokens(480, 1), capacity_tokens=16 * (PAGES - 60))
     assert lease is not None
     assert cache.acquire(tokens(1600, 2), capacity_tokens=1600) is None
-    assert cache.stats()["held_back"] == 0
-    assert cache.stats()["refused"] == 1
+    assert (cache.stats()["held_back"], cache.stats()["refused"]) == (0, 1)
 
 
 @pytest.mark.parametrize("mode", ["memory_only", "off"])
 def test_where_nothing_is_restored_nothing_is_held_back(mode):
-    sim = served(pages_of(8), mode=mode)
-    assert start_strangers(sim) == (pages_of(8) - 1) // 30
-    assert sim.cache.stats()["held_back"] == 0
+    cache = served(mode)
+    assert len(start_strangers(cache)) == (PAGES - 1) // STRANGER
+    assert cache.stats()["held_back"] == 0
 
 
-def test_what_is_worth_nothing_holds_nobody_back():
-    sim = Simulator(PrefixCache(SPEC, pages_of(8)))
+def test_what_is_worth_little_holds_nobody_back():
+    engine = Ours(SPEC, PAGES * SPEC.page_bytes)
     for n in range(40):  # nobody comes again
-        sim.run(tokens(480, n), tokens(200, n))
-    assert start_strangers(sim) > 10
+        run(engine, tokens(480, n), tokens(200, n))
+    assert len(start_strangers(engine.cache)) == PAGES // STRANGER
 
 
-def test_those_who_were_preempted_are_not_held_back():
-    sim = served(pages_of(8))
-    running = sim.start(tokens(480, 77_777))
-    sim.forward(running, 300)
-    parked = sim.preempt(running)
-    start_strangers(sim)
-    assert sim.cache.stats()["held_back"] == 1
-    assert sim.resume(parked) is not None
+def test_who_was_preempted_is_not_held_back():
+    cache = served()
+    prompt = tokens(480, 77_777)
+    lease = cache.acquire(prompt, capacity_tokens=480)
+    cache.commit(lease, prompt, 320)
+    cache.release(lease)
+    start_strangers(cache)
+    assert cache.stats()["held_back"] == 1
+    assert cache.resume(lease, prompt[:320], capacity_tokens=480) is not None
