@@ -24,6 +24,7 @@ from reference import (
 )
 from scripted import ByteTokenizer
 
+from megatron_hybrid.cache import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory
@@ -553,6 +554,29 @@ def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
     # is kept and there is room for that.
     exact = 4 * 20 + 4 * 39
     assert exact <= stats["forward_tokens"] <= exact + (4 if mode == "restore" else 0)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("pattern", ["*-", "M*", "MG*-W-"])
+def test_strangers_wait_rather_than_push_out_what_others_come_back_to(pattern, monkeypatch):
+    monkeypatch.setattr(admission, "STEP_TOKENS", 1)  # of a tiny model all is worth less
+    model = tiny_model(pattern)
+    spec = tiny_engine(model).cache.spec
+    engine = tiny_engine(model, cache_bytes=60 * sum(spec.pages_per_block) * spec.page_bytes)
+    documents = [random_tokens(100, seed=seed) for seed in range(3)]
+    for visit in range(10):
+        for number, document in enumerate(documents):
+            question = random_tokens(4, seed=100 + 3 * visit + number)
+            engine.generate([document + question], greedy(2))
+    strangers = [engine.add_request(random_tokens(100, seed=n), greedy(2)) for n in range(50, 60)]
+    asked = [engine.add_request([*document, 1, 2, 3], greedy(2)) for document in documents]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert engine.stats()["held_back"] > 0
+    for request in (*strangers, *asked):
+        check_answer(model, request)
+    assert sum(request.report.skipped_tokens >= 96 for request in asked) >= 2
     assert_idle(engine)
 
 
