@@ -684,6 +684,8 @@ class PrefixCache:
         last = path.edges[-1]
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             self._watch(lease, last.at(position), position, lease.unwatched.pop(position))
+        if not self.spec.needs_state:
+            self._evictor.tails.lowered(last)  # it was entered before what is on it was watched
         return last
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
