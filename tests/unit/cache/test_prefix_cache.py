@@ -609,6 +609,20 @@ def test_pure_attention_counts_who_goes_on_from_a_position():
     assert uses() == {30: 2, 40: 2, 50: 2}
 
 
+def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_start():
+    """It stands in line before that is watched, as if it were used again at once."""
+    cache = PrefixCache(PURE, 1000)
+    for seed in range(5):
+        prompt = tokens(100, seed)
+        lease = cache.acquire(prompt, capacity_tokens=100)
+        cache.commit(lease, prompt, 100)
+        (edge,) = lease.path.edges
+        tails = cache._evictor.tails
+        assert edge.queued == tails._key(edge)
+        assert edge.queued[1] == pytest.approx(16 * 1e-3)  # a block, a use in 1,000 requests
+        cache.release(lease)
+
+
 def serve(engine, prompt, answer):
     """One request from start to end; what it skipped."""
     running = engine.begin(prompt)
