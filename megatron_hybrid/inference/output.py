@@ -60,14 +60,15 @@ class OutputProcessor:
         words = request.params.stop_words
         if not words:
             return False
-        tokens = request.generated_tokens
         longest = max(len(word.encode()) for word in words)
         # Most tokens add a byte or more, so the newest few show any new occurrence; where some have
         # no text at all (special tokens), a few more do.
         count = longest + 1
-        while count < len(tokens) and len(self.tokenizer.detokenize(tokens[-count:-1])) < longest:
+        newest = request.newest_tokens(count)
+        while len(newest) == count and len(self.tokenizer.detokenize(newest[:-1])) < longest:
             count *= 2
-        tail = self.tokenizer.detokenize(tokens[-count:])
+            newest = request.newest_tokens(count)
+        tail = self.tokenizer.detokenize(newest)
         return any(word in tail for word in words)
 
     def _text(self, request: Request) -> str:
