@@ -116,8 +116,11 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 
 
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
-    """Whether a request holds the KV up to a position: it would stay if the state went."""
-    page = checkpoint.edge.page_before(checkpoint.position, spec.block_size_tokens)
+    """Whether a request holds the KV up to a position: it would stay if the state went. Who resumes
+    there holds the full blocks; of the last one it has a copy."""
+    size = spec.block_size_tokens
+    position = checkpoint.position // size * size or checkpoint.position
+    page = checkpoint.edge.at(position).page_before(position, size)
     return bool(ref_counts[page])
 
 
@@ -305,21 +308,22 @@ class Evictor:
         self._enter_let_go()
         while self._allocator.num_free < num_pages:
             queue, key = self._next()
-            if queue is None and force and self._held:
+            forced = queue is None and force and bool(self._held)
+            if forced:
                 item = min(self._held, key=self._held.get)
                 del self._held[item]
-                self._drop(item, num_pages, force=True)
             elif queue is None or (below is not None and key >= below):
                 break
             else:
                 self._stamp = None
                 item = queue.pop()
-                try:
-                    if not self._drop(item, num_pages):
-                        self._held[item] = key, self._last_page(item)
-                except BaseException:  # `leaving` failed
-                    self.add(item)
-                    raise
+            try:
+                gone = self._drop(item, num_pages, forced)
+            except BaseException:  # `leaving` failed
+                self.add(item)
+                raise
+            if not gone:
+                self._held[item] = key, self._last_page(item)
         return self._allocator.num_free >= num_pages
 
     def _enter_let_go(self) -> None:
@@ -363,8 +367,10 @@ class Evictor:
     def let_go(self, path: Path) -> None:
         """A request let go of the KV on its path: the last state there leads to more that would go
         with it."""
-        checkpoint = path.deepest_checkpoint()
+        edge, known = path.left(path.known) or (None, 0)
+        checkpoint = edge.deepest_on_path(known) if edge is not None else None
         if checkpoint is not None:
+            self._stamp = None
             self.checkpoints.lowered(checkpoint)
 
     def num_values(self) -> int:

@@ -102,6 +102,8 @@ class Lease:
     """Neither published nor abandoned yet."""
     next_flush: int = 0
     """`commit` has nothing to do for single tokens below this position."""
+    answered: bool = False
+    """Its request is complete."""
     released: bool = False
 
     def __post_init__(self):

@@ -111,7 +111,8 @@ class LeasePages:
             if missing:
                 new = self._allocate(missing, spec.pages_per_block[group])
                 lease.local_tables[i] = np.concatenate([lease.local_tables[i], new])
-                lease.local_end = len(lease.local_tables[i]) * spec.block_size_tokens
+        if lease.local_tables:
+            lease.local_end = min(map(len, lease.local_tables)) * spec.block_size_tokens
 
     def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
         """int32 [blocks, pages_per_block], what is worth least making room."""

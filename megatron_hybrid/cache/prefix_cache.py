@@ -356,7 +356,7 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
-        lease.done, lease.tokens = num_tokens_done, tokens
+        lease.done, lease.tokens, lease.answered = num_tokens_done, tokens, answered
         flush = flush or answered
         if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
             return
@@ -486,7 +486,7 @@ class PrefixCache:
             self.abandon(reservation)
         self._pages.let_go(lease)
         self._evictor.let_go(lease.path)
-        if lease.done >= lease.prompt_tokens:
+        if lease.answered:
             self._answers.observe(lease.done - lease.prompt_tokens)
         del self._leases[lease]
         lease.released = True
@@ -656,7 +656,7 @@ class PrefixCache:
         if self.mode != "restore" or not running or missing <= 0:
             return True
         worth = saved_by_one_more(running, self._answers.mean)
-        if self._evictor.make_room_for(num_pages, worth / missing):
+        if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
         self._stats.held_back += 1
         return False

@@ -18,7 +18,7 @@ COUNTERS = {
     "shared_tokens": "Prompt tokens whose KV was reused.",
     "skipped_tokens": "Prompt tokens that were not computed.",
     "refused": "Times that a request had to wait or to give way because the pool was full.",
-    "held_back": "Times that a request waited, since room would have cost states worth more.",
+    "held_back": "Attempts to start a request put off, since room would cost states worth more.",
     "checkpoints_saved": "States that were saved.",
     "checkpoints_no_room": "States that were wanted and found no room.",
     "checkpoints_duplicate": "States that two requests saved side by side; one copy was dropped.",
