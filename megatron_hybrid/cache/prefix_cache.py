@@ -652,9 +652,11 @@ class PrefixCache:
     def _pays(self, num_pages: int) -> bool:
         """Whether these pages can be freed at the cost of what is worth less than one more request
         beside those that run."""
-        running, missing = len(self._leases), num_pages - self.allocator.num_free
-        if self.mode != "restore" or not running or missing <= 0:
+        running = len(self._leases)
+        if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
             return True
+        # Per page of all, not of those that are missing: what goes in several attempts together is
+        # worth no more either.
         worth = saved_by_one_more(running, self._answers.mean)
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True

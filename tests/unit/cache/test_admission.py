@@ -105,6 +105,22 @@ def test_what_is_worth_little_holds_nobody_back():
     assert len(start_strangers(engine.cache)) == PAGES // STRANGER
 
 
+def test_only_answers_teach_how_long_answers_are():
+    cache = served()
+    mean = cache._answers.mean
+    for seed in range(50):  # fetched from a tier below; cancelled in its answer
+        cache.release(cache.adopt(tokens(64, seed), capacity_tokens=64))
+        lease = cache.acquire(tokens(64, seed), capacity_tokens=64)
+        cache.commit(lease, tokens(64, seed), 64, flush=True)
+        cache.release(lease)
+    assert cache._answers.mean == mean
+    lease = cache.acquire(tokens(64, 1), capacity_tokens=96)
+    cache.commit(lease, tokens(96, 1), 96, answered=True)
+    cache.commit(lease, tokens(96, 1), 96, answered=True)
+    cache.release(lease)
+    assert cache._answers.mean == mean + (32 - mean) / 64
+
+
 def test_who_was_preempted_is_not_held_back():
     cache = served()
     prompt = tokens(480, 77_777)

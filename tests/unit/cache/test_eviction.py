@@ -16,6 +16,7 @@ from megatron_hybrid.cache.eviction import (
     checkpoint_value,
     equal_start,
     exclusive_tokens,
+    kv_is_held,
     kv_pages,
     rebuild_work,
     tail_key,
@@ -257,17 +258,29 @@ def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
 
 @pytest.mark.parametrize(
     ("held", "pages"),
-    [([], 2 + 16), ([19], 2), ([0, 19], 2), ([18], 2 + 16), ([20], 2 + 16)],
+    [([], 2 + 16), ([23], 2), ([0, 23], 2), ([22], 2 + 16), ([24], 2 + 16)],
 )
-def test_kv_that_a_request_holds_does_not_go_with_a_state(held, pages):
-    """The state at 320 of (64, 340], whose blocks 4 to 21 are the pages of these numbers."""
-    lower = edge(64, 340, (320,), edge(0, 64, (64,)))
-    lower._pages = np.arange(4, 22, dtype=np.int32).reshape(-1, 1)
+@pytest.mark.parametrize("position", [320, 325])  # who resumes inside a block copies that one
+def test_kv_that_a_request_holds_does_not_go_with_a_state(position, held, pages):
+    """A state on (64, 340], whose blocks 4 to 21 are the pages 8 to 25."""
+    lower = edge(64, 340, (position,), edge(0, 64, (64,)))
+    lower._pages = np.arange(8, 26, dtype=np.int32).reshape(-1, 1)
     ref_counts = FREE.copy()
     ref_counts[held] = 1
-    value = checkpoint_value(lower.checkpoints[320], HYBRID, Rates(), ref_counts)
-    assert value == 256 / pages
+    value = checkpoint_value(lower.checkpoints[position], HYBRID, Rates(), ref_counts)
+    assert value == (position - 64) / pages
     assert checkpoint_value(lower.parent.checkpoints[64], HYBRID, Rates(), ref_counts) == 64 / 2
+
+
+def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
+    """(0, 50] and (50, 60] with a state: who resumes there holds the three full blocks."""
+    lower = edge(50, 60, (60,), edge(0, 50))
+    lower.parent._pages = np.arange(8, 12, dtype=np.int32).reshape(-1, 1)
+    lower._pages = np.full((1, 1), 12, dtype=np.int32)
+    for held, expected in ((10, True), (9, False), (12, False)):
+        ref_counts = FREE.copy()
+        ref_counts[held] = 1
+        assert kv_is_held(lower.checkpoints[60], HYBRID, ref_counts) == expected
 
 
 def test_value_of_nothing_held():
@@ -650,6 +663,28 @@ class TestEvictor:
         keys = room.evictor.tails._key = Counted(room.evictor.tails._key)
         assert room.make_room(1)
         assert keys.calls < 10
+
+    @pytest.mark.parametrize("force", [False, True])
+    def test_what_fails_to_leave_stays_in_line(self, force):
+        room = Room()
+        pages = room.add(part(96, 0))
+        room.save(part(96, 0))
+        if force:
+            room.pool.retain(room.walk(part(96, 0)).deepest_checkpoint().pages)
+
+        class Failing:
+            def state_leaves(self, checkpoint):
+                raise OSError("no space left")
+
+        room.evictor.leaving = Failing()
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space left"):
+                room.make_room(8, force=force)
+        room.evictor.leaving = None
+        if force:
+            room.pool.release(room.walk(part(96, 0)).deepest_checkpoint().pages)
+        assert room.make_room(8)
+        assert not room.pool.ref_counts[pages].any() and not room.stored()
 
     def test_force_takes_a_pinned_state_only_when_nothing_else_is_left(self):
         room = Room()
