@@ -146,7 +146,7 @@ class EvictionQueue:
     """A heap of items whose keys change behind its back.
 
     An item's `queued` is the key of its one valid entry. A key that rose is noticed when the
-    entry surfaces; one that fell has to be told (`lowered`), or waits for `refresh`.
+    entry surfaces; one that fell has to be told (`changed`), or waits for `refresh`.
 
     Args:
         key: of an item; None: it cannot go.
@@ -171,16 +171,11 @@ class EvictionQueue:
         if item.queued is None:
             self._push(item, self._key(item))
 
-    def lowered(self, item) -> None:
-        """The item's key may be lower than when it was entered."""
+    def changed(self, item) -> None:
+        """The item's key may be lower than when it was entered, or it may not go any more."""
         key = self._key(item)
-        if item.queued is None or (key is not None and key < item.queued):
+        if key is None or item.queued is None or key < item.queued:
             self._push(item, key)
-
-    def blocked(self, item) -> None:
-        """The item may not go any more. Told late, all of them would be come across at once."""
-        if item.queued is not None and self._key(item) is None:
-            self.discard(item)
 
     def _push(self, item, key: Key | None) -> None:
         item.queued = key
@@ -346,9 +341,8 @@ class Evictor:
 
     def make_room_for(self, num_pages: int, value: float) -> bool:
         """Room for a checkpoint of this value, among what is worth less."""
-        if num_pages > self._allocator.num_free + self._allocator.num_evictable:
-            return False
-        return self.make_room(num_pages, below=(1, value, self._reuse.now))
+        below = (1, value, self._reuse.now)
+        return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Enter an edge's tail or a stored checkpoint."""
@@ -359,10 +353,16 @@ class Evictor:
         """A state was published: the KV up to there is no tail any more, and the state below it on
         its path is worth less."""
         self.checkpoints.add(checkpoint)
-        self.tails.blocked(checkpoint.edge)
+        self.tails.changed(checkpoint.edge)
         below = checkpoint.below()
         if below is not None:
-            self.checkpoints.lowered(below)
+            self.checkpoints.changed(below)
+
+    def watched(self, edge: Edge) -> None:
+        """Positions on an edge are watched, after it was entered: where KV alone resumes, its tail
+        is worth what they are."""
+        if not self._spec.needs_state:
+            self.tails.changed(edge)
 
     def let_go(self, path: Path) -> None:
         """A request let go of the KV on its path: the last state there leads to more that would go
@@ -371,7 +371,7 @@ class Evictor:
         checkpoint = edge.deepest_on_path(known) if edge is not None else None
         if checkpoint is not None:
             self._stamp = None
-            self.checkpoints.lowered(checkpoint)
+            self.checkpoints.changed(checkpoint)
 
     def num_values(self) -> int:
         """Values that change with time and with what is learnt."""

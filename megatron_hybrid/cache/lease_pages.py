@@ -96,8 +96,7 @@ class LeasePages:
 
     def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
         """Whether eviction could make the room."""
-        needed = self.num_needed(lease, capacity_tokens, end)
-        return needed <= self._allocator.num_free + self._allocator.num_evictable
+        return self._allocator.can_free(self.num_needed(lease, capacity_tokens, end))
 
     def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """Append blocks to the tables; `has_room` said yes."""

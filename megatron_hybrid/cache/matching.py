@@ -97,13 +97,13 @@ def in_flight(leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: i
 
 def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
     """`in_flight` of one request."""
-    wanted = lease.checkpoint_positions
-    if lease.salt != salt or not (lease.reservations or wanted[-1:] > (lease.done,)):
+    if lease.salt != salt:
         return 0
-    due = {p for p in wanted if p > lease.done}
-    due.update(reservation.position for reservation in lease.reservations)
-    due = sorted(p for p in due if skipped < p <= min(len(tokens), len(lease.tokens)))
-    if not due or tokens[due[0] - 1] != lease.tokens[due[0] - 1]:
+    due = [position for position in lease.checkpoint_positions if position > lease.done]
+    due += [reservation.position for reservation in lease.reservations]
+    end = min(len(tokens), len(lease.tokens))
+    due = [position for position in due if skipped < position <= end]
+    if not due or tokens[min(due) - 1] != lease.tokens[min(due) - 1]:
         return 0
-    common = common_prefix(tokens[: due[-1]], lease.tokens[: due[-1]])
-    return max((p for p in due if p <= common), default=0)
+    common = common_prefix(tokens[: max(due)], lease.tokens[: max(due)])
+    return max((position for position in due if position <= common), default=0)

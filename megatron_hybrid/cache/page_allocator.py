@@ -41,6 +41,10 @@ class PageAllocator:
         self.num_let_go = 0
         """How often cached pages lost the last request that held them."""
 
+    def can_free(self, n: int) -> bool:
+        """Whether n pages are free or eviction could free them."""
+        return n <= self.num_free + self.num_evictable
+
     def allocate(self, n: int) -> np.ndarray | None:
         """n pages with one request reference each, int32 [n]; None if fewer are free."""
         if n > self.num_free:

@@ -209,8 +209,8 @@ class PrefixCache:
             return lease
         self._stats.count(lease.report)
         if lease.report.miss_reason is not None:
-            possible = max(min(known, len(tokens)), hit.in_flight)
-            self._lost_tokens[lease.report.miss_reason] += possible - hit.skipped
+            lost = max(known, hit.in_flight) - hit.skipped
+            self._lost_tokens[lease.report.miss_reason] += lost
         if known >= self.spec.block_size_tokens:
             self._first_blocks.note(tokens, salt)
         elif recompute_reason is None:
@@ -629,10 +629,9 @@ class PrefixCache:
         else:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
+        needed = self._pages.num_needed(lease, capacity_tokens, end)
         try:
-            fits = self._pages.has_room(lease, capacity_tokens, end)
-            if fits and comes:
-                fits = self._pays(self._pages.num_needed(lease, capacity_tokens, end))
+            fits = self.allocator.can_free(needed) and (not comes or self._pays(needed))
         except BaseException:  # on the way of what is evicted to the memories below
             self._pages.let_go(lease)
             raise
@@ -686,8 +685,7 @@ class PrefixCache:
         last = path.edges[-1]
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             self._watch(lease, last.at(position), position, lease.unwatched.pop(position))
-        if not self.spec.needs_state:
-            self._evictor.tails.lowered(last)  # it was entered before what is on it was watched
+        self._evictor.watched(last)
         return last
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:

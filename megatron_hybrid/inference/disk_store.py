@@ -184,9 +184,9 @@ class DiskStore:
         for name, expected in self._head.items():
             if name not in found:
                 raise CacheFolderError(f"{path} is damaged (no {name!r}); remove {self.folder}")
-            if found.get(name) != expected:
+            if found[name] != expected:
                 raise CacheFolderError(
-                    f"{path} was written for another {name.replace('_', ' ')}: {found.get(name)!r} "
+                    f"{path} was written for another {name.replace('_', ' ')}: {found[name]!r} "
                     f"there, {expected!r} here; use another folder"
                 )
 

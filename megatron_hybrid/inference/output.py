@@ -63,11 +63,11 @@ class OutputProcessor:
         longest = max(len(word.encode()) for word in words)
         # Most tokens add a byte or more, so the newest few show any new occurrence; where some have
         # no text at all (special tokens), a few more do.
-        count = longest + 1
-        newest = request.newest_tokens(count)
-        while len(newest) == count and len(self.tokenizer.detokenize(newest[:-1])) < longest:
-            count *= 2
-            newest = request.newest_tokens(count)
+        start = max(0, request.num_generated - longest - 1)
+        newest = request.generated_from(start)
+        while start and len(self.tokenizer.detokenize(newest[:-1])) < longest:
+            start = max(0, start - len(newest))
+            newest = request.generated_from(start)
         tail = self.tokenizer.detokenize(newest)
         return any(word in tail for word in words)
 

@@ -123,11 +123,6 @@ class Request:
         """Generated tokens but the first `start`."""
         return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
 
-    def newest_tokens(self, most: int) -> list[int]:
-        """The last generated tokens."""
-        start = max(self.num_prompt_tokens, self.num_tokens - most)
-        return self.tokens[start : self.num_tokens].tolist()
-
     @property
     def prompt_needs_logits(self) -> bool:
         """Prompt log-probs are still to be collected, so every prompt token must be computed."""

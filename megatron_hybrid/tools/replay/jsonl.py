@@ -15,7 +15,6 @@ Other fields are ignored, a field that is null is not there, empty lines are ski
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,13 +47,14 @@ def load_jsonl(
         ValueError: a line is no request, or out of order, or there is none; names file, line and
             remedy.
     """
-    count, order = 0, _Order()
+    count = 0
+    latest: dict[tuple[str, int | str | None], float] = {}
     for number, row in rows(path):
         if count == limit:
             return
         try:
             request = _request(row, count, tokenize, vocab_size)
-            order.check(row, request)
+            _check_order(row, request, latest)
             yield request
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
@@ -81,28 +81,22 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be read ({error.strerror}): name a JSONL file") from error
 
 
-class _Order:
-    """That lines come in order, as far as they tell."""
-
-    def __init__(self):
-        self._arrival = -math.inf
-        self._turns: dict[int | str, int] = {}
-
-    def check(self, row: dict[str, Any], request: Request) -> None:
-        if row.get("arrival") is not None:
-            self._rises("arrival", self._arrival, request.arrival)
-            self._arrival = request.arrival
-        if row.get("turn") is not None:
-            before = self._turns.get(request.session, request.turn)
-            self._rises("turn", before, request.turn)
-            self._turns[request.session] = request.turn
-
-    def _rises(self, field: str, before: float, now: float) -> None:
+def _check_order(
+    row: dict[str, Any], request: Request, latest: dict[tuple[str, int | str | None], float]
+) -> None:
+    """Lines come in order, as far as they tell. latest: by field and session, those before."""
+    for field, session, now, of in (
+        ("arrival", None, request.arrival, ""),
+        ("turn", request.session, request.turn, " of its session"),
+    ):
+        if row.get(field) is None:
+            continue
+        before = latest.get((field, session), now)
         if now < before:
-            of = " of its session" if field == "turn" else ""
             raise ValueError(
                 f"`{field}` is {now:g}, after {before:g}{of}: write the lines in order of arrival"
             )
+        latest[field, session] = now
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
