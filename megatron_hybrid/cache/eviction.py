@@ -70,7 +70,7 @@ def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
     """Uses per request to be expected of what is watched on an edge beyond a position: where KV
     alone resumes, a block serves those who go on from anywhere beyond its start."""
     return [
-        reuse.rate(checkpoint, reuse.is_covered(checkpoint))
+        reuse.rate(checkpoint)
         for watched, checkpoint in edge.checkpoints.items()
         if watched > position
     ]
@@ -84,7 +84,7 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
     rate = max(rates_beyond(edge, block, reuse), default=0.0) if inner else 0.0
     for position in inner:
         checkpoint = edge.checkpoints[position]
-        if reuse.rate(checkpoint, reuse.is_covered(checkpoint)) > rate:
+        if reuse.rate(checkpoint) > rate:
             return spec.num_blocks(position) * spec.block_size_tokens
     return start
 

@@ -753,10 +753,7 @@ class PrefixCache:
         """Room for a state among what is worth less; or in place of the one below it, if that one
         has no use of its own that is worth more than the tokens between them."""
         spec, reuse = self.spec, self._reuse
-        if watched is None:
-            rate = reuse.new_rate(kind, lease.turn)
-        else:
-            rate = reuse.rate(watched, reuse.is_covered(watched))
+        rate = reuse.rate(watched) if watched else reuse.new_rate(kind, lease.turn)
         start = below.position if below else 0
         if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
             start = max([start, *(r.position for r in lease.reservations if r.position < position)])

@@ -154,7 +154,7 @@ class ReuseModel:
             if beyond > 0 and checkpoint.is_fork():
                 self.used(checkpoint)
                 if checkpoint.uses >= 2:
-                    saved = self.rate(checkpoint, self.is_covered(checkpoint)) * beyond
+                    saved = self.rate(checkpoint) * beyond
                     if saved > most:
                         again, most = checkpoint.position, saved
             self.passed(checkpoint)
@@ -176,8 +176,10 @@ class ReuseModel:
         if ends:
             self.distances.observe(min(ends) - path.known)
 
-    def rate(self, checkpoint: Checkpoint, covered: bool) -> float:
-        """Uses per request to be expected of it. covered: as in `class_of`."""
+    def rate(self, checkpoint: Checkpoint, covered: bool | None = None) -> float:
+        """Uses per request to be expected of it. covered: as in `class_of` (default: as it is)."""
+        if covered is None:
+            covered = self.is_covered(checkpoint)
         rate_A, age = self._rate_CA[class_of(checkpoint, covered)], self.now - checkpoint.last_use
         if checkpoint.uses < 2:
             return rate_A[age_class(age)]

@@ -69,7 +69,9 @@ class Rates:
         self.if_covered = 1.0
         self.is_covered = Checkpoint.is_covered
 
-    def rate(self, checkpoint, covered):
+    def rate(self, checkpoint, covered=None):
+        if covered is None:
+            covered = self.is_covered(checkpoint)
         factor = self.if_covered if covered else 1.0
         return factor * self.rates.get(checkpoint, 1.0)
 
