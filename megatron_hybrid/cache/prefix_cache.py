@@ -754,9 +754,7 @@ class PrefixCache:
         has no use of its own that is worth more than the tokens between them."""
         spec, reuse = self.spec, self._reuse
         rate = reuse.rate(watched) if watched else reuse.new_rate(kind, lease.turn)
-        start = below.position if below else 0
-        if kind is Kind.RUNG:  # the rungs before it, which the same forward saves, count too
-            start = max([start, *(r.position for r in lease.reservations if r.position < position)])
+        start = max(below.position if below else 0, self._saved_before(lease, position, kind))
         needed = pages = spec.checkpoint_pages
         rebuild = 1.0
         if spec.needs_state:
@@ -769,6 +767,16 @@ class PrefixCache:
             return False
         own = reuse.rate(below, covered=True) * rebuild_work(below, below.below(), spec)
         return rate * rebuild > own and self._evictor.drop_checkpoint(below)
+
+    def _saved_before(self, lease: Lease, position: int, kind: Kind) -> int:
+        """The last position before this one whose state the same forward saves: it serves those who
+        go on from here, too. 0: none. What is a guess (rungs, and tails before any prompt was seen
+        to leave another) counts for rungs alone: an end may be all that is ever used."""
+        saved = [r for r in lease.reservations if r.position < position]
+        if kind is not Kind.RUNG:
+            guesses = (Kind.RUNG,) if self._reuse.distances.known else (Kind.RUNG, Kind.TAIL)
+            saved = [r for r in saved if r.kind not in guesses]
+        return max((r.position for r in saved), default=0)
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))

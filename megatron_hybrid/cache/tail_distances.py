@@ -24,6 +24,11 @@ class TailDistances:
         self._counts: dict[int, float] = dict.fromkeys(_AT_FIRST, 0.25)
         self._distances: list[int] = sorted(_AT_FIRST)  # the keys of _counts
 
+    @property
+    def known(self) -> bool:
+        """Whether one was observed."""
+        return bool(self._recent)
+
     def observe(self, distance: int) -> None:
         """One prompt left another so many tokens before that one's end."""
         self._recent.append(distance)

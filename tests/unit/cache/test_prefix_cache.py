@@ -11,7 +11,7 @@ from megatron_hybrid.cache import prefix_cache
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import ReuseModel
+from megatron_hybrid.cache.reuse import Kind, ReuseModel
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.tools.replay.ours import Ours
 
@@ -645,6 +645,37 @@ def test_pure_attention_keeps_chats_through_one_off_prompts():
             for _ in range(6):
                 serve(engine, tokens(100, next(seeds)), tokens(8, next(seeds)))
     assert np.mean(shares[len(shares) // 2 :]) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "is_learnt", "expected"),
+    [
+        (Kind.JUNCTION, Kind.PROMPT_END, True, 10),
+        (Kind.MESSAGE, Kind.PROMPT_END, True, 10),
+        (Kind.TAIL, Kind.PROMPT_END, True, 10),
+        (Kind.TAIL, Kind.JUNCTION, True, 10),
+        # a guess: the end may be all that is ever used
+        (Kind.TAIL, Kind.PROMPT_END, False, 110),
+        (Kind.RUNG, Kind.PROMPT_END, True, 110),
+        (Kind.RUNG, Kind.JUNCTION, True, 110),
+        (Kind.RUNG, Kind.RUNG, True, 10),
+    ],
+)
+def test_what_a_forward_saves_takes_from_the_value_of_what_it_saves_behind_it(
+    monkeypatch, before, kind, is_learnt, expected
+):
+    cache, values = PrefixCache(HYBRID, 400), []
+    if is_learnt:
+        cache._reuse.distances.observe(0)
+    lease = cache.acquire(tokens(200), capacity_tokens=200)
+    lease.wanted = {100: before, 110: kind}
+    monkeypatch.setattr(
+        cache._evictor, "make_room_for", lambda pages, value: values.append(value) or True
+    )
+    assert cache.reserve_checkpoint(lease, 100) and cache.reserve_checkpoint(lease, 110)
+    pages = 2 + expected // 16
+    # of all states as many uses are expected at first
+    assert values == pytest.approx([100e-3 / (2 + 100 // 16), expected * 1e-3 / pages])
 
 
 def test_the_state_of_a_new_prompt_outlives_its_first_answer():

@@ -30,6 +30,13 @@ def test_weights(distances, expected):
     assert dict(weights) == pytest.approx(expected)
 
 
+def test_one_is_known_from_the_first_on():
+    tails = TailDistances()
+    assert not tails.known
+    tails.observe(0)
+    assert tails.known
+
+
 def test_weights_are_the_shares_of_what_was_observed():
     random = np.random.default_rng(0)
     distances = random.geometric(0.02, 200)
