@@ -367,8 +367,8 @@ class Evictor:
     def let_go(self, path: Path) -> None:
         """A request let go of the KV on its path: the last state there leads to more that would go
         with it."""
-        edge, known = path.left(path.known) or (None, 0)
-        checkpoint = edge.deepest_on_path(known) if edge is not None else None
+        left = path.left(path.known)
+        checkpoint = left[0].deepest_on_path(left[1]) if left else None
         if checkpoint is not None:
             self._stamp = None
             self.checkpoints.changed(checkpoint)
