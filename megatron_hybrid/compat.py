@@ -15,6 +15,7 @@ try:
         # One warning for every GPU library that is not there; ours come where one is needed.
         warnings.simplefilter("ignore")
         import megatron.core
+        import megatron.core.models.common.language_module.language_module
         from megatron.core.transformer import TransformerConfig as TransformerConfig
 except ModuleNotFoundError as error:
     # 0.18 and later import triton unguarded in transformer/moe/ops/paged_stash.py.

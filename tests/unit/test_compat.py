@@ -82,3 +82,10 @@ def test_no_warning_for_a_default():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=10)
+
+
+def test_nothing_is_warned_of_at_import():
+    """megatron-core warns of every GPU library that is not there."""
+    script = "import warnings; warnings.simplefilter('error', UserWarning); import megatron_hybrid"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
