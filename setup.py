@@ -50,7 +50,6 @@ setup(
     },
     entry_points={"console_scripts": ["megatron-hybrid = megatron_hybrid.cli:main"]},
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
