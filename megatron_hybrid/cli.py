@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"megatron-hybrid: {error}", file=sys.stderr)
         return 2
@@ -214,7 +218,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     context = parse_count(options.context)
     config = read_model_config(options.model)
-    result = plan(config, int(options.memory * GB), context, options.state_encoding)
+    result = plan(config, round(options.memory * GB), context, options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0
 
@@ -232,7 +236,7 @@ def _profile(options: argparse.Namespace) -> int:
         _check_png(options.png)
     config = read_model_config(options.model)
     requests = read_requests(options.prompts, options.model, config.vocab_size)
-    result = profile(requests, config, options.memory * GB, options.state_encoding)
+    result = profile(requests, config, round(options.memory * GB), options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     if options.png:
         draw(result, options.png)

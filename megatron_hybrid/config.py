@@ -20,6 +20,7 @@ from megatron_hybrid.config_checks import (
     check_overrides,
     check_routing,
     check_types,
+    is_int,
     require_positive,
 )
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
@@ -666,10 +667,11 @@ class InferenceConfig:
             "host_cache_bytes",
         ):
             value, least = getattr(self, field), int(field != "host_cache_bytes")
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_int(value) or value < least:
                 raise ValueError(
                     f"{field} is {value!r}; it must be a whole number of {least} or more."
                 )
+            setattr(self, field, int(value))
         if self.cache_dir is not None and (
             not isinstance(self.cache_dir, (str, PathLike)) or not fspath(self.cache_dir)
         ):
@@ -679,8 +681,9 @@ class InferenceConfig:
                 f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
                 f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
             )
-        if not isinstance(self.random_seed, int):
+        if not is_int(self.random_seed):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
+        self.random_seed = int(self.random_seed)
         block = self.block_size_tokens
         if not 16 <= block <= 256 or block & (block - 1):
             raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")

@@ -1,4 +1,5 @@
-"""What makes a HybridConfig legal: one function for each group of fields.
+"""What makes a configuration legal: one function for each group of a HybridConfig's fields; what
+counts as a number or as text.
 
 They fill in the defaults that follow from other fields, and raise ValueErrors that name the field,
 the value, the limit and what to do.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from megatron_hybrid.models.layer_pattern import KINDS
@@ -56,6 +58,28 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp4": (None, "use params_dtype=torch.bfloat16"),
     "use_mup": (False, "scale the learning rates outside of the model"),
 }
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is a whole number, numpy's among them; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, numpy's among them; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError where a str has halves of a surrogate pair, as JSON can write them: no text
+    in UTF-8 has any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):x}"
+        raise ValueError(
+            f"{name} has {half}, half of a character: write the character itself, or both halves"
+        ) from error
 
 
 _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}

@@ -17,10 +17,12 @@ from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
+from megatron_hybrid.config_checks import is_int
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.disk_store import DiskStore
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, is_int, spread
+from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, spread
+from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import prometheus_text
 from megatron_hybrid.inference.offload import Offload, disk_tier
@@ -54,6 +56,8 @@ class CacheSaved:
 class DynamicInferenceEngine:
     """Serves a hybrid model with continuous batching and prefix sharing.
 
+    One thread at a time may call it.
+
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
@@ -63,6 +67,7 @@ class DynamicInferenceEngine:
     Raises:
         ValueError, TypeError: the model cannot be served with this configuration; the message says
             why.
+        MemoryError: the device has no room for the pool.
     """
 
     def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
@@ -74,6 +79,11 @@ class DynamicInferenceEngine:
             raise TypeError(
                 f"model must be one of build_hybrid_model or load_pretrained, got "
                 f"{type(model).__name__}"
+            )
+        if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
+            raise TypeError(
+                f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
+                f"detokenize(), or None; got {type(tokenizer).__name__}"
             )
         self.config = config
         num_stages = model.pg_collection.pp.size()
@@ -100,7 +110,6 @@ class DynamicInferenceEngine:
                 f"bytes, of blocks of {config.block_size_tokens} tokens; at least 2 are needed: "
                 f"raise cache_bytes to {2 * spec.page_bytes} or more"
             )
-        self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
         self.memory = CacheMemory(
             spec,
             layers,
@@ -112,6 +121,7 @@ class DynamicInferenceEngine:
             encoding,
             hidden_dtype=parameter.dtype,
         )
+        self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
         self.context = DynamicInferenceContext(
             self.memory, config.max_requests, config.max_sequence_length
         )
@@ -178,14 +188,19 @@ class DynamicInferenceEngine:
 
         If anything raises (no memory for a forward, or for a state on its way), the running
         requests go back to the queue and start from what is cached; nothing cached is lost.
+        Ctrl-C waits for the end of the step.
         """
-        try:
-            return self._step()
-        except BaseException:
-            self.scheduler.abort()
-            raise
+        with interrupts_wait():
+            try:
+                self._step()
+            except BaseException:
+                self.scheduler.abort()
+                raise
+        # Of all that were answered since the last time; a step may have failed in between.
+        answered, self._answered = self._answered, []
+        return [request.result() for request in answered]
 
-    def _step(self) -> list[GenerationResult]:
+    def _step(self) -> None:
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.is_busy:
@@ -195,7 +210,7 @@ class DynamicInferenceEngine:
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"
                 )
-            return self._results()
+            return
         self.num_steps += 1
         pages = self.cache.allocator
         in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
@@ -205,12 +220,6 @@ class DynamicInferenceEngine:
         logits_nV = self._forward(plan)
         self.scheduler.complete(plan)
         self._sample(plan, logits_nV)
-        return self._results()
-
-    def _results(self) -> list[GenerationResult]:
-        """Of all that were answered since the last time; a step may have failed in between."""
-        answered, self._answered = self._answered, []
-        return [request.result() for request in answered]
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
@@ -351,13 +360,19 @@ class DynamicInferenceEngine:
             if not request.closed:
                 self.cancel(request)
 
+    @interrupts_wait()
     def cancel(self, request: Request) -> None:
         """Ends a request with all its samples; those that are answered keep their answer. What was
         computed stays cached. A request that has ended already is left as it is.
 
         Raises:
             ValueError: another engine's request; nothing has changed.
+            TypeError: it is no request.
         """
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"request must be what add_request returned, got {type(request).__name__}"
+            )
         if request.origin is not self.intake:
             raise ValueError("this request was added to another engine: cancel it there")
         for sample_ in request.samples or [request]:
@@ -384,8 +399,8 @@ class DynamicInferenceEngine:
             it held at least.
 
         Raises:
-            ValueError: no folder, or (`CacheFolderError`) it holds something else or cannot be
-                made, also because the disk is full.
+            ValueError: no folder, or nothing is ever restored, or (`CacheFolderError`) it holds
+                something else or cannot be made, also because the disk is full.
             OSError: writing failed.
             RuntimeError: this process is a fork of the one that opened `config.cache_dir`.
         """
@@ -394,6 +409,11 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"save_cache needs a folder, it is {folder!r}; None stands for the "
                 f"config.cache_dir of an engine that has one and is not closed"
+            )
+        if self.cache.mode != "restore":
+            raise ValueError(
+                f"save_cache needs prefix_caching='restore', it is {self.cache.mode!r}: where "
+                "every token is computed nothing is fetched"
             )
         own = None if tier is None else tier.store.folder
         if tier is not None and (folder is None or (Path(folder) / rank_name()).resolve() == own):

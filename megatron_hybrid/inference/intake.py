@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.config import InferenceConfig
+from megatron_hybrid.config_checks import is_int
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams
 
@@ -202,6 +203,8 @@ class Intake:
                 "cache_breakpoints must be a sequence of ints, got "
                 f"{type(breakpoints).__name__}: leave it out for none"
             )
+        if isinstance(breakpoints, (Tensor, np.ndarray)):
+            breakpoints = breakpoints.tolist()
         breakpoints = tuple(breakpoints)
         for position in breakpoints:
             if not is_int(position) or not 0 < position <= length:
@@ -261,11 +264,6 @@ def check_salt(salt: str) -> None:
         raise TypeError(f"salt must be a str, got {type(salt).__name__}")
 
 
-def is_int(value) -> bool:
-    """Whether a value is a whole number; True and False are not."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 _EXPECTED = {
     "params": "SamplingParams",
     "salt": "a str",
@@ -278,7 +276,7 @@ def spread(value, count: int, name: str, is_single) -> list:
     """One value for each of `count` prompts, from a single one or from a sequence of them."""
     if is_single(value):
         return [value] * count
-    if not hasattr(value, "__len__"):
+    if not hasattr(value, "__len__") or isinstance(value, Mapping):
         raise TypeError(
             f"{name} is {value!r}, of type {type(value).__name__}: give {_EXPECTED[name]}, or a "
             f"sequence with one for each prompt"

@@ -68,6 +68,16 @@ def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
     return sorted(shapes, key=lambda shape: shape.is_local)
 
 
+def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor:
+    """uint8 [rows, row_bytes]. what: of which there are so many rows, and the remedy."""
+    try:
+        return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise MemoryError(
+            f"{device} has no room for {rows * row_bytes} bytes of {what} ({error})"
+        ) from error
+
+
 @dataclass(frozen=True)
 class ParkedRequest:
     """A preempted request's own bytes in host memory: its KV blocks and its live slot."""
@@ -96,6 +106,9 @@ class CacheMemory:
         device: where it all lives.
         state_encoding: how checkpoints hold the states; the same that `spec` was made with.
         hidden_dtype: likewise.
+
+    Raises:
+        MemoryError: the device lacks the memory.
     """
 
     def __init__(
@@ -113,13 +126,13 @@ class CacheMemory:
         self.spec = spec
         self.device = device
         # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
-        self.pool = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
+        self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
         # A slot spans whole pages, so that an exact checkpoint is its bytes and nothing else.
         slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
         slot_bytes = max(1, slot_pages) * spec.page_bytes
-        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+        self.slots = _zeros(num_slots, slot_bytes, device, "live slots: lower max_requests")
 
         self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
         self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # local group, table column

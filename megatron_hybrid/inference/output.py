@@ -9,7 +9,8 @@ from megatron_hybrid.inference.sampling import log_probs_of, top_log_probs
 
 
 class OutputProcessor:
-    """Writes what was drawn into requests and says when they are answered.
+    """Writes what was drawn into requests and says when they are answered. Where the tokenizer
+    fails at one's text, that one ends, and no other.
 
     Args:
         tokenizer: for text and stop strings; None: ids only.
@@ -35,7 +36,12 @@ class OutputProcessor:
                 request.log_probs.append(log_prob)
             if params.top_n_logprobs:
                 request.top_n_logprobs.append(top_log_probs(logits_V, params.top_n_logprobs))
-        if stops or self._ends_with_stop_word(request):
+        try:
+            stops = stops or self._ends_with_stop_word(request)
+        except Exception as error:
+            request.mark_failed(error)
+            return True
+        if stops:
             request.mark_answered("stop")
         elif request.num_generated == params.num_tokens_to_generate:
             request.mark_answered("length")
@@ -53,23 +59,34 @@ class OutputProcessor:
 
     def finish(self, request: Request) -> None:
         """Fills in the text."""
-        if self.tokenizer is not None:
+        if self.tokenizer is None or request.error is not None:
+            return
+        try:
             request.generated_text = self._text(request)
+        except Exception as error:
+            request.mark_failed(error)
 
     def _ends_with_stop_word(self, request: Request) -> bool:
         words = request.params.stop_words
         if not words:
             return False
+        detokenize = self.tokenizer.detokenize
         longest = max(len(word.encode()) for word in words)
-        # Most tokens add a byte or more, so the newest few show any new occurrence; where some have
-        # no text at all (special tokens), a few more do.
+        # Most tokens add a byte or more, so the newest few show any new occurrence. Where some have
+        # no text at all (special tokens), or the first is inside a character, a few more do.
         start = max(0, request.num_generated - longest - 1)
-        newest = request.generated_from(start)
-        while start and len(self.tokenizer.detokenize(newest[:-1])) < longest:
-            start = max(0, start - len(newest))
+        while True:
             newest = request.generated_from(start)
-        tail = self.tokenizer.detokenize(newest)
-        return any(word in tail for word in words)
+            tail = detokenize(newest)
+            is_cut = tail.startswith("\ufffd")
+            if not start or (not is_cut and len(detokenize(newest[:-1])) >= longest):
+                break
+            start = max(0, start - len(newest))
+        if not any(word in tail for word in words):
+            return False
+        # What stands before them may change how they are written.
+        text = detokenize(request.generated_tokens) if start else tail
+        return any(word in text for word in words)
 
     def _text(self, request: Request) -> str:
         """The generated text, cut at its first stop string."""

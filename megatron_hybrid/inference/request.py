@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from megatron_hybrid.cache.prefix_cache import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.memory import ParkedRequest
 from megatron_hybrid.inference.offload import Fetch
@@ -35,15 +35,22 @@ class GenerationResult:
     prompt_tokens: list[int]
     generated_tokens: list[int]
     generated_text: str | None
-    finish_reason: str  # "length" | "stop" | "cancelled"
+    finish_reason: str  # "length" | "stop" | "cancelled" | "error"
     prefix: PrefixReport
     log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
     top_n_logprobs: list[dict[int, float]] | None = None
     time_to_first_token: float | None = None
     total_time: float | None = None
-    samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
-    """All n samples of the prompt; the first is this very result."""
+    error: str | None = None
+    """What the tokenizer raised when it wrote this answer's text; then that is None."""
+    other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
+    """The n - 1 samples beside the first, in its result."""
+
+    @property
+    def samples(self) -> list["GenerationResult"]:
+        """All n samples of the prompt; the first is this very result."""
+        return [self, *self.other_samples]
 
 
 @dataclass(eq=False)
@@ -85,6 +92,7 @@ class Request:
     prompt_log_probs: list[float] = field(default_factory=list)
     top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     generated_text: str | None = None
     added_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
@@ -111,6 +119,11 @@ class Request:
         self.finish_reason = reason
         self.finished_at = time.perf_counter()
 
+    def mark_failed(self, error: Exception) -> None:
+        """Its text cannot be made."""
+        self.error = f"{type(error).__name__}: {error}"
+        self.mark_answered("error")
+
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
@@ -134,7 +147,7 @@ class Request:
     def result(self) -> GenerationResult:
         """The answer so far; final once `done`."""
         scored = self.params.return_log_probs
-        result = GenerationResult(
+        return GenerationResult(
             request_id=self.request_id,
             prompt_tokens=self.tokens[: self.num_prompt_tokens].tolist(),
             generated_tokens=self.generated_tokens,
@@ -150,7 +163,6 @@ class Request:
                 None if self.first_token_at is None else self.first_token_at - self.added_at
             ),
             total_time=None if self.finished_at is None else self.finished_at - self.added_at,
+            error=self.error,
+            other_samples=[request.result() for request in self.samples if request is not self],
         )
-        others = [request.result() for request in self.samples if request is not self]
-        result.samples = [result, *others]
-        return result

@@ -7,10 +7,12 @@ the same tokens, and every rank of a tensor-parallel job draws them without talk
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from megatron_hybrid.config_checks import check_text, is_int, is_number
 
 _MASK64 = (1 << 64) - 1
 
@@ -67,14 +69,19 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"SamplingParams: {message}")
 
-        def is_int(value) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        def is_number(value) -> bool:
-            return is_int(value) or isinstance(value, float)
-
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if is_number(value):
+                try:
+                    setattr(self, name, float(value))
+                except OverflowError:  # an int
+                    setattr(self, name, math.inf)
+        for name in ("top_k", "num_tokens_to_generate", "seed", "top_n_logprobs", "termination_id"):
+            value = getattr(self, name)
+            if is_int(value):
+                setattr(self, name, int(value))
         check(
-            is_number(self.temperature)
+            isinstance(self.temperature, float)
             and math.isfinite(self.temperature)
             and self.temperature >= 0,
             f"temperature must be a finite number >= 0 (0 is greedy), got {self.temperature!r}",
@@ -84,7 +91,7 @@ class SamplingParams:
             f"top_k must be an int >= 0 (0 keeps all tokens), got {self.top_k!r}",
         )
         check(
-            is_number(self.top_p) and 0 <= self.top_p <= 1,
+            isinstance(self.top_p, float) and 0 <= self.top_p <= 1,
             f"top_p must lie in [0, 1] (0 keeps all tokens), got {self.top_p!r}",
         )
         check(
@@ -99,6 +106,12 @@ class SamplingParams:
             is_int(self.top_n_logprobs) and self.top_n_logprobs >= 0,
             f"top_n_logprobs must be an int >= 0, got {self.top_n_logprobs!r}",
         )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            check(
+                field.type is not bool or isinstance(value, bool),
+                f"{field.name} must be True or False, got {value!r}",
+            )
         check(
             self.top_n_logprobs == 0 or self.return_log_probs,
             "top_n_logprobs needs return_log_probs=True",
@@ -113,10 +126,13 @@ class SamplingParams:
             all(isinstance(word, str) and word for word in self.stop_words),
             f"stop_words must be non-empty strings, got {self.stop_words!r}",
         )
+        for word in self.stop_words:
+            check_text("SamplingParams: a stop word", word)
         check(
             all(is_int(token) for token in self.stop_token_ids),
             f"stop_token_ids must be ints, got {self.stop_token_ids!r}",
         )
+        self.stop_token_ids = tuple(map(int, self.stop_token_ids))
         check(
             self.termination_id is None or is_int(self.termination_id),
             f"termination_id must be an int or None, got {self.termination_id!r}",

@@ -14,8 +14,8 @@ import numpy as np
 from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.prefix_index import common_prefix
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.tree import common_prefix
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.offload import Offload
 from megatron_hybrid.inference.request import Request, RequestStatus

@@ -17,6 +17,7 @@ from typing import Any
 
 import tokenizers
 
+from megatron_hybrid.config_checks import check_text
 from megatron_hybrid.models.chat_template import ChatTemplate, Message, common_length
 from megatron_hybrid.models.tensor_files import replace_file
 
@@ -154,7 +155,11 @@ class Tokenizer:
         Args:
             add_special_tokens: with what this tokenizer puts around a prompt (often a token that
                 begins it). False where the text goes on from other tokens.
+
+        Raises:
+            ValueError: it is no text, but has half of a character.
         """
+        check_text("the text", text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -249,6 +254,7 @@ class Tokenizer:
         tools."""
         template, named = self._template(given[2]), {**self._named, **variables}
         text = template.render(*given, **named)
+        check_text("the text of the chat", text)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each makes a list anew
         added = self._tokenizer.get_added_tokens_decoder()

@@ -129,9 +129,9 @@ def plan(
     footprint = _footprint(spec, cache_bytes, context)
     if cache_bytes < footprint.request_bytes:
         raise ValueError(
-            f"the weights take {weight_bytes / GB:.1f} of {memory_bytes / GB:.1f} GB, which leaves "
-            f"no room for one request of {context} tokens "
-            f"({footprint.request_bytes / GB:.2f} GB beside {RESERVED:.0%} for activations). "
+            f"the weights take {size(weight_bytes)} of {size(memory_bytes)}, which leaves no room "
+            f"for one request of {context} tokens "
+            f"({size(footprint.request_bytes)} beside {RESERVED:.0%} for activations). "
             "Give more memory or a shorter context."
         )
     requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
@@ -236,7 +236,7 @@ def render(result: Plan) -> str:
     widths[2] = max(widths[2], len("pure attention"))
     symbols = layer_symbols(result.layer_pattern)
     lines = [
-        f"{len(symbols)} layers in the pattern, {result.parameters / 1e9:.2f} B parameters, "
+        f"{len(symbols)} layers in the pattern, {result.parameters:,} parameters, "
         f"weights {size(result.weight_bytes)}",
         f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
         f"{size(result.cache_bytes)} for requests and cache; context {result.context:,} tokens",

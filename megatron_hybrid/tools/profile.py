@@ -143,8 +143,8 @@ def profile(
     spec = spec_of(model, block, state_encoding)
     if memory_bytes < 2 * spec.page_bytes:
         raise ValueError(
-            f"{memory_bytes / GB:g} GB of cache hold less than 2 pages of {spec.page_bytes} bytes; "
-            f"give at least {2 * spec.page_bytes / GB:.2g} GB"
+            f"{memory_bytes / GB:.10g} GB of cache hold less than 2 pages of {spec.page_bytes} "
+            f"bytes; give at least {2 * spec.page_bytes / GB:.10g} GB"
         )
     lengths = [len(request.prompt) for request in requests]
     caches: list[CacheResult] = []

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hybrid.config_checks import check_text
 from megatron_hybrid.tools.replay.request import Request
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
@@ -155,7 +156,7 @@ def _tokens(
     if isinstance(value, str) or (is_chat and field not in OUTPUT_FIELDS):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
-        _check_text(field, value)
+        check_text(f"`{field}`", json.dumps(value, ensure_ascii=False))
         try:
             value, starts = tokenize(value)
         except TypeError as error:  # of a message
@@ -169,17 +170,6 @@ def _tokens(
             f"tokenize it with this model's tokenizer"
         )
     return np.array(value, dtype=np.int32), tuple(starts)
-
-
-def _check_text(field: str, value: str | list) -> None:
-    """JSON can write halves of a surrogate pair, which no UTF-8 text has."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):x}"
-        raise ValueError(
-            f"`{field}` has {half}, half of a character: write the character itself, or both halves"
-        ) from error
 
 
 def _number(row: dict[str, Any], field: str, default: float) -> float:

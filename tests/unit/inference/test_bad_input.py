@@ -161,6 +161,7 @@ def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, me
         (dict(prompts=[PROMPT], cache_breakpoints=None), "prompt 0: cache_breakpoints.*NoneType"),
         (dict(prompts=[PROMPT], salt=None), "salt is None, of type NoneType: give a str"),
         (dict(prompts=[PROMPT], n=1.5), "n is 1.5, of type float: give an int"),
+        (dict(prompts=[PROMPT], params={"top_k": 1}), "params is .*, of type dict: give Sampling"),
         (dict(prompts=[PROMPT], params=["x"]), "prompt 0: params must be SamplingParams, got str"),
     ],
 )
@@ -215,6 +216,11 @@ def test_one_prompt_or_rows_of_prompts(prompts):
     "fields, message",
     [
         (dict(temperature=True), "temperature.*True"),
+        (dict(temperature=10**400), "temperature.*inf"),
+        (dict(temperature=np.bool_(True)), "temperature.*True"),
+        (dict(return_log_probs="yes"), "return_log_probs must be True or False, got 'yes'"),
+        (dict(ignore_termination=1), "ignore_termination must be True or False, got 1"),
+        (dict(stop_words=["a", "\ud800"]), r"stop word has \\ud800, half of a character"),
         (dict(temperature="1"), "temperature.*'1'"),
         (dict(temperature=float("inf")), "temperature.*inf"),
         (dict(top_p=None), "top_p.*None"),
@@ -272,11 +278,54 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
         (dict(kv_cache_dtype="float16"), "kv_cache_dtype is float16"),
         (dict(random_seed="x"), "random_seed is 'x'"),
+        (dict(random_seed=True), "random_seed is True"),
     ],
 )
 def test_bad_inference_config(fields, message):
     with pytest.raises(ValueError, match=message):
         InferenceConfig(**fields)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = InferenceConfig(max_requests=np.int64(8), random_seed=np.int32(3))
+    assert (type(config.max_requests), type(config.random_seed)) == (int, int)
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        seed=np.uint8(1),
+        stop_token_ids=[np.int8(2)],
+    )
+    assert params == SamplingParams(temperature=0.5, top_k=3, seed=1, stop_token_ids=(2,))
+    result = tiny_engine(MODEL, random_seed=np.int64(1)).generate(
+        [PROMPT], params, cache_breakpoints=torch.tensor([5, 8])
+    )[0]
+    assert len(result.generated_tokens) <= 30
+
+
+@pytest.mark.parametrize("temperature", [2**64, 10**300])
+def test_no_temperature_is_too_high(temperature):
+    """Numbers that fit in no tensor of ints."""
+    (result,) = tiny_engine(MODEL).generate(
+        [PROMPT], SamplingParams(temperature=temperature, num_tokens_to_generate=3)
+    )
+    assert len(result.generated_tokens) == 3
+
+
+def test_a_tokenizer_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match=r"tokenizer must be .*detokenize\(\), or None; got str"):
+        DynamicInferenceEngine(MODEL, "gpt2")
+
+
+def test_what_is_no_request_is_not_cancelled(engine):
+    with pytest.raises(TypeError, match="request must be what add_request returned, got NoneType"):
+        engine.cancel(None)
+
+
+def test_a_pool_that_is_too_large_for_the_machine_is_refused():
+    with pytest.raises(MemoryError, match=r"cpu has no room for .* of pages: lower cache_bytes"):
+        tiny_engine(MODEL, cache_bytes=1 << 50)
+    with pytest.raises(MemoryError, match="of live slots: lower max_requests"):
+        tiny_engine(MODEL, max_requests=1 << 40)
 
 
 def test_a_pool_without_a_page_is_refused():

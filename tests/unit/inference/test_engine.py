@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -324,6 +325,42 @@ def test_result_fields():
         assert sample.prefix.prompt_tokens == len(result.prompt_tokens)
     assert result.samples[1].prefix.skipped_tokens == len(result.prompt_tokens)
     assert tiny_engine().generate([[1, 2]], greedy(2))[0].generated_text is None
+
+
+def test_a_result_becomes_json():
+    result = tiny_engine().generate([[1, 2]], greedy(2), n=2)[0]
+    values = json.loads(json.dumps(dataclasses.asdict(result)))
+    assert values["generated_tokens"] == result.generated_tokens
+    (other,) = values["other_samples"]
+    assert (other["request_id"], other["other_samples"]) == (1, [])
+
+
+@pytest.mark.parametrize("stop_words", [(), ("zzz",)])
+def test_a_tokenizer_that_fails_ends_only_the_answer_that_it_fails_at(stop_words):
+    """A model's vocabulary is often padded beyond its tokenizer's."""
+    prompts = [random_tokens(20, seed=seed) for seed in range(3)]
+    answers = [greedy_tokens(MODEL, prompt, 6) for prompt in prompts]
+    (bad, *_) = set(answers[1]) - set(answers[0]) - set(answers[2])
+
+    class Failing(ByteTokenizer):
+        def detokenize(self, ids):
+            if bad in ids:
+                raise IndexError(f"piece id {bad} is out of range")
+            return super().detokenize(ids)
+
+    engine = tiny_engine(MODEL, Failing())
+    params = greedy(6, stop_words=stop_words)
+    results = engine.generate(prompts, params)
+    assert results[1].finish_reason == "error"
+    assert results[1].error == f"IndexError: piece id {bad} is out of range"
+    assert results[1].generated_text is None
+    reached = answers[1].index(bad) + 1 if stop_words else 6
+    assert results[1].generated_tokens == answers[1][:reached]
+    for index in (0, 2):
+        assert results[index].generated_tokens == answers[index]
+        assert (results[index].finish_reason, results[index].error) == ("length", None)
+    assert engine.generate(prompts[:1], params)[0].prefix.skipped_tokens >= 16
+    assert_idle(engine)
 
 
 def test_a_handle_shows_the_answer_so_far():

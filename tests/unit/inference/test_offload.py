@@ -1050,3 +1050,10 @@ def test_bad_sizes_are_refused(fields, message):
 def test_random_runs_with_tiers(seed):
     """Many more: tests/functional/inference/test_many_random_runs.py."""
     RandomRun(500 + seed, num_requests=7, tiers=True, crowded=seed % 2 == 0).run()
+
+
+def test_save_cache_where_nothing_is_restored(tmp_path):
+    engine = tiny_engine(prefix_caching="memory_only")
+    with pytest.raises(ValueError, match="save_cache needs prefix_caching='restore', it is 'mem"):
+        engine.save_cache(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

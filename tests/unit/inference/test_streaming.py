@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,8 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 from scripted import EOD, PIECES, ByteTokenizer, scripted_engine
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_hybrid.inference.output import GrowingText
+from megatron_hybrid.inference.output import GrowingText, OutputProcessor
+from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams
 from megatron_hybrid.models.tokenizer import Tokenizer
 
@@ -142,6 +144,39 @@ def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
         start, end = end, min(len(tokens), end + step)
         whole = tokenizer.detokenize(tokens[:end]).rstrip("\ufffd")
         assert growing.add(tokens[start:end]) == whole
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(TOKENIZERS)),
+    texts=st.lists(st.sampled_from([*TEXTS, "🙂\n🙂🙂"]), max_size=5),
+    noise=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 265)), max_size=3),
+    words=st.lists(
+        st.sampled_from(["\n", "a", "b,", "🙂", "漢字", "s\n", "don't", " "]), min_size=1
+    ),
+)
+def test_a_stop_string_ends_the_answer_when_the_text_has_it(name, texts, noise, words):
+    """Looking at the newest tokens finds what the whole text shows, and when it first does."""
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.tokenize("".join(texts))
+    for place, token in noise:
+        tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
+    output = OutputProcessor(tokenizer)
+    count = max(1, len(tokens))
+    request = Request(
+        request_id=0,
+        tokens=np.zeros(1 + count, np.int32),
+        num_prompt_tokens=1,
+        params=SamplingParams(num_tokens_to_generate=count, stop_words=words),
+        seed=0,
+    )
+    for end, token in enumerate(tokens, 1):
+        text = tokenizer.detokenize(tokens[:end])
+        stops = any(word in text for word in words)
+        assert output.append(request, token, None, None) == (stops or end == count)
+        if stops:
+            assert request.finish_reason == "stop"
+            return
 
 
 def test_growing_text_reads_each_token_a_few_times():
