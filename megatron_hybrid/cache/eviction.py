@@ -2,7 +2,8 @@
 
 Keys are tuples (class, value, last access); the least goes first.
 
-Class 0: KV that no checkpoint can reach, the tail of a leaf; by recency.
+Class 0: KV that no checkpoint can reach, or where KV alone resumes none that is watched, the tail
+of a leaf; by recency.
 Class 1: checkpoints, and where KV alone resumes also tails. The value of either is what it saves
 per page and request: uses to be expected per request (`ReuseModel`) x work to be done again without
 it (`CacheSpec.work`: tokens, those with a long context for more) / pages that go with it, of a
@@ -46,19 +47,16 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
     return min(spec.num_blocks(deepest.position) * spec.block_size_tokens, edge.held_end)
 
 
-def tail_key(edge: Edge, spec: CacheSpec, reuse: ReuseModel, now: int) -> Key | None:
-    """Order of a leaf's tail; None: it has none, or no pages. now: as in `Edge.last_access`."""
+def tail_key(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> Key | None:
+    """Order of a leaf's tail; None: it has none, or no pages."""
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
-    if spec.needs_state:
-        return 0, 0.0, edge.last_access
     block = last_block(edge, spec)
-    # Of unknown use: as if used once more after as long again as since its last use.
-    rate = 1 / (now - edge.last_access + 1)
-    if beyond := rates_beyond(edge, block, reuse):
-        rate = max(beyond)
+    beyond = [] if spec.needs_state else rates_beyond(edge, block, reuse)
+    if not beyond:
+        return 0, 0.0, edge.last_access
     work = spec.work(block, block + spec.block_size_tokens)
-    return 1, value_per_page(rate, work, spec.kv_pages_per_block), edge.last_access
+    return 1, value_per_page(max(beyond), work, spec.kv_pages_per_block), edge.last_access
 
 
 def last_block(edge: Edge, spec: CacheSpec) -> int:
@@ -267,10 +265,12 @@ class Evictor:
         allocator: PageAllocator,
         stats: CacheStats,
         reuse: ReuseModel,
-        tails: EvictionQueue,
         record: Callable[..., None],
     ):
-        self.tails = tails
+        self.tails = EvictionQueue(
+            lambda edge: tail_key(edge, spec, reuse), None if spec.needs_state else MAX_RISEN
+        )
+        index.on_tail = self.tails.add
         self.checkpoints = EvictionQueue(self._key, MAX_RISEN)
         self.leaving: Leaving | None = None
         self._spec = spec
@@ -279,9 +279,6 @@ class Evictor:
         self._stats = stats
         self._reuse = reuse
         self._record = record
-        self._stamp: tuple[int, int] | None = None
-        self._least_state: Key | None = None
-        self._tails_due = 0.0  # of those to be computed anew, behind the part that was
         # What could not go since a request holds it, with the key that it had and a page: out of
         # the queues until that is let go, or each search for room would come across it again.
         self._held: dict[Edge | Checkpoint, tuple[Key, int]] = {}
@@ -310,7 +307,6 @@ class Evictor:
             elif queue is None or (below is not None and key >= below):
                 break
             else:
-                self._stamp = None
                 item = queue.pop()
             try:
                 gone = self._drop(item, num_pages, forced)
@@ -346,7 +342,6 @@ class Evictor:
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Enter an edge's tail or a stored checkpoint."""
-        self._stamp = None
         (self.checkpoints if isinstance(item, Checkpoint) else self.tails).add(item)
 
     def stored(self, checkpoint: Checkpoint) -> None:
@@ -358,19 +353,12 @@ class Evictor:
         if below is not None:
             self.checkpoints.changed(below)
 
-    def watched(self, edge: Edge) -> None:
-        """Positions on an edge are watched, after it was entered: where KV alone resumes, its tail
-        is worth what they are."""
-        if not self._spec.needs_state:
-            self.tails.changed(edge)
-
     def let_go(self, path: Path) -> None:
         """A request let go of the KV on its path: the last state there leads to more that would go
         with it."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
         if checkpoint is not None:
-            self._stamp = None
             self.checkpoints.changed(checkpoint)
 
     def num_values(self) -> int:
@@ -378,29 +366,21 @@ class Evictor:
         return len(self.checkpoints) + (0 if self._spec.needs_state else len(self.tails))
 
     def refresh(self, most: int) -> None:
-        """Compute the next `most` of them anew, in rotation: of states and tails alike."""
-        self._stamp = None
+        """Compute the next `most` of states anew, in rotation, and as many of such tails."""
         if not self._spec.needs_state:
-            self._tails_due += most * len(self.tails) / max(1, self.num_values())
-            num_tails = int(self._tails_due)
-            self._tails_due -= num_tails
-            most -= self.tails.refresh(num_tails)
+            self.tails.refresh(most)
         self.checkpoints.refresh(most)
 
     def clear(self) -> None:
         """The index was cleared."""
-        self._stamp = None
         self.tails.clear()
         self.checkpoints.clear()
         self._held.clear()
 
     def _next(self) -> tuple[EvictionQueue | None, Key | None]:
         """The queue whose top goes next."""
-        # The least state is found anew only when values may have changed: most often tails go.
-        stamp = (self._reuse.now, self._index.num_state_changes)
-        if stamp != self._stamp:
-            self._stamp, self._least_state = stamp, self.checkpoints.least()
-        checkpoint, tail = self._least_state, self.tails.least()
+        tail = self.tails.least()
+        checkpoint = None if tail is not None and tail[0] == 0 else self.checkpoints.least()
         if tail is not None and (checkpoint is None or tail < checkpoint):
             return self.tails, tail
         return (None, None) if checkpoint is None else (self.checkpoints, checkpoint)

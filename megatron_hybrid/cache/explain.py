@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hybrid.cache.lease import Match
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import Kind
-from megatron_hybrid.cache.tree import Path
+from megatron_hybrid.cache.tree import Kind, Path
 
 _KINDS = {
     Kind.PROMPT_END: "end of a prompt",
@@ -109,9 +108,7 @@ def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
     salt knows."""
     known = sorted(
         (
-            KnownPosition(
-                c.position, Kind(c.kind), c.pages is not None, c.was_stored, c.refused, c.uses
-            )
+            KnownPosition(c.position, c.kind, c.pages is not None, c.was_stored, c.refused, c.uses)
             for c in path.checkpoints()
         ),
         key=lambda position: position.position,

@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_hybrid.cache.placement import NO_RUNG
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.cache.reuse import Kind
-from megatron_hybrid.cache.tree import Path
+from megatron_hybrid.cache.tree import Kind, Path
 
 NO_LOCAL_END = 1 << 62
 """Room of the local tables where there are none."""
@@ -80,20 +79,19 @@ class Lease:
     checkpoint_pages: np.ndarray | None = None
     """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
     the slot starts from zeros (p == 0, or a model without recurrent state)."""
-    checkpoint_positions: tuple[int, ...] = ()
-    """Ascending positions in (p, L] whose state this prefill should save, those of `wanted`; see
-    `PrefixCache.positions_to_save`."""
     wanted: dict[int, Kind] = field(default_factory=dict)
-    """What each of them is."""
+    """Ascending positions in (p, L] whose state this prefill should save, and what each of them is;
+    see `PrefixCache.positions_to_save`."""
     next_rung: int = NO_RUNG
     """The next position in the answer whose state should be saved; > done."""
     turn: int = 0
     """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
     turns in a row came before it; 0: it goes on from neither."""
     again: int = 0
-    """A position in (p, q] whose state is gone and was used often; 0: there is none."""
+    """A position in (p, q] whose state is gone and was used often, which `acquire` may want; 0:
+    there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
-    """Those that the index does not know yet."""
+    """Positions to be watched as soon as their tokens are in the index, and what they are."""
     refused: set[int] = field(default_factory=set)
     """Positions whose state was wanted and found no room."""
     pins: list[np.ndarray] = field(default_factory=list)

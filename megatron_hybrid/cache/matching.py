@@ -50,7 +50,7 @@ def look_up(
     p = 0. restore: p is the deepest checkpoint <= q; where KV alone resumes p = q, save that the
     prompt's last token is computed for its logits if there is no checkpoint at its end."""
     if mode == "off":
-        return Hit(Path(None, [], 0, 0, spec.block_size_tokens), 0, 0, None, MissReason.MODE)
+        return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
     path = index.walk(salt, tokens)
     shared = path.depth if spec.kv_pages_per_block else 0
     forced = MissReason.MODE if mode == "memory_only" else None
@@ -99,7 +99,7 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
     """`in_flight` of one request."""
     if lease.salt != salt:
         return 0
-    due = [position for position in lease.checkpoint_positions if position > lease.done]
+    due = [position for position in lease.wanted if position > lease.done]
     due += [reservation.position for reservation in lease.reservations]
     end = min(len(tokens), len(lease.tokens))
     due = [position for position in due if skipped < position <= end]

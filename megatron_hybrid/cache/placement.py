@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.cache.tree import Kind
 
 NO_RUNG = 1 << 62
-"""The next rung where there are none."""
+"""The distance of rungs where there are none: the first one lies beyond all tokens."""
 MESSAGE_GAIN = 16
 """Tokens behind the state that a prompt goes on from, or behind the start of another message, below
 which the start of a message is not worth a state of its own: each turn of a chat starts right
@@ -40,7 +40,7 @@ def prefill_positions(
     declared: Iterable[int],
     messages: Iterable[int],
     tail: int,
-    rung_tokens: int | None,
+    rung_tokens: int,
 ) -> dict[int, Kind]:
     """Positions in (p, L] whose state a prefill from p to L should save, and what they are.
 
@@ -57,7 +57,7 @@ def prefill_positions(
             wanted.setdefault(position, Kind.MESSAGE)
             last = position
     wanted.setdefault(tail, Kind.TAIL)
-    for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens or 1):
+    for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens):
         wanted.setdefault(position, Kind.RUNG)
     return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
 
@@ -69,23 +69,22 @@ def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int
     return sorted(kept[:limit])
 
 
-def next_rung(position: int, rung_tokens: int | None) -> int:
-    """The first multiple of rung_tokens (None: there is none) behind a position, in a prompt or in
-    its answer."""
-    return (position // rung_tokens + 1) * rung_tokens if rung_tokens else NO_RUNG
+def next_rung(position: int, rung_tokens: int) -> int:
+    """The first multiple of rung_tokens behind a position, in a prompt or in its answer."""
+    return (position // rung_tokens + 1) * rung_tokens
 
 
 def rung_distance(
     checkpoint_bytes: int, kv_bytes_per_token: int, local_reach: int, block_size_tokens: int
-) -> int | None:
-    """Tokens between rungs, whole blocks. None where there is no KV to compare with.
+) -> int:
+    """Tokens between rungs, whole blocks. `NO_RUNG` where there is no KV to compare with.
 
     Their states cost no more memory than the KV of full attention that they make usable, and of
     local KV they keep each block once at most: they are no closer than the most tokens that a token
     sees there (local_reach; 0: there is none).
     """
     if not kv_bytes_per_token:
-        return None
+        return NO_RUNG
     tokens = max(1, -(-checkpoint_bytes // kv_bytes_per_token), local_reach)
     return -(-tokens // block_size_tokens) * block_size_tokens
 

@@ -8,7 +8,6 @@ the life of a request in calls.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,14 +16,11 @@ import numpy as np
 
 from megatron_hybrid.cache.admission import AnswerLengths, saved_by_one_more
 from megatron_hybrid.cache.eviction import (
-    MAX_RISEN,
-    EvictionQueue,
     Evictor,
     Leaving,
     checkpoint_value,
     kv_pages,
     rebuild_work,
-    tail_key,
     value_per_page,
 )
 from megatron_hybrid.cache.explain import Explanation, explain
@@ -33,6 +29,7 @@ from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_page
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.placement import (
+    NO_RUNG,
     next_rung,
     prefill_positions,
     rung_distance,
@@ -49,11 +46,11 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-from megatron_hybrid.cache.reuse import Kind, ReuseModel
+from megatron_hybrid.cache.reuse import ReuseModel
 from megatron_hybrid.cache.rounds import Rounds
 from megatron_hybrid.cache.salts import FirstBlocks
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind
 
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
@@ -91,16 +88,10 @@ class PrefixCache:
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
         self._reuse = ReuseModel(spec.needs_state)
-        tails = EvictionQueue(
-            lambda edge: tail_key(edge, spec, self._reuse, self._tick),
-            None if spec.needs_state else MAX_RISEN,
-        )
-        self._index = PrefixIndex(
-            spec.block_size_tokens, spec.kv_pages_per_block, self.allocator, tails.add
-        )
+        self._index = PrefixIndex(spec.block_size_tokens, spec.kv_pages_per_block, self.allocator)
         self._stats = CacheStats()
         self._evictor = Evictor(
-            spec, self._index, self.allocator, self._stats, self._reuse, tails, self._record
+            spec, self._index, self.allocator, self._stats, self._reuse, self._record
         )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
@@ -116,7 +107,7 @@ class PrefixCache:
             fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
             known = int(KNOWN_TOKENS * fits)
         self._known_limit = max(MIN_KNOWN_TOKENS, known)
-        self._rung_tokens = None
+        self._rung_tokens = NO_RUNG
         if spec.needs_state and mode == "restore":
             self._rung_tokens = rung_distance(
                 spec.checkpoint_bytes,
@@ -379,9 +370,9 @@ class PrefixCache:
         """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
         those of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then publish.
         """
-        wanted, found = lease.checkpoint_positions, []
-        if wanted and wanted[-1] > lease.done:
-            found += wanted[bisect_right(wanted, lease.done) : bisect_right(wanted, end)]
+        found = []
+        if lease.done < lease.prompt_tokens:
+            found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self._rung_tokens)
         return found
@@ -685,7 +676,6 @@ class PrefixCache:
         last = path.edges[-1]
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             self._watch(lease, last.at(position), position, lease.unwatched.pop(position))
-        self._evictor.watched(last)
         return last
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
@@ -709,9 +699,8 @@ class PrefixCache:
 
     def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
         """These are the positions that a prefill should save."""
-        lease.wanted = wanted
+        lease.wanted = dict(sorted(wanted.items()))
         lease.unwatched.update((p, kind) for p, kind in wanted.items() if p > lease.done)
-        lease.checkpoint_positions = tuple(sorted(wanted))
 
     def _place(
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]

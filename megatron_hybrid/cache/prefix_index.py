@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator, with_room
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Path, Root, common_prefix
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind, Path, Root, common_prefix
 
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge that are kept."""
@@ -34,7 +34,6 @@ class PrefixIndex:
         block_size_tokens: B.
         pages_per_block: columns of a page row (0: nothing attends to everything).
         allocator: told of every page that an edge or a checkpoint holds (`cache`, `uncache`).
-        on_tail: called with each edge that may have become a leaf with a droppable tail.
     """
 
     def __init__(
@@ -47,7 +46,8 @@ class PrefixIndex:
         self._block_size = block_size_tokens
         self._pages_per_block = pages_per_block
         self._allocator = allocator
-        self._on_tail = on_tail
+        self.on_tail = on_tail
+        """Called with each edge that may have become a leaf with a droppable tail."""
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
@@ -59,8 +59,6 @@ class PrefixIndex:
         self.num_checkpoints = 0
         self.num_watched = 0
         """Checkpoints, stored or not."""
-        self.num_state_changes = 0
-        """States that were stored or dropped so far."""
 
     # ---- reading ----
 
@@ -73,7 +71,7 @@ class PrefixIndex:
             depth = min(known, edge.held_end)
             if depth < edge.end:
                 break
-        return Path(self._roots.get(salt), edges, depth, known, self._block_size, self._cuts)
+        return Path(self._roots.get(salt), edges, depth, known, self._cuts)
 
     def reach(
         self, salt: str, tokens: np.ndarray, seen: Path | None = None
@@ -112,7 +110,7 @@ class PrefixIndex:
         edges = edge.from_root()
         root = edges[0].parent
         tokens = np.concatenate([edge.tokens for edge in edges])[:position]
-        return root.salt, tokens, Path(root, edges, position, position, self._block_size)
+        return root.salt, tokens, Path(root, edges, position, position)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge that is not a root, parents first."""
@@ -161,7 +159,7 @@ class PrefixIndex:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
         self.touch(path, tick)
-        self._on_tail(path.edges[-1])
+        self.on_tail(path.edges[-1])
         return path
 
     def touch(self, path: Path, tick: int) -> None:
@@ -267,11 +265,11 @@ class PrefixIndex:
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
         # What follows a checkpoint inside its block is no tail before the cut, and one after it.
-        self._on_tail(edge)
-        self._on_tail(upper)
+        self.on_tail(edge)
+        self.on_tail(upper)
         return upper
 
-    def watch(self, edge: Edge, position: int, kind: int, now: int, turn: int = 0) -> Checkpoint:
+    def watch(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0) -> Checkpoint:
         """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
@@ -333,12 +331,11 @@ class PrefixIndex:
         checkpoint.was_stored = True
         self._count_stored(edge, -1)
         self._trim_watched(edge)
-        self._on_tail(edge)
+        self.on_tail(edge)
         self._fades(edge)
 
     def _count_stored(self, edge: Edge, more: int) -> None:
         self.num_checkpoints += more
-        self.num_state_changes += 1
         while edge is not None:
             edge.num_stored += more
             edge = edge.parent
@@ -360,9 +357,9 @@ class PrefixIndex:
         edge._pages = rows[:kept].copy()
         edge.pack()
         self._fades(edge)
-        self._on_tail(edge)
+        self.on_tail(edge)
         if edge.parent.parent is not None:
-            self._on_tail(edge.parent)
+            self.on_tail(edge.parent)
 
     def _fades(self, edge: Edge) -> None:
         """Note whether the end of an edge may be forgotten."""
@@ -420,7 +417,7 @@ class PrefixIndex:
             if child.last_access == parent.last_access:
                 self._merge(parent)
         self._fades(parent)
-        self._on_tail(parent)
+        self.on_tail(parent)
 
     def _merge(self, edge: Edge) -> None:
         """Join an edge with its only child, which takes its place."""
@@ -449,7 +446,7 @@ class PrefixIndex:
         edge.end = edge.held_end = edge.start
         self._forgettable.pop(edge, None)
         self._fades(child)
-        self._on_tail(child)
+        self.on_tail(child)
 
     def _forget_old_roots(self) -> None:
         """Now and then, when the salts have doubled: it looks at all of them."""

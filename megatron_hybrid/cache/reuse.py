@@ -14,7 +14,6 @@ Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from megatron_hybrid.cache.hazards import (
 )
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind, Path
 
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
@@ -42,22 +41,6 @@ _AGE_WEIGHT = 3.0
 """Uses that speak for the hazard of younger ones of a class in the hazard at an age."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
-
-
-class Kind(IntEnum):
-    """What a position is in the request that computed it."""
-
-    PROMPT_END = 0
-    ANSWER_END = 1
-    JUNCTION = 2
-    """Where a prompt left a known one, or declared by the caller."""
-    MESSAGE = 3
-    """Where a message of a chat starts."""
-    TAIL = 4
-    """As far before the end of a prompt as successors usually leave it."""
-    RUNG = 5
-    """One of many at a distance."""
-
 
 _REPEATED = 8 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 
@@ -22,6 +23,21 @@ from megatron_hybrid.cache.page_allocator import NULL_PAGE
 
 MIN_PACKED = 512
 """Tokens of an edge from which on packing them saves more than it costs."""
+
+
+class Kind(IntEnum):
+    """What a position is in the request that computed it."""
+
+    PROMPT_END = 0
+    ANSWER_END = 1
+    JUNCTION = 2
+    """Where a prompt left a known one, or declared by the caller."""
+    MESSAGE = 3
+    """Where a message of a chat starts."""
+    TAIL = 4
+    """As far before the end of a prompt as successors usually leave it."""
+    RUNG = 5
+    """One of many at a distance."""
 
 
 class Checkpoint:
@@ -44,7 +60,7 @@ class Checkpoint:
         "was_stored",
     )
 
-    def __init__(self, edge: Edge, position: int, kind: int, now: int, turn: int = 0):
+    def __init__(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0):
         self.edge: Edge | None = edge  # None: its tokens were forgotten
         self.position = position
         self.kind = kind
@@ -200,7 +216,7 @@ class Root(Edge):
 class Path:
     """How far a token sequence is in the tree. Valid until the tree changes."""
 
-    __slots__ = ("block_size", "cuts", "depth", "edges", "known", "root")
+    __slots__ = ("cuts", "depth", "edges", "known", "root")
 
     def __init__(
         self,
@@ -208,14 +224,12 @@ class Path:
         edges: list[Edge],
         depth: int,
         known: int,
-        block_size: int,
         cuts: int = 0,
     ):
         self.root = root
         self.edges = edges
         self.depth = depth  # leading tokens whose KV is held
         self.known = known  # leading tokens that are known; depth <= known
-        self.block_size = block_size
         self.cuts = cuts  # the tree's when it was found
 
     def left(self, limit: int) -> tuple[Edge, int] | None:

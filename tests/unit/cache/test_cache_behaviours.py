@@ -8,8 +8,8 @@ from simulator import Simulator, stored
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.tree import Kind
 
 FULL = KVGroup(2, 64)
 

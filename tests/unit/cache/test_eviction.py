@@ -27,9 +27,8 @@ from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import CacheStats
-from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind
 
 FULL = KVGroup(2, 64)
 HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
@@ -108,11 +107,11 @@ def test_a_position_whose_state_is_gone_does_not_hold_kv():
 def test_an_edge_with_held_children_has_no_tail():
     upper = edge(0, 50)
     lower = edge(50, 60, parent=upper)
-    assert tail_key(upper, HYBRID, Rates(), 0) is None
+    assert tail_key(upper, HYBRID, Rates()) is None
     lower.held_end, upper.num_held_children = 50, 0
-    assert tail_key(upper, HYBRID, Rates(), 0) == (0, 0.0, 0)
-    assert tail_key(lower, HYBRID, Rates(), 0) is None
-    assert tail_key(upper.parent, HYBRID, Rates(), 0) is None
+    assert tail_key(upper, HYBRID, Rates()) == (0, 0.0, 0)
+    assert tail_key(lower, HYBRID, Rates()) is None
+    assert tail_key(upper.parent, HYBRID, Rates()) is None
 
 
 @pytest.mark.parametrize(
@@ -204,17 +203,15 @@ def test_unreachable_kv_goes_before_any_state():
     kv, state = edge(0, 100), edge(0, 100, (1,))
     kv.last_access = 10**9
     value = checkpoint_value(state.checkpoints[1], HYBRID, Rates(), FREE)
-    assert tail_key(kv, HYBRID, Rates(), 10**9) < (1, value, 0)
+    assert tail_key(kv, HYBRID, Rates()) < (1, value, 0)
 
 
 def test_the_least_recent_tail_goes_first():
     old, new = edge(0, 100), edge(0, 100)
     old.last_access, new.last_access = 3, 4
     for spec in (HYBRID, PURE):
-        assert tail_key(old, spec, Rates(), 9) < tail_key(new, spec, Rates(), 9)
-    assert tail_key(old, HYBRID, Rates(), 9) == (0, 0.0, 3)
-    # a block a page; nothing is known of its use: once more in 7 requests
-    assert tail_key(old, PURE, Rates(), 9) == (1, 16 / 7, 3)
+        assert tail_key(old, spec, Rates()) < tail_key(new, spec, Rates())
+        assert tail_key(old, spec, Rates()) == (0, 0.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +222,6 @@ def test_the_least_recent_tail_goes_first():
         (100, {20: 0.75, 100: 0.25}, 0.25),
         (60, {20: 0.75, 100: 0.25}, 0.25),  # it is on the way there
         (60, {60: 0.5, 100: 0.25}, 0.5),
-        (100, {20: 0.75}, 1 / 10),
-        (100, {}, 1 / 10),
     ],
 )
 def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
@@ -236,11 +231,11 @@ def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
     for position, uses in watched.items():
         point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
         rates.rates[point] = uses
-    assert tail_key(kv, PURE, rates, 9) == (1, 16 * rate, 0)
-    assert tail_key(kv, HYBRID, rates, 9) == (0, 0.0, 0)
+    assert tail_key(kv, PURE, rates) == (1, 16 * rate, 0)
+    assert tail_key(kv, HYBRID, rates) == (0, 0.0, 0)
     far = replace(PURE, attention_parity=24)
     block = (held_end - 1) // 16 * 16
-    assert tail_key(kv, far, rates, 9) == (1, rate * far.work(block, block + 16), 0)
+    assert tail_key(kv, far, rates) == (1, rate * far.work(block, block + 16), 0)
 
 
 def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
@@ -482,11 +477,8 @@ class Room:
     def __init__(self, spec=HYBRID, num_pages=101):
         self.rates, self.stats, self.records = Rates(), CacheStats(), []
         self.pool = PageAllocator(num_pages)
-        tails = EvictionQueue(lambda item: tail_key(item, spec, self.rates, self.rates.now))
-        self.index = PrefixIndex(16, spec.kv_pages_per_block, self.pool, tails.add)
-        self.evictor = Evictor(
-            spec, self.index, self.pool, self.stats, self.rates, tails, self.record
-        )
+        self.index = PrefixIndex(16, spec.kv_pages_per_block, self.pool)
+        self.evictor = Evictor(spec, self.index, self.pool, self.stats, self.rates, self.record)
 
     def record(self, *decision):
         self.records.append(decision)
@@ -500,11 +492,15 @@ class Room:
         self.pool.release(pages)
         return pages
 
-    def save(self, tokens, rate=1.0):
+    def watch(self, tokens, rate):
         path = self.walk(tokens)
         assert path.depth == len(tokens)
         checkpoint = self.index.watch(path.edges[-1], len(tokens), Kind.JUNCTION, self.rates.now)
         self.rates.rates[checkpoint] = rate
+        return checkpoint
+
+    def save(self, tokens, rate=1.0):
+        checkpoint = self.watch(tokens, rate)
         pages = self.pool.allocate(2)
         self.index.store(checkpoint, pages, [])
         self.pool.release(pages)
@@ -819,14 +815,16 @@ class TestEvictor:
         assert min(counts.values()) >= 1
 
     def test_tails_are_ordered_anew_where_their_value_depends_on_time(self):
-        """As entered, the old one was worth 16, the new one 8: with time it is the other way."""
+        """The old one was worth 16, the new one 8: with time it is the other way."""
         room = Room(PURE)
         room.add(part(32, 0), tick=0)
-        room.rates.now = 10
+        old = room.watch(part(32, 0), 1.0)
         room.add(part(32, 1000), tick=9)
-        assert room.evictor.tails.least() == (1, 16 / 2, 9)
+        room.watch(part(32, 1000), 0.5)
+        assert room.evictor.tails.least() == (1, 8.0, 9)
+        room.rates.rates[old] = 0.25
         room.refresh()
-        assert room.evictor.tails.least() == (1, 16 / 11, 0)
+        assert room.evictor.tails.least() == (1, 4.0, 0)
         room.make_room(1)
         assert room.walk(part(32, 0)).depth == 16
 
@@ -852,11 +850,12 @@ class TestEvictor:
         room.add(part(2, 1000))
         room.save(part(2, 1000), 8.0)  # worth 4
         room.add(part(32, 0))
-        room.rates.now = 2  # 16 / 3
+        tail = room.watch(part(32, 0), 5 / 16)
         assert room.make_room(1)
         assert (room.stored(), room.walk(part(32, 0)).depth) == (set(), 32)
         room.save(part(2, 1000), 8.0)
-        room.rates.now = 4  # 16 / 5
+        room.rates.rates[tail] = 3 / 16
+        room.refresh()
         assert room.make_room(1)
         assert (room.stored(), room.walk(part(32, 0)).depth) == ({2}, 16)
 
@@ -884,7 +883,7 @@ def skipped(sim, tokens, salt=""):
 def serve(sim, tokens, *positions):
     """A whole request that saves states at these positions only (default: its end)."""
     running = sim.start(tokens)
-    running.lease.checkpoint_positions = positions or (len(tokens),)
+    running.lease.wanted = dict.fromkeys(positions or (len(tokens),), Kind.PROMPT_END)
     if running.done < len(tokens):
         assert sim.forward(running, len(tokens) - running.done)
     sim.finish(running, save=False)

@@ -7,8 +7,8 @@ from simulator import Simulator
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import Kind
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.tree import Kind
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 

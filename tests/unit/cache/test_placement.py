@@ -12,7 +12,7 @@ from megatron_hybrid.cache.placement import (
     tail_position,
     worth_waiting,
 )
-from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.cache.tree import Kind
 
 END, JUNCTION, MESSAGE = Kind.PROMPT_END, Kind.JUNCTION, Kind.MESSAGE
 TAIL, RUNG = Kind.TAIL, Kind.RUNG
@@ -22,23 +22,23 @@ TAIL, RUNG = Kind.TAIL, Kind.RUNG
     ("skipped", "known", "declared", "tail", "distance", "expected"),
     [
         # a new prompt: its end, and where its successors will probably leave it
-        (0, 0, (), 100, None, {100: END}),
-        (0, 0, (), 68, None, {68: TAIL, 100: END}),
+        (0, 0, (), 100, NO_RUNG, {100: END}),
+        (0, 0, (), 68, NO_RUNG, {68: TAIL, 100: END}),
         # the junction where it leaves a known prompt
-        (0, 60, (), 100, None, {60: JUNCTION, 100: END}),
-        (40, 60, (), 68, None, {60: JUNCTION, 68: TAIL, 100: END}),
+        (0, 60, (), 100, NO_RUNG, {60: JUNCTION, 100: END}),
+        (40, 60, (), 68, NO_RUNG, {60: JUNCTION, 68: TAIL, 100: END}),
         # a state is at the junction already, or all is known: with and without the state at its end
-        (60, 60, (), 100, None, {100: END}),
-        (60, 100, (), 100, None, {100: END}),
-        (100, 100, (), 100, None, {}),
+        (60, 60, (), 100, NO_RUNG, {100: END}),
+        (60, 100, (), 100, NO_RUNG, {100: END}),
+        (100, 100, (), 100, NO_RUNG, {}),
         # declared positions, and only those that the prefill passes
-        (0, 0, (70, 30, 70), 100, None, {30: JUNCTION, 70: JUNCTION, 100: END}),
-        (30, 60, (20, 30, 31, 100, 101, -5), 100, None, {31: JUNCTION, 60: JUNCTION, 100: END}),
+        (0, 0, (70, 30, 70), 100, NO_RUNG, {30: JUNCTION, 70: JUNCTION, 100: END}),
+        (30, 60, (20, 30, 31, 100, 101, -5), 100, NO_RUNG, {31: JUNCTION, 60: JUNCTION, 100: END}),
         # a place that is two things is the first of: end, junction, tail, rung
         (0, 60, (), 60, 30, {30: RUNG, 60: JUNCTION, 90: RUNG, 100: END}),
         (0, 0, (), 60, 30, {30: RUNG, 60: TAIL, 90: RUNG, 100: END}),
         # a tail that is skipped
-        (60, 60, (), 50, None, {100: END}),
+        (60, 60, (), 50, NO_RUNG, {100: END}),
         # rungs: multiples of the distance beyond what is skipped, before the end
         (0, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
         (31, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
@@ -75,7 +75,7 @@ def test_starts_of_messages(skipped, known, messages, expected):
 
 @pytest.mark.parametrize(
     ("position", "distance", "expected"),
-    [(0, 32, 32), (31, 32, 32), (32, 32, 64), (33, 32, 64), (100, 1, 101), (100, None, NO_RUNG)],
+    [(0, 32, 32), (31, 32, 32), (32, 32, 64), (33, 32, 64), (100, 1, 101), (100, NO_RUNG, NO_RUNG)],
 )
 def test_next_rung(position, distance, expected):
     assert next_rung(position, distance) == expected
@@ -109,11 +109,11 @@ def test_tail_position(prompt, skipped, weights, expected):
         (100, 128, 0, 16, 16),
         (0, 128, 0, 16, 16),
         (50_000_000, 4096, 0, 256, 12_288),  # of 12,208
-        (4096, 0, 0, 16, None),
+        (4096, 0, 0, 16, NO_RUNG),
         (0, 128, 1024, 16, 1024),  # a window apart
         (0, 128, 1025, 16, 1040),
         (4096, 128, 20, 16, 32),
-        (4096, 0, 1024, 16, None),
+        (4096, 0, 1024, 16, NO_RUNG),
     ],
 )
 def test_rung_distance(checkpoint_bytes, kv_bytes_per_token, reach, block, expected):

@@ -7,12 +7,13 @@ import pytest
 from settled import settled
 from simulator import Simulator
 
-from megatron_hybrid.cache import prefix_cache
+from megatron_hybrid.cache import eviction, prefix_cache
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import Kind, ReuseModel
+from megatron_hybrid.cache.reuse import ReuseModel
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.tree import Kind
 from megatron_hybrid.tools.replay.ours import Ours
 
 FULL = KVGroup(2, 64)
@@ -230,7 +231,7 @@ def test_memory_only_shares_and_computes_everything():
     assert lease.report.miss_reason is MissReason.MODE
     assert sim.cache.stats()["pages_in_use"] == used
     assert sim.cache.allocator.ref_counts[lease.block_table].ravel().tolist() == [2] * 4
-    assert lease.checkpoint_positions == ()
+    assert lease.wanted == {}
     assert sim.cache.reserve_checkpoint(lease, 64) is None
     sim.forward(second, 64)
     sim.finish(second)
@@ -610,17 +611,13 @@ def test_pure_attention_counts_who_goes_on_from_a_position():
 
 
 def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_start():
-    """It stands in line before that is watched, as if it were used again at once."""
-    cache = PrefixCache(PURE, 1000)
-    for seed in range(5):
-        prompt = tokens(100, seed)
-        lease = cache.acquire(prompt, capacity_tokens=100)
-        cache.commit(lease, prompt, 100)
-        (edge,) = lease.path.edges
-        tails = cache._evictor.tails
-        assert edge.queued == tails._key(edge)
-        assert edge.queued[1] == pytest.approx(16 * 1e-3)  # a block, a use in 1,000 requests
-        cache.release(lease)
+    """It stands in line before that is watched, as if it were of no use."""
+    cache, prompt = PrefixCache(PURE, 1000), tokens(100)
+    lease = cache.acquire(prompt, capacity_tokens=100)
+    cache.commit(lease, prompt, 100)
+    cache.release(lease)
+    value = 16 * 1e-3  # a block, a use in 1,000 requests
+    assert cache._evictor.tails.least()[:2] == pytest.approx((1, value))
 
 
 def serve(engine, prompt, answer):
@@ -698,7 +695,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
     monkeypatch.setattr(prefix_cache, "COUNTED_AT_ONCE", 64)
     monkeypatch.setattr(prefix_cache, "ORDERED_AT_ONCE", 64)
-    for where, name in ((Evictor, "_key"), (prefix_cache, "tail_key"), (ReuseModel, "changes")):
+    for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "changes")):
         call = getattr(where, name)
         monkeypatch.setattr(
             where, name, lambda *args, call=call: looked_at.append(1) or call(*args)

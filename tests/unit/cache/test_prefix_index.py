@@ -12,8 +12,7 @@ from megatron_hybrid.cache.prefix_index import (
     MAX_WATCHED,
     PrefixIndex,
 )
-from megatron_hybrid.cache.reuse import Kind
-from megatron_hybrid.cache.tree import Edge, common_prefix
+from megatron_hybrid.cache.tree import Edge, Kind, common_prefix
 
 B = 16
 

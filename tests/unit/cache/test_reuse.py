@@ -524,7 +524,7 @@ def serve(cache, tokens, answer):
     whole = np.array(tokens + answer, np.int32)
     lease = cache.acquire(whole[: len(tokens)], capacity_tokens=len(whole))
     for end in (len(tokens), len(whole)):
-        wanted = {*lease.checkpoint_positions, end}
+        wanted = {*lease.wanted, end}
         wanted = [p for p in sorted(wanted) if lease.done < p <= end]
         reserved = [cache.reserve_checkpoint(lease, position) for position in wanted]
         cache.commit(lease, whole, end, flush=end == len(whole))

@@ -10,7 +10,7 @@ from scripted import ByteTokenizer
 from settled import settled
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_hybrid.cache.reuse import Kind
+from megatron_hybrid.cache.tree import Kind
 from megatron_hybrid.models.chat_template import ChatTemplate
 from megatron_hybrid.models.tokenizer import Tokenizer
 

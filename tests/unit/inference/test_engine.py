@@ -596,7 +596,7 @@ def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
 
 @pytest.mark.parametrize("pattern", ["*-", "M*", "MG*-W-"])
 def test_strangers_wait_rather_than_push_out_what_others_come_back_to(pattern, monkeypatch):
-    monkeypatch.setattr(admission, "STEP_TOKENS", 1)  # of a tiny model all is worth less
+    monkeypatch.setattr(admission, "STEP_TOKENS", 0.2)  # of a tiny model all is worth less
     model = tiny_model(pattern)
     spec = tiny_engine(model).cache.spec
     engine = tiny_engine(model, cache_bytes=60 * sum(spec.pages_per_block) * spec.page_bytes)
