@@ -226,17 +226,14 @@ class EvictionQueue:
         """Take an item out, if it is in."""
         self._push(item, None)
 
-    def refresh(self, most: int) -> int:
-        """Compute the keys of the next `most` items anew, in rotation, each once at most; returns
-        how many there were."""
-        most = min(most, len(self._items))
-        for _ in range(most):
+    def refresh(self, most: int) -> None:
+        """Compute the keys of the next `most` items anew, in rotation, each once at most."""
+        for _ in range(min(most, len(self._items))):
             item = next(iter(self._items))
             self._items.move_to_end(item)
             key = self._key(item)
             if key != item.queued:
                 self._push(item, key)
-        return most
 
     def clear(self) -> None:
         self._heap.clear()
@@ -366,7 +363,7 @@ class Evictor:
         return len(self.checkpoints) + (0 if self._spec.needs_state else len(self.tails))
 
     def refresh(self, most: int) -> None:
-        """Compute the next `most` of states anew, in rotation, and as many of such tails."""
+        """Compute the next `most` of them anew, in rotation: of the states, and of the tails."""
         if not self._spec.needs_state:
             self.tails.refresh(most)
         self.checkpoints.refresh(most)

@@ -36,17 +36,11 @@ class PrefixIndex:
         allocator: told of every page that an edge or a checkpoint holds (`cache`, `uncache`).
     """
 
-    def __init__(
-        self,
-        block_size_tokens: int,
-        pages_per_block: int,
-        allocator: PageAllocator,
-        on_tail: Callable[[Edge], None] = lambda edge: None,
-    ):
+    def __init__(self, block_size_tokens: int, pages_per_block: int, allocator: PageAllocator):
         self._block_size = block_size_tokens
         self._pages_per_block = pages_per_block
         self._allocator = allocator
-        self.on_tail = on_tail
+        self.on_tail: Callable[[Edge], object] = lambda edge: None
         """Called with each edge that may have become a leaf with a droppable tail."""
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS

@@ -29,7 +29,8 @@ class Tree:
     def __init__(self, num_pages=1000, pages_per_block=1):
         self.pool = PageAllocator(num_pages)
         self.tails = []
-        self.index = PrefixIndex(B, pages_per_block, self.pool, self.tails.append)
+        self.index = PrefixIndex(B, pages_per_block, self.pool)
+        self.index.on_tail = self.tails.append
         self.columns = pages_per_block
         self.tick = 0
 
