@@ -684,6 +684,8 @@ class InferenceConfig:
         if not is_int(self.random_seed):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
         self.random_seed = int(self.random_seed)
+        if not isinstance(self.verify_ranks, bool):
+            raise ValueError(f"verify_ranks is {self.verify_ranks!r}; it must be True or False.")
         block = self.block_size_tokens
         if not 16 <= block <= 256 or block & (block - 1):
             raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")

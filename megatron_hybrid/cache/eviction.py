@@ -359,11 +359,13 @@ class Evictor:
             self.checkpoints.changed(checkpoint)
 
     def num_values(self) -> int:
-        """Values that change with time and with what is learnt."""
-        return len(self.checkpoints) + (0 if self._spec.needs_state else len(self.tails))
+        """In the longer of the queues whose values change with time and with what is learnt."""
+        if self._spec.needs_state:
+            return len(self.checkpoints)
+        return max(len(self.checkpoints), len(self.tails))
 
     def refresh(self, most: int) -> None:
-        """Compute the next `most` of them anew, in rotation: of the states, and of the tails."""
+        """Compute the next `most` of each of these queues anew, in rotation."""
         if not self._spec.needs_state:
             self.tails.refresh(most)
         self.checkpoints.refresh(most)

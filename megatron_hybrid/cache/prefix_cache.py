@@ -65,7 +65,8 @@ their tokens would be known, and a session that comes back as a stranger teaches
 COUNTED_AT_ONCE = 2048
 """Watched positions whose time at risk one request counts at most: about two milliseconds."""
 ORDERED_AT_ONCE = 512
-"""Values that one request computes anew at most: two to four milliseconds."""
+"""Values of states, and where KV alone resumes as many of tails, that one request computes anew at
+most: two to four milliseconds."""
 
 
 class PrefixCache:
@@ -371,7 +372,7 @@ class PrefixCache:
         those of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then publish.
         """
         found = []
-        if lease.done < lease.prompt_tokens:
+        if next(reversed(lease.wanted), 0) > lease.done:  # else a decode step would look at all
             found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self._rung_tokens)

@@ -197,8 +197,9 @@ class DynamicInferenceEngine:
                 self.scheduler.abort()
                 raise
         # Of all that were answered since the last time; a step may have failed in between.
-        answered, self._answered = self._answered, []
-        return [request.result() for request in answered]
+        results = [request.result() for request in self._answered]
+        self._answered = []
+        return results
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
@@ -304,16 +305,17 @@ class DynamicInferenceEngine:
             spread(n, count, "n", is_int),
         )
         groups = self.intake.build_all(per_prompt)
-        for group in groups:
-            self.scheduler.add(group[0])
         requests = [request for group in groups for request in group]
         try:
+            for group in groups:
+                self.scheduler.add(group[0])
             for request in requests:
                 while not request.closed:
                     self.step()
         except BaseException:
-            for group in groups:
-                self.cancel(group[0])
+            with interrupts_wait():
+                for group in groups:
+                    self.cancel(group[0])
             raise
         return [group[0].result() for group in groups]
 
@@ -338,11 +340,11 @@ class DynamicInferenceEngine:
         return self._events(request)
 
     def _events(self, request: Request) -> Iterator[StreamEvent]:
-        self.scheduler.add(request)
         growing = GrowingText(self.output.tokenizer, request.params.stop_words)
         num_tokens = num_chars = 0
         done = False
         try:
+            self.scheduler.add(request)
             while not done:
                 if not request.done:  # another stream's step may have answered it
                     self.step()
@@ -350,7 +352,13 @@ class DynamicInferenceEngine:
                 tokens = request.generated_from(num_tokens)
                 if not tokens and not done:
                     continue
-                text = request.generated_text or "" if done else growing.add(tokens)
+                if done:
+                    text = request.generated_text or ""
+                else:
+                    try:
+                        text = growing.add(tokens)
+                    except Exception:  # of the tokenizer; the result says what it was
+                        text = ""
                 num_tokens += len(tokens)
                 yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
                 num_chars = max(num_chars, len(text))
@@ -428,6 +436,7 @@ class DynamicInferenceEngine:
                 store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
+    @interrupts_wait()
     def clear_cache(self) -> None:
         """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
         it after the weights have changed: what was cached belongs to the old ones.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.config import InferenceConfig
-from megatron_hybrid.config_checks import is_int
+from megatron_hybrid.config_checks import check_text, is_int
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams
 
@@ -45,7 +45,8 @@ class Intake:
                 groups.append(self.build(*arguments))
             except (TypeError, ValueError) as error:
                 self._next_id = first_id  # an id is a seed: later requests draw as if never asked
-                raise type(error)(f"prompt {index}: {error}") from None
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"prompt {index}: {error}") from None
         return groups
 
     def build(
@@ -154,6 +155,7 @@ class Intake:
     def _tokenize(self, text: str, params: SamplingParams) -> list[int]:
         if self.tokenizer is None:
             raise TypeError("a text prompt needs a tokenizer, and this engine has none: pass ids")
+        check_text("the prompt", text)
         tokens = self.tokenizer.tokenize(text)
         if not params.add_BOS:
             return tokens
@@ -198,13 +200,13 @@ class Intake:
         return total
 
     def _check_breakpoints(self, breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
+        if isinstance(breakpoints, (Tensor, np.ndarray)):
+            breakpoints = breakpoints.tolist()
         if not isinstance(breakpoints, Iterable):
             raise TypeError(
                 "cache_breakpoints must be a sequence of ints, got "
                 f"{type(breakpoints).__name__}: leave it out for none"
             )
-        if isinstance(breakpoints, (Tensor, np.ndarray)):
-            breakpoints = breakpoints.tolist()
         breakpoints = tuple(breakpoints)
         for position in breakpoints:
             if not is_int(position) or not 0 < position <= length:

@@ -73,6 +73,8 @@ def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor
     try:
         return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
+        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise MemoryError(
             f"{device} has no room for {rows * row_bytes} bytes of {what} ({error})"
         ) from error

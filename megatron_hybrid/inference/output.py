@@ -73,19 +73,21 @@ class OutputProcessor:
         detokenize = self.tokenizer.detokenize
         longest = max(len(word.encode()) for word in words)
         # Most tokens add a byte or more, so the newest few show any new occurrence. Where some have
-        # no text at all (special tokens), or the first is inside a character, a few more do.
-        start = max(0, request.num_generated - longest - 1)
-        while True:
-            newest = request.generated_from(start)
-            tail = detokenize(newest)
-            is_cut = tail.startswith("\ufffd")
-            if not start or (not is_cut and len(detokenize(newest[:-1])) >= longest):
+        # no text at all (special tokens), a few more do.
+        end = request.num_generated
+        start = max(0, end - longest - 1)
+        while start and len(detokenize(request.generated_from(start)[:-1])) < longest:
+            start = max(0, 2 * start - end)
+        tail = detokenize(request.generated_from(start))
+        # The first may be inside a character, which spoils those behind it where bytes are tokens.
+        for earlier in range(start - 1, max(-1, start - 4), -1):
+            if not tail.startswith("\ufffd"):
                 break
-            start = max(0, start - len(newest))
+            tail = detokenize(request.generated_from(earlier))
         if not any(word in tail for word in words):
             return False
-        # What stands before them may change how they are written.
-        text = detokenize(request.generated_tokens) if start else tail
+        # Bytes before them that are no character may spoil them.
+        text = detokenize(request.generated_tokens)
         return any(word in text for word in words)
 
     def _text(self, request: Request) -> str:

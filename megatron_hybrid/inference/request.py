@@ -49,7 +49,8 @@ class GenerationResult:
 
     @property
     def samples(self) -> list["GenerationResult"]:
-        """All n samples of the prompt; the first is this very result."""
+        """In the first sample's result all n of the prompt, itself among them; in another's itself
+        alone."""
         return [self, *self.other_samples]
 
 
@@ -122,7 +123,8 @@ class Request:
     def mark_failed(self, error: Exception) -> None:
         """Its text cannot be made."""
         self.error = f"{type(error).__name__}: {error}"
-        self.mark_answered("error")
+        if self.finish_reason != "cancelled":
+            self.mark_answered("error")
 
     @property
     def num_generated(self) -> int:

@@ -1,6 +1,8 @@
 """The command line, run in this process on a tiny checkpoint."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -199,3 +201,19 @@ def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
     assert cli.main(["convert", folder, str(tmp_path / "hf"), "--to", "huggingface"]) == 2
     assert "has no huggingface_config" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As with `| head`: what is left is written when the command is over."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_hybrid.cli", "info"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from scripted import ByteTokenizer
 
 from megatron_hybrid.config import HybridConfig, InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
@@ -101,6 +102,11 @@ BAD_REQUESTS = {
     ),
     "breakpoints of a wrong type": (
         dict(prompt=PROMPT, cache_breakpoints=5),
+        TypeError,
+        "cache_breakpoints must be a sequence of ints, got int",
+    ),
+    "a breakpoint alone in an array": (
+        dict(prompt=PROMPT, cache_breakpoints=np.array(5)),
         TypeError,
         "cache_breakpoints must be a sequence of ints, got int",
     ),
@@ -279,6 +285,7 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(kv_cache_dtype="float16"), "kv_cache_dtype is float16"),
         (dict(random_seed="x"), "random_seed is 'x'"),
         (dict(random_seed=True), "random_seed is True"),
+        (dict(verify_ranks="no"), "verify_ranks is 'no'"),
     ],
 )
 def test_bad_inference_config(fields, message):
@@ -314,6 +321,14 @@ def test_no_temperature_is_too_high(temperature):
 def test_a_tokenizer_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"tokenizer must be .*detokenize\(\), or None; got str"):
         DynamicInferenceEngine(MODEL, "gpt2")
+
+
+def test_half_of_a_character_is_no_text():
+    """Whatever the tokenizer would make of it."""
+    engine = tiny_engine(MODEL, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"prompt 1: the prompt has \\ud800, half of a character"):
+        engine.generate(["a", "a\ud800"], greedy(2))
+    assert not engine.has_work
 
 
 def test_what_is_no_request_is_not_cancelled(engine):

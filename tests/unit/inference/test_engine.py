@@ -360,6 +360,14 @@ def test_a_tokenizer_that_fails_ends_only_the_answer_that_it_fails_at(stop_words
         assert results[index].generated_tokens == answers[index]
         assert (results[index].finish_reason, results[index].error) == ("length", None)
     assert engine.generate(prompts[:1], params)[0].prefix.skipped_tokens >= 16
+    *_, last = engine.stream(prompts[1], params)
+    assert (last.result.error, last.result.finish_reason) == (results[1].error, "error")
+    assert last.result.generated_tokens == results[1].generated_tokens
+    request = engine.add_request(prompts[1], greedy(40))
+    while bad not in request.generated_tokens:
+        engine.step()
+    engine.cancel(request)
+    assert (request.result().finish_reason, request.error) == ("cancelled", results[1].error)
     assert_idle(engine)
 
 

@@ -9,6 +9,7 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.inference.interrupts import interrupts_wait
+from megatron_hybrid.inference.request import Request
 
 MODEL = tiny_model()
 
@@ -32,6 +33,28 @@ def test_the_second_one_does_not_wait():
         press()
         press()
         raise AssertionError("went on")
+
+
+def test_blocks_within_blocks_wait_for_the_outermost():
+    seen = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        with interrupts_wait():
+            press()
+        seen.append("went on")
+        with interrupts_wait():
+            press()
+            seen.append("a second one waited")
+    assert seen == ["went on"]
+
+
+def test_a_handler_that_is_set_meanwhile_stays():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with interrupts_wait():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_handler_of_the_caller_is_called_once_with_its_arguments():
@@ -94,3 +117,67 @@ def test_a_step_that_is_interrupted_is_done_whole(monkeypatch, operation):
     assert [result.generated_tokens for result in results] == [
         greedy_tokens(MODEL, prompt, 4) for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("name", ["cancel", "clear_cache"])
+def test_cancelling_and_clearing_are_done_whole(monkeypatch, name):
+    engine = tiny_engine(MODEL)
+    request = engine.add_request(random_tokens(40), greedy(4))
+    while not request.done and not (name == "cancel" and request.num_generated):
+        engine.step()
+    call = engine.clear_cache if name == "clear_cache" else lambda: engine.cancel(request)
+    operation = "uncache" if name == "clear_cache" else "release"
+    change = getattr(PageAllocator, operation)
+
+    def interrupted(self, *arguments):
+        change(self, *arguments)
+        monkeypatch.undo()
+        press()
+
+    monkeypatch.setattr(PageAllocator, operation, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    engine.check_integrity()
+    assert engine.stats()["leases"] == 0
+
+
+def test_an_interrupt_while_others_are_cancelled_leaves_none_behind(monkeypatch):
+    engine = tiny_engine(MODEL)
+    step, cancel = engine.step, engine.cancel
+
+    def interrupted_step():
+        step()
+        press()
+
+    def interrupted_cancel(request):
+        press()
+        cancel(request)
+
+    monkeypatch.setattr(engine, "step", interrupted_step)
+    prompts = [random_tokens(40, seed=seed) for seed in range(4)]
+    presses = itertools.count()
+    monkeypatch.setattr(
+        engine, "cancel", lambda r: (cancel if next(presses) else interrupted_cancel)(r)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, greedy(4))
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_an_interrupt_while_results_are_made_loses_none(monkeypatch):
+    engine = tiny_engine(MODEL)
+    engine.add_request([1, 2, 3], greedy(1))
+    result = Request.result
+    calls = itertools.count()
+
+    def interrupted(self):
+        if not next(calls):
+            press()
+        return result(self)
+
+    monkeypatch.setattr(Request, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_work:
+            engine.step()
+    assert [len(found.generated_tokens) for found in engine.step()] == [1]

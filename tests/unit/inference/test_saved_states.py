@@ -74,6 +74,23 @@ def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again()
     assert kinds(engine, request.tokens[: request.num_tokens])[rung] == Kind.RUNG
 
 
+def test_all_rungs_of_an_answer_are_saved_when_a_failed_request_is_computed_again_in_parts():
+    engine = tiny_engine(tiny_model("M*"), max_tokens=64)
+    rung = engine.cache._rung_tokens
+    request = engine.add_request(random_tokens(20), greedy(300))
+    while request.num_tokens < 300:
+        engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    while engine.cache.evict(1):
+        pass
+    while not request.closed:
+        engine.step()
+    positions = engine.explain(request.tokens.tolist()).positions
+    stored = {found.position for found in positions if found.is_stored}
+    assert stored >= set(range(rung, 320, rung))
+
+
 @pytest.mark.parametrize("pattern", ["MG*-W-", "M*"])
 def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
     engine = tiny_engine(tiny_model(pattern))

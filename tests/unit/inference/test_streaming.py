@@ -179,6 +179,47 @@ def test_a_stop_string_ends_the_answer_when_the_text_has_it(name, texts, noise, 
             return
 
 
+def test_bytes_that_are_no_character_spoil_a_stop_string_behind_them():
+    """As the text is written in the end; what follows a character by itself is as it looks."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    bad, *rest = (10 + byte for byte in b"\xffbbbb\n")
+    output = OutputProcessor(tokenizer)
+    for tokens, reason in (([bad, *rest], "length"), (rest, "stop")):
+        request = Request(
+            request_id=0,
+            tokens=np.zeros(7, np.int32),
+            num_prompt_tokens=1,
+            params=SamplingParams(num_tokens_to_generate=len(tokens), stop_words=["\n"]),
+            seed=0,
+        )
+        for token in tokens:
+            output.append(request, token, None, None)
+        assert request.finish_reason == reason
+
+
+def test_a_search_for_stop_strings_reads_each_token_a_few_times():
+    read = []
+
+    class Counting(ByteTokenizer):
+        def detokenize(self, ids):
+            read.append(len(ids))
+            return super().detokenize(ids)
+
+    count = 2000
+    request = Request(
+        request_id=0,
+        tokens=np.zeros(1 + count, np.int32),
+        num_prompt_tokens=1,
+        params=SamplingParams(num_tokens_to_generate=count, stop_words=["STOP"]),
+        seed=0,
+    )
+    output = OutputProcessor(Counting())
+    for _ in range(count):
+        output.append(request, 8, None, None)  # the second byte of a character, without the first
+    assert request.finish_reason == "length"
+    assert sum(read) < 50 * count
+
+
 def test_growing_text_reads_each_token_a_few_times():
     read = []
 

@@ -372,6 +372,15 @@ def test_tools_and_variables(write, template, messages, arguments):
     assert ours.render_chat(messages, **arguments) == expected
 
 
+def test_half_of_a_character_is_no_text(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, "{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match=r"the text has \\ud800, half of a character"):
+        tokenizer.tokenize("a\ud800")
+    for encode in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
+        with pytest.raises(ValueError, match=r"the text.* has \\ud800, half of a character"):
+            encode([{"role": "user", "content": "a\ud800"}])
+
+
 def test_a_prompt_gets_no_special_tokens_but_the_template_s(write):
     ours = Tokenizer.from_folder(folder_with(write, CHATML))
     assert ours.tokenize("a")[0] == ours.bos
