@@ -59,18 +59,23 @@ def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
     assert spy.copies == engine.stats()["checkpoints_saved"]
 
 
-def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again():
-    engine = tiny_engine(tiny_model("M*"))
-    rung = engine.cache._rung_tokens
-    request = engine.add_request(random_tokens(rung // 2), greedy(rung))
-    while request.num_tokens < rung + 5:
-        engine.step()
+def compute_again(engine, request):
+    """Its next step fails and all that is cached is lost; then it goes on to its end."""
     with failing_forward(engine), pytest.raises(InjectedError):
         engine.step()
     while engine.cache.evict(1):
         pass
     while not request.closed:
         engine.step()
+
+
+def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again():
+    engine = tiny_engine(tiny_model("M*"))
+    rung = engine.cache._rung_tokens
+    request = engine.add_request(random_tokens(rung // 2), greedy(rung))
+    while request.num_tokens < rung + 5:
+        engine.step()
+    compute_again(engine, request)
     assert kinds(engine, request.tokens[: request.num_tokens])[rung] == Kind.RUNG
 
 
@@ -80,12 +85,7 @@ def test_all_rungs_of_an_answer_are_saved_when_a_failed_request_is_computed_agai
     request = engine.add_request(random_tokens(20), greedy(300))
     while request.num_tokens < 300:
         engine.step()
-    with failing_forward(engine), pytest.raises(InjectedError):
-        engine.step()
-    while engine.cache.evict(1):
-        pass
-    while not request.closed:
-        engine.step()
+    compute_again(engine, request)
     positions = engine.explain(request.tokens.tolist()).positions
     stored = {found.position for found in positions if found.is_stored}
     assert stored >= set(range(rung, 320, rung))

@@ -146,6 +146,17 @@ def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
         assert growing.add(tokens[start:end]) == whole
 
 
+def request_for(count, stop_words):
+    """A request for so many tokens, behind a prompt of one."""
+    return Request(
+        request_id=0,
+        tokens=np.zeros(1 + count, np.int32),
+        num_prompt_tokens=1,
+        params=SamplingParams(num_tokens_to_generate=count, stop_words=stop_words),
+        seed=0,
+    )
+
+
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(TOKENIZERS)),
@@ -163,13 +174,7 @@ def test_a_stop_string_ends_the_answer_when_the_text_has_it(name, texts, noise, 
         tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
     output = OutputProcessor(tokenizer)
     count = max(1, len(tokens))
-    request = Request(
-        request_id=0,
-        tokens=np.zeros(1 + count, np.int32),
-        num_prompt_tokens=1,
-        params=SamplingParams(num_tokens_to_generate=count, stop_words=words),
-        seed=0,
-    )
+    request = request_for(count, words)
     for end, token in enumerate(tokens, 1):
         text = tokenizer.detokenize(tokens[:end])
         stops = any(word in text for word in words)
@@ -185,13 +190,7 @@ def test_bytes_that_are_no_character_spoil_a_stop_string_behind_them():
     bad, *rest = (10 + byte for byte in b"\xffbbbb\n")
     output = OutputProcessor(tokenizer)
     for tokens, reason in (([bad, *rest], "length"), (rest, "stop")):
-        request = Request(
-            request_id=0,
-            tokens=np.zeros(7, np.int32),
-            num_prompt_tokens=1,
-            params=SamplingParams(num_tokens_to_generate=len(tokens), stop_words=["\n"]),
-            seed=0,
-        )
+        request = request_for(len(tokens), ["\n"])
         for token in tokens:
             output.append(request, token, None, None)
         assert request.finish_reason == reason
@@ -206,13 +205,7 @@ def test_a_search_for_stop_strings_reads_each_token_a_few_times():
             return super().detokenize(ids)
 
     count = 2000
-    request = Request(
-        request_id=0,
-        tokens=np.zeros(1 + count, np.int32),
-        num_prompt_tokens=1,
-        params=SamplingParams(num_tokens_to_generate=count, stop_words=["STOP"]),
-        seed=0,
-    )
+    request = request_for(count, ["STOP"])
     output = OutputProcessor(Counting())
     for _ in range(count):
         output.append(request, 8, None, None)  # the second byte of a character, without the first
