@@ -316,6 +316,7 @@ class DynamicInferenceEngine:
             with interrupts_wait():
                 for group in groups:
                     self.cancel(group[0])
+                self._answered = [other for other in self._answered if other not in requests]
             raise
         return [group[0].result() for group in groups]
 

@@ -181,3 +181,19 @@ def test_an_interrupt_while_results_are_made_loses_none(monkeypatch):
         while engine.has_work:
             engine.step()
     assert [len(found.generated_tokens) for found in engine.step()] == [1]
+
+
+def test_what_an_interrupted_generate_has_answered_comes_out_nowhere_else(monkeypatch):
+    engine = tiny_engine(MODEL)
+    other = engine.add_request([4, 5, 6], greedy(1))
+    result = Request.result
+
+    def interrupted(self):
+        press()
+        return result(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Request, "result", interrupted)
+        engine.generate([[1, 2, 3]], greedy(1))
+    assert [found.request_id for found in engine.step()] == [other.request_id]
+    assert not engine.has_work
