@@ -14,6 +14,14 @@ from megatron_hybrid.inference.request import Request
 MODEL = tiny_model()
 
 
+@pytest.fixture(autouse=True)
+def _handler():
+    """Python's own; a shell starts what runs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press():
     signal.raise_signal(signal.SIGINT)
 
