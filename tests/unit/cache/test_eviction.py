@@ -238,6 +238,14 @@ def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
     assert tail_key(kv, far, rates) == (1, rate * far.work(block, block + 16), 0)
 
 
+def test_where_nobody_is_known_to_go_on_from_beyond_it_a_tail_goes_by_recency():
+    kv, rates = edge(0, 100), Rates()
+    kv.last_access = 3
+    point = kv.checkpoints[20] = Checkpoint(kv, 20, Kind.ANSWER_END, now=0)
+    rates.rates[point] = 0.75
+    assert tail_key(kv, PURE, rates) == (0, 0.0, 3)
+
+
 def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     rates = Rates()
     upper = edge(0, 64, (32,))

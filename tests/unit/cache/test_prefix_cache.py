@@ -612,12 +612,18 @@ def test_pure_attention_counts_who_goes_on_from_a_position():
 
 def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_start():
     """It stands in line before that is watched, as if it were of no use."""
-    cache, prompt = PrefixCache(PURE, 1000), tokens(100)
-    lease = cache.acquire(prompt, capacity_tokens=100)
-    cache.commit(lease, prompt, 100)
-    cache.release(lease)
-    value = 16 * 1e-3  # a block, a use in 1,000 requests
-    assert cache._evictor.tails.least()[:2] == pytest.approx((1, value))
+    cache, edges = PrefixCache(PURE, 1000), []
+    for seed in range(5):
+        prompt = tokens(100, seed)
+        lease = cache.acquire(prompt, capacity_tokens=100)
+        cache.commit(lease, prompt, 100)
+        edges += lease.path.edges
+        cache.release(lease)
+        tails = cache._evictor.tails
+        newest = tails._key(edges[-1])
+        assert newest[:2] == pytest.approx((1, 16 * 1e-3))  # a block, a use in 1,000 requests
+        assert tails.least() == min(map(tails._key, edges))
+    assert len(edges) == 5
 
 
 def serve(engine, prompt, answer):

@@ -16,7 +16,8 @@ MODEL = tiny_model()
 
 @pytest.fixture(autouse=True)
 def _handler():
-    """Python's own; a shell starts what runs in the background with interrupts ignored."""
+    """Python's own, and afterwards that from before; a shell starts what runs in the background with interrupts
+    ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -56,35 +57,25 @@ def test_blocks_within_blocks_wait_for_the_outermost():
 
 
 def test_a_handler_that_is_set_meanwhile_stays():
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with interrupts_wait():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupts_wait():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_a_handler_of_the_caller_is_called_once_with_its_arguments():
     calls = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
-    try:
-        with interrupts_wait():
-            press()
-            assert calls == []
-        assert calls == [signal.SIGINT]
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+    with interrupts_wait():
+        press()
+        assert calls == []
+    assert calls == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_is_no_handler_stays(ignored):
-    before = signal.signal(signal.SIGINT, ignored)
-    try:
-        with interrupts_wait():
-            assert signal.getsignal(signal.SIGINT) is ignored
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, ignored)
+    with interrupts_wait():
+        assert signal.getsignal(signal.SIGINT) is ignored
 
 
 def test_other_threads_run_as_they_are():
@@ -151,22 +142,20 @@ def test_cancelling_and_clearing_are_done_whole(monkeypatch, name):
 
 def test_an_interrupt_while_others_are_cancelled_leaves_none_behind(monkeypatch):
     engine = tiny_engine(MODEL)
-    step, cancel = engine.step, engine.cancel
+    step, cancel, calls = engine.step, engine.cancel, itertools.count()
 
     def interrupted_step():
         step()
         press()
 
     def interrupted_cancel(request):
-        press()
+        if not next(calls):
+            press()
         cancel(request)
 
     monkeypatch.setattr(engine, "step", interrupted_step)
+    monkeypatch.setattr(engine, "cancel", interrupted_cancel)
     prompts = [random_tokens(40, seed=seed) for seed in range(4)]
-    presses = itertools.count()
-    monkeypatch.setattr(
-        engine, "cancel", lambda r: (cancel if next(presses) else interrupted_cancel)(r)
-    )
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, greedy(4))
     assert not engine.has_work

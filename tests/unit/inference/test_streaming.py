@@ -196,36 +196,33 @@ def test_bytes_that_are_no_character_spoil_a_stop_string_behind_them():
         assert request.finish_reason == reason
 
 
+class Counting(ByteTokenizer):
+    """Counts the tokens that it is asked for."""
+
+    num_read = 0
+
+    def detokenize(self, ids):
+        self.num_read += len(ids)
+        return super().detokenize(ids)
+
+
 def test_a_search_for_stop_strings_reads_each_token_a_few_times():
-    read = []
-
-    class Counting(ByteTokenizer):
-        def detokenize(self, ids):
-            read.append(len(ids))
-            return super().detokenize(ids)
-
-    count = 2000
+    count, tokenizer = 2000, Counting()
     request = request_for(count, ["STOP"])
-    output = OutputProcessor(Counting())
+    output = OutputProcessor(tokenizer)
     for _ in range(count):
         output.append(request, 8, None, None)  # the second byte of a character, without the first
     assert request.finish_reason == "length"
-    assert sum(read) < 50 * count
+    assert tokenizer.num_read < 50 * count
 
 
 def test_growing_text_reads_each_token_a_few_times():
-    read = []
-
-    class Counting(ByteTokenizer):
-        def detokenize(self, ids):
-            read.append(len(ids))
-            return super().detokenize(ids)
-
-    growing, tokens = GrowingText(Counting(), ["STOP"]), [0, 7, 8, EOD, 10, 11] * 500
+    tokenizer, tokens = Counting(), [0, 7, 8, EOD, 10, 11] * 500
+    growing = GrowingText(tokenizer, ["STOP"])
     for token in tokens:
         text = growing.add([token])
     assert text == ("aé€" * 500)[:-3]
-    assert sum(read) < 6 * len(tokens)
+    assert tokenizer.num_read < 6 * len(tokens)
 
 
 def test_a_stream_of_text_equals_generate():
