@@ -108,6 +108,19 @@ def exclusive_tokens(checkpoint: Checkpoint, below: Checkpoint | None) -> int:
     return checkpoint.position - below.position
 
 
+def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseModel) -> float:
+    """Uses per request that a state keeps if a deeper one on its path is stored. deeper: what is
+    known of that position.
+
+    By its own record, if it has one: all but those in which it came in for the deeper one (as if
+    half a use more of its own had been seen). Otherwise as other states that are covered.
+    """
+    if checkpoint.uses < 2:
+        return reuse.rate(checkpoint, covered=True)
+    came_in = min(deeper.missed, checkpoint.uses) if deeper else 0
+    return reuse.rate(checkpoint) * (1 - came_in / (checkpoint.uses + 0.5))
+
+
 def value_per_page(rate: float, work: float, pages: int) -> float:
     """Work saved per page and request."""
     return rate * work / max(1, pages)

@@ -20,6 +20,7 @@ from megatron_hybrid.cache.eviction import (
     Leaving,
     checkpoint_value,
     kv_pages,
+    own_rate,
     rebuild_work,
     value_per_page,
 )
@@ -753,9 +754,9 @@ class PrefixCache:
             pages += kv_pages(max(0, position - max(start, lease.shared_tokens)), spec)
         if self._evictor.make_room_for(needed, value_per_page(rate, rebuild, pages)):
             return True
-        if below is None or start > below.position or not spec.needs_state or below.is_covered():
+        if below is None or start > below.position or not spec.needs_state:
             return False
-        own = reuse.rate(below, covered=True) * rebuild_work(below, below.below(), spec)
+        own = own_rate(below, watched, reuse) * rebuild_work(below, below.below(), spec)
         return rate * rebuild > own and self._evictor.drop_checkpoint(below)
 
     def _saved_before(self, lease: Lease, position: int, kind: Kind) -> int:

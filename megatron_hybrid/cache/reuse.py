@@ -181,6 +181,7 @@ class ReuseModel:
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
         self._uses += (cls, age)
         checkpoint.uses += 1
+        checkpoint.missed += checkpoint.pages is None
         checkpoint.last_use = checkpoint.counted = self.now
 
     def passed(self, checkpoint: Checkpoint) -> None:

@@ -50,6 +50,7 @@ class Checkpoint:
         "kind",
         "last_use",
         "local_pages",
+        "missed",
         "pages",
         "passed",
         "position",
@@ -70,6 +71,7 @@ class Checkpoint:
         self.was_stored = False
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
+        self.missed = 0  # uses that would have been, had it been stored
         self.passed = False
         self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None

@@ -18,6 +18,7 @@ from megatron_hybrid.cache.eviction import (
     exclusive_tokens,
     kv_is_held,
     kv_pages,
+    own_rate,
     rebuild_work,
     tail_key,
     tail_start,
@@ -286,6 +287,32 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         ref_counts = FREE.copy()
         ref_counts[held] = 1
         assert kv_is_held(lower.checkpoints[60], HYBRID, ref_counts) == expected
+
+
+@pytest.mark.parametrize(
+    ("uses", "missed", "expected"),
+    [
+        (0, None, 0.1),  # no record of its own: as others that are covered
+        (1, 1, 0.1),
+        (2, None, 0.8),  # nothing is known of the deeper position
+        (2, 0, 0.8),
+        (2, 1, 0.8 * 1.5 / 2.5),
+        (2, 2, 0.8 * 0.5 / 2.5),
+        (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
+        (300, 297, 0.8 * 3.5 / 300.5),
+        (300, 30, 0.8 * 270.5 / 300.5),
+    ],
+)
+def test_own_rate(uses, missed, expected):
+    on, rates = edge(0, 64, (32, 48)), Rates()
+    state, deeper = on.checkpoints[32], on.checkpoints[48] if missed is not None else None
+    on.stored.remove(48)
+    on.num_stored -= 1
+    rates.rates[state], rates.if_covered = 0.8, 0.125
+    state.uses = uses
+    if deeper is not None:
+        deeper.missed = missed
+    assert own_rate(state, deeper, rates) == pytest.approx(expected)
 
 
 def test_value_of_nothing_held():

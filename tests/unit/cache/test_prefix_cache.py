@@ -18,6 +18,7 @@ from megatron_hybrid.tools.replay.ours import Ours
 
 FULL = KVGroup(2, 64)
 HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
+HEAVY = CacheSpec(16, (FULL,), state_bytes=40_000, hidden_bytes=64)  # a state for 320 tokens of KV
 PURE = CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64)
 WINDOW = CacheSpec(16, (FULL, KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64)
 TWO_GROUPS = CacheSpec(16, (FULL, KVGroup(6, 64)), state_bytes=4000, hidden_bytes=64)
@@ -692,6 +693,52 @@ def test_the_state_of_a_new_prompt_outlives_its_first_answer():
             if sample and skipped < prompt_tokens:
                 missed.append(number)
     assert max(missed, default=0) < 5, missed  # it takes some to learn
+
+
+def serve_prompt(cache, prompt, *positions):
+    """A prompt without an answer that saves states at these positions (default: where the cache
+    wants them); what it skipped."""
+    lease = cache.acquire(prompt, capacity_tokens=len(prompt))
+    cache.restored(lease)
+    wanted = positions or cache.positions_to_save(lease, len(prompt))
+    reservations = [cache.reserve_checkpoint(lease, position) for position in wanted]
+    cache.commit(lease, prompt, len(prompt))
+    for reservation in filter(None, reservations):
+        cache.publish_checkpoint(reservation)
+    cache.release(lease)
+    return lease.skipped_tokens
+
+
+def test_a_state_that_only_comes_in_for_the_one_behind_it_gives_way_to_that_one():
+    """Sessions behind one system prompt, and a state shortly before its end, from before that was
+    known. All that resume there would go on to the end, but the tokens in between alone are worth
+    less than any session's."""
+    engine, rng, seeds = Ours(HEAVY, 108 * HEAVY.page_bytes), np.random.default_rng(1), count()
+    system, firsts, sessions = tokens(640, next(seeds)), [], []
+    serve_prompt(engine.cache, joined(system, tokens(60, next(seeds))), 610, 700)
+    for _ in range(160):
+        while len(sessions) < 3:
+            sessions.append((system, 0))
+        history, turn = sessions.pop(rng.integers(3))
+        prompt, answer = joined(history, tokens(60, next(seeds))), tokens(20, next(seeds))
+        skipped = serve(engine, prompt, answer)
+        if turn == 0:
+            firsts.append(skipped)
+        if turn < 3:
+            sessions.append((joined(prompt, answer), turn + 1))
+    assert 610 in firsts
+    assert len(firsts) >= 35 and set(firsts[25:]) == {640}, firsts
+
+
+def test_a_state_with_uses_of_its_own_stays():
+    """Half of the prompts part from the others 30 tokens earlier, and there is room for one state:
+    it stays where all resume."""
+    cache, shared = PrefixCache(HEAVY, 66), tokens(640)
+    skipped = [
+        serve_prompt(cache, joined(shared[: 610 + seed % 2 * 30], tokens(40, seed)))
+        for seed in range(1, 61)
+    ]
+    assert set(skipped[10:]) == {610}, skipped
 
 
 @pytest.mark.parametrize("spec", [HYBRID, PURE])

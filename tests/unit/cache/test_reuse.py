@@ -253,6 +253,15 @@ def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     assert state.uses == 2
 
 
+def test_uses_are_told_apart_that_found_the_state_stored():
+    model, state = ReuseModel(), checkpoint(Kind.JUNCTION, now=0)
+    for pages in (None, np.arange(2, dtype=np.int32), None):
+        model.now += 5
+        state.pages = pages
+        model.used(state)
+    assert (state.uses, state.missed) == (3, 2)
+
+
 def test_learning_counts_half_after_a_thousand_requests():
     model = ReuseModel()
     model._uses_CA[0][3], model._risk_CA[0][3] = 8, 800
