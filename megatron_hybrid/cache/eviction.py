@@ -112,12 +112,12 @@ def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseMode
     """Uses per request that a state keeps if a deeper one on its path is stored. deeper: what is
     known of that position.
 
-    By its own record, if it has one: all but those in which it came in for the deeper one (as if
-    half a use more of its own had been seen). Otherwise as other states that are covered.
+    As other states that are covered, unless both have a record: then its own uses are those in
+    which it did not come in for the deeper one (as if half a use more had been seen).
     """
-    if checkpoint.uses < 2:
+    if checkpoint.uses < 2 or deeper is None or not deeper.missed:
         return reuse.rate(checkpoint, covered=True)
-    came_in = min(deeper.missed, checkpoint.uses) if deeper else 0
+    came_in = min(deeper.missed, checkpoint.uses)
     return reuse.rate(checkpoint) * (1 - came_in / (checkpoint.uses + 0.5))
 
 

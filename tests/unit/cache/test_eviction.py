@@ -292,10 +292,10 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
 @pytest.mark.parametrize(
     ("uses", "missed", "expected"),
     [
-        (0, None, 0.1),  # no record of its own: as others that are covered
+        (0, None, 0.1),  # no record: as others that are covered
         (1, 1, 0.1),
-        (2, None, 0.8),  # nothing is known of the deeper position
-        (2, 0, 0.8),
+        (300, None, 0.1),  # nothing is known of the deeper position
+        (300, 0, 0.1),
         (2, 1, 0.8 * 1.5 / 2.5),
         (2, 2, 0.8 * 0.5 / 2.5),
         (2, 5, 0.8 * 0.5 / 2.5),  # no more than all

@@ -16,8 +16,8 @@ MODEL = tiny_model()
 
 @pytest.fixture(autouse=True)
 def _handler():
-    """Python's own, and afterwards that from before; a shell starts what runs in the background with
-    interrupts ignored."""
+    """Python's own, and afterwards what was there before; a shell starts what runs in the
+    background with interrupts ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
