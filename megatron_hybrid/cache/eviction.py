@@ -112,10 +112,10 @@ def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseMode
     """Uses per request that a state keeps if a deeper one on its path is stored. deeper: what is
     known of that position.
 
-    As other states that are covered, unless both have a record: then its own uses are those in
-    which it did not come in for the deeper one (as if half a use more had been seen).
+    If it came in for the deeper one, its own uses are the others (as if half a use more had been
+    seen). Else, or if it has no record yet, as those of other states that are covered.
     """
-    if checkpoint.uses < 2 or deeper is None or not deeper.missed:
+    if checkpoint.uses < 2 or deeper is None or deeper.stand_in != checkpoint.position:
         return reuse.rate(checkpoint, covered=True)
     came_in = min(deeper.missed, checkpoint.uses)
     return reuse.rate(checkpoint) * (1 - came_in / (checkpoint.uses + 0.5))

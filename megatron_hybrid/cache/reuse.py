@@ -133,9 +133,11 @@ class ReuseModel:
             beyond = checkpoint.position - start
             if checkpoint is deepest or checkpoint is resumed:
                 self.used(checkpoint)
+                missed(checkpoint, resumed)
                 continue
             if beyond > 0 and checkpoint.is_fork():
                 self.used(checkpoint)
+                missed(checkpoint, resumed)
                 if checkpoint.uses >= 2:
                     saved = self.rate(checkpoint) * beyond
                     if saved > most:
@@ -181,7 +183,6 @@ class ReuseModel:
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
         self._uses += (cls, age)
         checkpoint.uses += 1
-        checkpoint.missed += checkpoint.pages is None
         checkpoint.last_use = checkpoint.counted = self.now
 
     def passed(self, checkpoint: Checkpoint) -> None:
@@ -235,6 +236,15 @@ class ReuseModel:
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
         return self._uses_CA, self._risk_CA
+
+
+def missed(deeper: Checkpoint, resumed: Checkpoint | None) -> None:
+    """A request would have resumed from `deeper`, had it been stored, and resumed from `resumed`."""
+    if resumed is None or resumed is deeper:
+        return
+    if deeper.stand_in != resumed.position:
+        deeper.stand_in, deeper.missed = resumed.position, 0
+    deeper.missed += 1
 
 
 def prompt_ends(edge: Edge, start: int) -> list[int]:

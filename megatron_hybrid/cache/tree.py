@@ -56,6 +56,7 @@ class Checkpoint:
         "position",
         "queued",
         "refused",
+        "stand_in",
         "turn",
         "uses",
         "was_stored",
@@ -71,7 +72,8 @@ class Checkpoint:
         self.was_stored = False
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
-        self.missed = 0  # uses that would have been, had it been stored
+        self.stand_in = 0  # where the state lies that served last in its absence; 0: none yet
+        self.missed = 0  # uses that this one served
         self.passed = False
         self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None

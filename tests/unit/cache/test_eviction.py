@@ -295,7 +295,7 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         (0, None, 0.1),  # no record: as others that are covered
         (1, 1, 0.1),
         (300, None, 0.1),  # nothing is known of the deeper position
-        (300, 0, 0.1),
+        (300, 0, 0.1),  # another came in for it
         (2, 1, 0.8 * 1.5 / 2.5),
         (2, 2, 0.8 * 0.5 / 2.5),
         (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
@@ -306,12 +306,12 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
 def test_own_rate(uses, missed, expected):
     on, rates = edge(0, 64, (32, 48)), Rates()
     state, deeper = on.checkpoints[32], on.checkpoints[48] if missed is not None else None
-    on.stored.remove(48)
+    on.stored.remove(48)  # it is only known
     on.num_stored -= 1
     rates.rates[state], rates.if_covered = 0.8, 0.125
     state.uses = uses
-    if deeper is not None:
-        deeper.missed = missed
+    if missed:
+        deeper.stand_in, deeper.missed = 32, missed
     assert own_rate(state, deeper, rates) == pytest.approx(expected)
 
 

@@ -18,6 +18,7 @@ from megatron_hybrid.cache.reuse import (
     class_hazards,
     class_of,
     mean_rate,
+    missed,
     time_scale,
 )
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
@@ -253,13 +254,14 @@ def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     assert state.uses == 2
 
 
-def test_uses_are_told_apart_that_found_the_state_stored():
-    model, state = ReuseModel(), checkpoint(Kind.JUNCTION, now=0)
-    for pages in (None, np.arange(2, dtype=np.int32), None):
-        model.now += 5
-        state.pages = pages
-        model.used(state)
-    assert (state.uses, state.missed) == (3, 2)
+def test_uses_that_another_state_served_are_counted_while_it_is_the_same_one():
+    state, near, far = (checkpoint(Kind.JUNCTION, now=0) for _ in range(3))
+    near.position, far.position = 40, 20
+    seen = []
+    for resumed in (None, far, far, state, far, near, near, None, near):
+        missed(state, resumed)
+        seen.append((state.stand_in, state.missed))
+    assert seen == [(0, 0), (20, 1), (20, 2), (20, 2), (20, 3), (40, 1), (40, 2), (40, 2), (40, 3)]
 
 
 def test_learning_counts_half_after_a_thousand_requests():
