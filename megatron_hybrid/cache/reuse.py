@@ -239,7 +239,7 @@ class ReuseModel:
 
 
 def missed(deeper: Checkpoint, resumed: Checkpoint | None) -> None:
-    """A request would have resumed from `deeper`, had it been stored, and resumed from `resumed`."""
+    """A request resumed from `resumed` since `deeper`, which it reached, was not stored."""
     if resumed is None or resumed is deeper:
         return
     if deeper.stand_in != resumed.position:
