@@ -282,6 +282,8 @@ class Evictor:
         )
         index.on_tail = self.tails.add
         self.checkpoints = EvictionQueue(self._key, MAX_RISEN)
+        # Whose values change with time and with what is learnt.
+        self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
         self.leaving: Leaving | None = None
         self._spec = spec
         self._index = index
@@ -372,16 +374,13 @@ class Evictor:
             self.checkpoints.changed(checkpoint)
 
     def num_values(self) -> int:
-        """In the longer of the queues whose values change with time and with what is learnt."""
-        if self._spec.needs_state:
-            return len(self.checkpoints)
-        return max(len(self.checkpoints), len(self.tails))
+        """In the longest of the queues whose values change."""
+        return max(map(len, self._valued))
 
     def refresh(self, most: int) -> None:
         """Compute the next `most` of each of these queues anew, in rotation."""
-        if not self._spec.needs_state:
-            self.tails.refresh(most)
-        self.checkpoints.refresh(most)
+        for queue in self._valued:
+            queue.refresh(most)
 
     def clear(self) -> None:
         """The index was cleared."""

@@ -132,12 +132,10 @@ class ReuseModel:
         for checkpoint in known:
             beyond = checkpoint.position - start
             if checkpoint is deepest or checkpoint is resumed:
-                self.used(checkpoint)
-                missed(checkpoint, resumed)
+                self.used(checkpoint, resumed)
                 continue
             if beyond > 0 and checkpoint.is_fork():
-                self.used(checkpoint)
-                missed(checkpoint, resumed)
+                self.used(checkpoint, resumed)
                 if checkpoint.uses >= 2:
                     saved = self.rate(checkpoint) * beyond
                     if saved > most:
@@ -175,14 +173,19 @@ class ReuseModel:
         """Uses per request to be expected of a state that is about to be saved."""
         return self._rate_CA[_new_class(kind, turn, False)][0]
 
-    def used(self, checkpoint: Checkpoint) -> None:
-        """A request resumed from it, or would have, had it been stored."""
+    def used(self, checkpoint: Checkpoint, resumed: Checkpoint | None = None) -> None:
+        """A request resumed from it, or would have, had it been stored. resumed: what it did resume
+        from."""
         self.changes(checkpoint)
         cls = class_of(checkpoint, self.is_covered(checkpoint))
         # It came between two whole ages, the later of which ends its time at risk.
         age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
         self._uses += (cls, age)
         checkpoint.uses += 1
+        if resumed is not None and resumed is not checkpoint:
+            if checkpoint.stand_in != resumed.position:
+                checkpoint.stand_in, checkpoint.missed = resumed.position, 0
+            checkpoint.missed += 1
         checkpoint.last_use = checkpoint.counted = self.now
 
     def passed(self, checkpoint: Checkpoint) -> None:
@@ -236,15 +239,6 @@ class ReuseModel:
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
         return self._uses_CA, self._risk_CA
-
-
-def missed(deeper: Checkpoint, resumed: Checkpoint | None) -> None:
-    """A request resumed from `resumed` since `deeper`, which it reached, was not stored."""
-    if resumed is None or resumed is deeper:
-        return
-    if deeper.stand_in != resumed.position:
-        deeper.stand_in, deeper.missed = resumed.position, 0
-    deeper.missed += 1
 
 
 def prompt_ends(edge: Edge, start: int) -> list[int]:

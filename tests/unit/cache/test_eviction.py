@@ -295,7 +295,7 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         (0, None, 0.1),  # no record: as others that are covered
         (1, 1, 0.1),
         (300, None, 0.1),  # nothing is known of the deeper position
-        (300, 0, 0.1),  # another came in for it
+        (300, 0, 0.1),  # nothing came in for it
         (2, 1, 0.8 * 1.5 / 2.5),
         (2, 2, 0.8 * 0.5 / 2.5),
         (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
@@ -313,6 +313,19 @@ def test_own_rate(uses, missed, expected):
     if missed:
         deeper.stand_in, deeper.missed = 32, missed
     assert own_rate(state, deeper, rates) == pytest.approx(expected)
+    if missed:
+        deeper.stand_in = 16  # another one did
+        assert own_rate(state, deeper, rates) == pytest.approx(0.1)
+
+
+def test_own_rate_of_a_state_that_others_cover():
+    rates = Rates()
+    upper = edge(0, 64, (32,))
+    edge(64, 80, (80,), parent=upper)
+    state, deeper = upper.checkpoints[32], Checkpoint(upper, 48, Kind.JUNCTION, now=0)
+    rates.rates[state], rates.if_covered = 0.8, 0.5
+    state.uses, deeper.stand_in, deeper.missed = 10, 32, 3
+    assert own_rate(state, deeper, rates) == pytest.approx(0.4 * 7.5 / 10.5)
 
 
 def test_value_of_nothing_held():

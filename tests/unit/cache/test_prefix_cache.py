@@ -695,27 +695,19 @@ def test_the_state_of_a_new_prompt_outlives_its_first_answer():
     assert max(missed, default=0) < 5, missed  # it takes some to learn
 
 
-def serve_prompt(cache, prompt, *positions):
-    """A prompt without an answer that saves states at these positions (default: where the cache
-    wants them); what it skipped."""
-    lease = cache.acquire(prompt, capacity_tokens=len(prompt))
-    cache.restored(lease)
-    wanted = positions or cache.positions_to_save(lease, len(prompt))
-    reservations = [cache.reserve_checkpoint(lease, position) for position in wanted]
-    cache.commit(lease, prompt, len(prompt))
-    for reservation in filter(None, reservations):
-        cache.publish_checkpoint(reservation)
-    cache.release(lease)
-    return lease.skipped_tokens
-
-
 def test_a_state_that_only_comes_in_for_the_one_behind_it_gives_way_to_that_one():
     """Sessions behind one system prompt, and a state shortly before its end, from before that was
     known. All that resume there would go on to the end, but the tokens in between alone are worth
     less than any session's."""
     engine, rng, seeds = Ours(HEAVY, 108 * HEAVY.page_bytes), np.random.default_rng(1), count()
     system, firsts, sessions = tokens(640, next(seeds)), [], []
-    serve_prompt(engine.cache, joined(system, tokens(60, next(seeds))), 610, 700)
+    cache, prompt = engine.cache, joined(system, tokens(60, next(seeds)))
+    lease = cache.acquire(prompt, capacity_tokens=700)
+    reservations = [cache.reserve_checkpoint(lease, position) for position in (610, 700)]
+    cache.commit(lease, prompt, 700)
+    for reservation in reservations:
+        cache.publish_checkpoint(reservation)
+    cache.release(lease)
     for _ in range(160):
         while len(sessions) < 3:
             sessions.append((system, 0))
@@ -733,11 +725,11 @@ def test_a_state_that_only_comes_in_for_the_one_behind_it_gives_way_to_that_one(
 def test_a_state_with_uses_of_its_own_stays():
     """Half of the prompts part from the others 30 tokens earlier, and there is room for one state:
     it stays where all resume."""
-    cache, shared = PrefixCache(HEAVY, 66), tokens(640)
-    skipped = [
-        serve_prompt(cache, joined(shared[: 610 + seed % 2 * 30], tokens(40, seed)))
-        for seed in range(1, 61)
-    ]
+    engine, shared, skipped = Ours(HEAVY, 65 * HEAVY.page_bytes), tokens(640), []
+    for seed in range(1, 61):
+        running = engine.begin(joined(shared[: 610 + seed % 2 * 30], tokens(40, seed)))
+        engine.cache.release(running.lease)
+        skipped.append(running.skipped_tokens)
     assert set(skipped[10:]) == {610}, skipped
 
 

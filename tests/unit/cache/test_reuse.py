@@ -18,7 +18,6 @@ from megatron_hybrid.cache.reuse import (
     class_hazards,
     class_of,
     mean_rate,
-    missed,
     time_scale,
 )
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
@@ -255,13 +254,16 @@ def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
 
 
 def test_uses_that_another_state_served_are_counted_while_it_is_the_same_one():
+    model = ReuseModel()
     state, near, far = (checkpoint(Kind.JUNCTION, now=0) for _ in range(3))
     near.position, far.position = 40, 20
     seen = []
     for resumed in (None, far, far, state, far, near, near, None, near):
-        missed(state, resumed)
+        model.now += 1
+        model.used(state, resumed)
         seen.append((state.stand_in, state.missed))
     assert seen == [(0, 0), (20, 1), (20, 2), (20, 2), (20, 3), (40, 1), (40, 2), (40, 2), (40, 3)]
+    assert state.uses == 9
 
 
 def test_learning_counts_half_after_a_thousand_requests():
