@@ -25,7 +25,7 @@ from megatron_hybrid.cli import gigabytes
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
-LEFT_OUT = ("ours-bf16", "lru-block-end-64")
+LEFT_OUT = ("ours-bf16", "ours-flops", "lru-block-end-64")
 """Engines that only --full or --engines runs."""
 TRACE_BUDGETS_GB = (16, 64, 256)
 CLIFF_GEOMETRY = "qwen3.5-4b"
@@ -49,10 +49,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--budgets", nargs="+", type=gigabytes, metavar="GB", help="default: each workload's own")
     add(
         "--in-flight",
+        nargs="+",
         type=whole_number,
-        default=1,
+        default=[1],
         metavar="N",
-        help="requests that run side by side",
+        help="requests that run side by side; several: one after the other",
     )
     add("--limit", type=whole_number, metavar="N", help="only the first N requests")
     add("--full", action="store_true", help="all workloads, geometries, engines; 1 and 8 in flight")
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     cells: list[Cell] = []
     for name, requests, budgets in sources(options, trace):
         for geometry in GEOMETRIES if options.full else options.geometry:
-            for in_flight in (1, 8) if options.full else (options.in_flight,):
+            for in_flight in (1, 8) if options.full else options.in_flight:
                 found = run_cells(name, requests, geometry, budgets, engines, in_flight)
                 for each in table.terminal_tables(found, console.width):
                     console.print(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
@@ -25,6 +25,8 @@ class Geometry:
     kv_heads: int
     head_dim: int
     mlp_layers: int
+    attention_parity: float
+    """As in `CacheSpec`, of the published model."""
     state_layers: int = 0
     conv_shape: tuple[int, ...] = ()
     """Convolution tail of one layer."""
@@ -58,17 +60,19 @@ class Geometry:
         window = self.window_layers * self.kv_bytes_per_layer * (self.window or 0)
         return self.recurrent_bytes(encoding) + window
 
-    def spec(self, encoding: str = "exact", block_size_tokens: int = 16) -> CacheSpec:
-        """The same as `PrefixCache` takes it."""
+    def spec(self, encoding: str = "exact", flops: bool = False) -> CacheSpec:
+        """The same as `PrefixCache` takes it. flops: weigh what need not be computed again by its
+        FLOPs, as the engine does, and not by its tokens."""
         groups = [KVGroup(self.attention_layers, self.kv_bytes_per_layer)]
         if self.window_layers:
             groups.append(KVGroup(self.window_layers, self.kv_bytes_per_layer, self.window))
         return CacheSpec(
-            block_size_tokens,
+            16,
             tuple(groups),
             state_bytes=self.recurrent_bytes(),
             encoded_state_bytes=self.recurrent_bytes(encoding),
             hidden_bytes=self.hidden_size * BYTES_PER_VALUE,
+            attention_parity=self.attention_parity if flops else inf,
         )
 
     def prefill_flops(self, n: int) -> float:
@@ -95,18 +99,39 @@ GEOMETRIES = {
             8,
             128,
             24,
+            214_400,
             24,
             (3, 10240),
             (128, 64, 128),
             state_kind="mamba-2",
         ),
         Geometry(
-            "qwen3.5-4b", 2560, 8, 4, 256, 32, 24, (3, 8192), (32, 128, 128), state_kind="gdn"
+            "qwen3.5-4b",
+            2560,
+            8,
+            4,
+            256,
+            32,
+            54_460,
+            24,
+            (3, 8192),
+            (32, 128, 128),
+            state_kind="gdn",
         ),
         Geometry(
-            "jamba-1.5-mini", 4096, 4, 8, 128, 32, 28, (3, 8192), (8192, 16), state_kind="mamba-1"
+            "jamba-1.5-mini",
+            4096,
+            4,
+            8,
+            128,
+            32,
+            353_136,
+            28,
+            (3, 8192),
+            (8192, 16),
+            state_kind="mamba-1",
         ),
-        Geometry("gemma-3-27b", 5376, 10, 16, 128, 62, window_layers=52, window=1024),
-        Geometry("llama-3-8b", 4096, 32, 8, 128, 32),
+        Geometry("gemma-3-27b", 5376, 10, 16, 128, 62, 312_480, window_layers=52, window=1024),
+        Geometry("llama-3-8b", 4096, 32, 8, 128, 32, 26_624),
     )
 }

@@ -13,6 +13,7 @@ STYLES = {
     "ours": ("C0", "-", 2.4),
     "ours-bf16": ("C0", ":", 1.6),
     "ours-int8": ("C0", "--", 2.0),
+    "ours-flops": ("C0", "-.", 1.6),
     "vllm": ("C1", "-", 2.6),
     "vllm-fine": ("C1", "--", 1.4),
     "megatron-core": ("C2", "-", 1.4),
@@ -37,7 +38,7 @@ def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
         panels.setdefault(cell.workload, []).append(cell)
     paths = []
     for (geometry, in_flight), panels in pictures.items():
-        columns = min(3, len(panels))
+        columns = min(4, len(panels))
         rows = -(-len(panels) // columns)
         figure, axes = plt.subplots(
             rows, columns, figsize=(4.4 * columns, 3.6 * rows), squeeze=False, layout="constrained"

@@ -14,6 +14,10 @@ import numpy as np
 from megatron_hybrid.tools.replay.request import Request
 
 VOCABULARY = 120_000
+AGENT_STEPS = range(20, 41)
+"""Steps that an agent takes before it ends, each number as likely as the others."""
+AGENT_PAUSE = 20.0
+"""Mean of the pauses between them, in seconds: exponential."""
 
 
 def draw_tokens(rng: np.random.Generator, n: float) -> np.ndarray:
@@ -70,12 +74,12 @@ def agent(limit: int | None = None, seed: int = 5, sessions: int = 60) -> Iterat
     for session in range(sessions):
         arrival = rng.uniform(0, 600)
         history = [tools[rng.integers(3)], draw_tokens(rng, rng.integers(50, 400))]
-        for _ in range(rng.integers(20, 41)):
+        for _ in range(rng.integers(AGENT_STEPS.start, AGENT_STEPS.stop)):
             prompt_pieces = len(history)
             output = draw_tokens(rng, rng.integers(100, 401))
             history += [output, draw_tokens(rng, rng.integers(200, 3001))]
             turns.append((arrival, session, history, prompt_pieces, output))
-            arrival += rng.exponential(20)
+            arrival += rng.exponential(AGENT_PAUSE)
     return interleaved(turns, limit)
 
 
@@ -122,6 +126,39 @@ def fluctuating(limit: int = 600, seed: int = 8, families: int = 20) -> Iterator
         yield Request(prompt, draw_tokens(rng, rng.integers(20, 100)), i, 0, float(i))
 
 
+def code(limit: int = 3000, seed: int = 9, developers: int = 30) -> Iterator[Request]:
+    """Code completion: instructions of 200 tokens, a file of 1k to 12k up to the cursor, the 600
+    tokens behind the cursor.
+
+    A developer (Zipf, exponent 0.7) types 2 to 20 tokens between two requests, having taken 40 % of
+    the completions and, in 30 % of the cases, deleted up to 30 tokens; 9 % go on elsewhere in the
+    file, 3 % open another. So a prompt leaves the last one at or shortly before the cursor.
+    """
+    rng = np.random.default_rng(seed)
+    instructions = draw_tokens(rng, 200)
+
+    def opened() -> tuple[np.ndarray, int]:
+        file = draw_tokens(rng, rng.integers(1000, 12001))
+        return file, int(rng.integers(len(file)))
+
+    files = [opened() for _ in range(developers)]
+    for i, k in enumerate(rng.choice(developers, limit, p=zipf(developers, 0.7))):
+        (file, cursor), move = files[k], rng.random()
+        if move < 0.03:
+            file, cursor = opened()
+        elif move < 0.12:
+            cursor = int(rng.integers(len(file)))
+        start = cursor - min(cursor, rng.integers(1, 31)) if rng.random() < 0.3 else cursor
+        before = np.concatenate([file[:start], draw_tokens(rng, rng.integers(2, 21))])
+        behind = file[cursor:]
+        prompt = np.concatenate([instructions, before, behind[:600]])
+        output = draw_tokens(rng, rng.integers(5, 60))
+        yield Request(prompt, output, i, 0, float(i))
+        if rng.random() < 0.4:
+            before = np.concatenate([before, output])
+        files[k] = np.concatenate([before, behind]), len(before)
+
+
 def interleaved(turns: list[tuple], limit: int | None) -> Iterator[Request]:
     """Sessions merged by time. turns: (arrival, session, the session's history in pieces, how many
     of them are this turn's prompt, output); a history only grows, so prompts are views of it."""
@@ -151,4 +188,5 @@ WORKLOADS = {
     "rag-fork": Workload(rag_fork, (2, 8, 32)),
     "rl-group": Workload(rl_group, (1, 4, 16)),
     "fluctuating": Workload(fluctuating, (2, 8, 32)),
+    "code": Workload(code, (1, 4, 16)),
 }

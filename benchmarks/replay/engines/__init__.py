@@ -39,11 +39,12 @@ class Entry:
             return False
 
 
-def _ours(encoding: str) -> Entry:
+def _ours(encoding: str, flops: bool = False) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-        return {None: lambda: Ours(geometry.spec(encoding), budget)}
+        return {None: lambda: Ours(geometry.spec(encoding, flops), budget)}
 
-    return Entry(f"this project, cached states {encoding}", build)
+    what = f"this project, cached states {encoding}"
+    return Entry(what + (", FLOPs counted in place of tokens" if flops else ""), build)
 
 
 def _clairvoyant(encoding: str) -> Entry:
@@ -98,6 +99,7 @@ ENGINES = {
     "ours": _ours("exact"),
     "ours-bf16": _ours("bf16"),
     "ours-int8": _ours("int8"),
+    "ours-flops": _ours("exact", flops=True),
     "vllm": _vllm(fine=False),
     "vllm-fine": _vllm(fine=True),
     "megatron-core": Entry(

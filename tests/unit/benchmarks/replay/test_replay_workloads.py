@@ -16,6 +16,7 @@ PUBLISHED = {  # of the requests [0, 60) with limit=60, and [1500, 1560) without
     "agent": ("3434b309c186c7ee", "f26c35b02d5bf21b"),
     "rl-group": ("57de3191f72b04db", "b1987288eca7945b"),
     "rag-fork": ("1e254c3bfc483ad3", "62ba869f84e850e0"),
+    "code": ("acc2355aca654e7c", "352f011451dcad33"),
 }
 
 
@@ -168,3 +169,20 @@ def test_another_format_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="must be a JSON object with `hash_ids`"):
         traces.load(path)
+
+
+def test_completions_leave_the_last_one_of_their_file_near_the_cursor():
+    """Of two prompts in one file the later one follows the earlier up to 30 tokens before the
+    cursor, or to a place far away."""
+    files, kept = {}, []
+    for request in WORKLOADS["code"].generate(600):
+        key = tuple(request.prompt[200:210])  # where a file starts, unless the cursor is there
+        if key in files:
+            before = files[key]
+            n = min(len(before), len(request.prompt))
+            differs = before[:n] != request.prompt[:n]
+            kept.append(len(before) - (int(differs.argmax()) if differs.any() else n))
+        files[key] = request.prompt
+    kept = np.array(kept)
+    near = (kept >= 600) & (kept <= 630)
+    assert len(kept) > 400 and 0.7 < near.mean() < 0.9
