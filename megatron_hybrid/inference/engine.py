@@ -472,6 +472,7 @@ class DynamicInferenceEngine:
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
         return self._fingerprint
 
+    @interrupts_wait()
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
         goes no further than the pool from now on. `with` does it at its end."""

@@ -26,6 +26,7 @@ from megatron_hybrid.cache.tier import Record, Source, Tier, state_record_pages
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
+from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 
@@ -456,7 +457,8 @@ class Offload:
 
     def save_to(self, tier: Tier) -> None:
         """Copies all that is cached to a disk tier, as long as there is room: what is in the pool,
-        the most valuable first, then in host memory, then on the own disk.
+        the most valuable first, then in host memory, then on the own disk. Ctrl-C comes between two
+        of them.
 
         Raises:
             OSError: writing failed, or reading the own disk.
@@ -482,7 +484,8 @@ class Offload:
         for offer in offers:
             if not tier.store.accepts():
                 tier.store.flush()
-            offer()
+            with interrupts_wait():
+                offer()
         tier.store.flush()
 
 

@@ -8,6 +8,7 @@ import pytest
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.inference.disk_store import DiskStore
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.request import Request
 
@@ -138,6 +139,49 @@ def test_cancelling_and_clearing_are_done_whole(monkeypatch, name):
         call()
     engine.check_integrity()
     assert engine.stats()["leases"] == 0
+
+
+def test_saving_that_is_interrupted_goes_on_where_it_was(monkeypatch, tmp_path):
+    """It comes when the bytes of a record are on their way and the tier has not counted them."""
+    engine = tiny_engine(MODEL, cache_dir=tmp_path / "own")
+    prompts = [random_tokens(60, seed=seed) for seed in range(3)]
+    engine.generate(prompts, greedy(1))
+    whole = engine.save_cache(tmp_path / "other")
+    put, calls = DiskStore.put, itertools.count(1)
+
+    def interrupted(self, *arguments):
+        put(self, *arguments)
+        if next(calls) == 2:
+            press()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DiskStore, "put", interrupted)
+        engine.save_cache()
+    assert next(calls) == 5  # three blocks and their state came before, all of one prompt
+    assert engine.save_cache() == whole
+    engine.close()
+    again = tiny_engine(MODEL, cache_dir=tmp_path / "own")
+    skipped = [result.prefix.skipped_tokens for result in again.generate(prompts, greedy(1))]
+    assert min(skipped) > 0
+    again.close()
+
+
+def test_closing_is_done_whole(monkeypatch, tmp_path):
+    engine = tiny_engine(MODEL, cache_dir=tmp_path)
+    engine.generate([random_tokens(60)], greedy(1))
+    saved = engine.save_cache()
+    close = DiskStore.close
+
+    def interrupted(self):
+        press()
+        close(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DiskStore, "close", interrupted)
+        engine.close()
+    again = tiny_engine(MODEL, cache_dir=tmp_path)  # the folder is free
+    assert again.save_cache() == saved
+    again.close()
 
 
 def test_an_interrupt_while_others_are_cancelled_leaves_none_behind(monkeypatch):
