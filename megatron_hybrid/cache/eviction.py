@@ -48,14 +48,18 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
 
 
 def tail_key(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> Key | None:
-    """Order of a leaf's tail; None: it has none, or no pages."""
+    """Order of a leaf's tail; None: it has none, or no pages.
+
+    Where KV alone resumes, the last block is worth as much as all of the edge on average: it took
+    the most work, but serves only together with what comes before it. By its own work the ends of
+    long prompts would outlive what is worth more, and then go with the rest all the same.
+    """
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
-    block = last_block(edge, spec)
-    beyond = [] if spec.needs_state else rates_beyond(edge, block, reuse)
+    beyond = [] if spec.needs_state else rates_beyond(edge, last_block(edge, spec), reuse)
     if not beyond:
         return 0, 0.0, edge.last_access
-    work = spec.work(block, block + spec.block_size_tokens)
+    work = spec.block_size_tokens * spec.mean_work(edge.start, edge.held_end)
     return 1, value_per_page(max(beyond), work, spec.kv_pages_per_block), edge.last_access
 
 

@@ -234,9 +234,22 @@ def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
         rates.rates[point] = uses
     assert tail_key(kv, PURE, rates) == (1, 16 * rate, 0)
     assert tail_key(kv, HYBRID, rates) == (0, 0.0, 0)
-    far = replace(PURE, attention_parity=24)
-    block = (held_end - 1) // 16 * 16
-    assert tail_key(kv, far, rates) == (1, rate * far.work(block, block + 16), 0)
+
+
+def test_the_end_of_a_long_prompt_is_worth_no_more_than_all_of_it():
+    """At a parity of 24 tokens the last of six blocks took 16 x (1 + 88 / 24) = 75, all six on
+    average 48, those of a prompt of two blocks 27."""
+    far, rates = replace(PURE, attention_parity=24), Rates()
+    long, short = edge(0, 96), edge(0, 32)
+    for kv, uses in ((long, 0.5), (short, 1.0)):
+        point = kv.checkpoints[kv.end] = Checkpoint(kv, kv.end, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    per_block = [16 * np.mean([1 + (t + 0.5) / 24 for t in range(n)]) for n in (96, 32)]
+    assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * per_block[0])
+    assert tail_key(short, far, rates)[1] == pytest.approx(1.0 * per_block[1])
+    assert tail_key(long, far, rates) < tail_key(short, far, rates)
+    long.held_end = 48  # a part has gone
+    assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 24 / 24))
 
 
 def test_where_nobody_is_known_to_go_on_from_beyond_it_a_tail_goes_by_recency():
