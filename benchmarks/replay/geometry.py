@@ -57,8 +57,12 @@ class Geometry:
     def state_bytes(self, encoding: str = "exact") -> int:
         """All that has to be there beside the KV to resume at a position: recurrent states and
         the KV of a whole window. 0: the KV of full attention is enough."""
-        window = self.window_layers * self.kv_bytes_per_layer * (self.window or 0)
-        return self.recurrent_bytes(encoding) + window
+        return self.recurrent_bytes(encoding) + (self.window or 0) * self.window_bytes_per_token
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """KV of all layers with a window."""
+        return self.window_layers * self.kv_bytes_per_layer
 
     def spec(self, encoding: str = "exact", flops: bool = False) -> CacheSpec:
         """The same as `PrefixCache` takes it. flops: weigh what need not be computed again by its

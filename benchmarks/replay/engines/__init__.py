@@ -57,8 +57,9 @@ def _clairvoyant(encoding: str) -> Entry:
 
 def _lru_block_end(block: int) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-        sizes = geometry.kv_bytes_per_token, geometry.state_bytes()
-        return {None: lambda: LeastRecentlyUsed(block, *sizes, budget)}
+        sizes = geometry.kv_bytes_per_token, geometry.recurrent_bytes(), budget
+        windows = geometry.window or 0, geometry.window_bytes_per_token
+        return {None: lambda: LeastRecentlyUsed(block, *sizes, *windows)}
 
     return Entry(f"plain LRU, blocks of {block} tokens, states at their ends", build)
 
@@ -69,7 +70,7 @@ def _lru_free(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
 
 
 def _marconi(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-    state_bytes = geometry.state_bytes()
+    state_bytes = geometry.recurrent_bytes()
     return {a: lambda a=a: Marconi(geometry, state_bytes, budget, a) for a in ALPHAS}
 
 

@@ -19,7 +19,8 @@ class Marconi(Baseline):
     """
 
     def __init__(self, geometry: Geometry, state_bytes: int, budget_bytes: float, alpha: float):
-        super().__init__(1, geometry.kv_bytes_per_token, state_bytes, budget_bytes)
+        windows = geometry.window or 0, geometry.window_bytes_per_token
+        super().__init__(1, geometry.kv_bytes_per_token, state_bytes, budget_bytes, *windows)
         self.alpha = alpha
         self._flops = geometry.prefill_flops
         self._nodes: list[Node | None] = []
@@ -30,7 +31,7 @@ class Marconi(Baseline):
     def begin(self, prompt: np.ndarray) -> Running | None:
         self.tick += 1
         path, depth = self.tree.walk(prompt)
-        if not self.state_bytes:
+        if not self.needs_state:
             return self.start(prompt, depth, ())
         state = deepest_state(path, depth)
         return self.start(prompt, state.position if state else 0, (depth,))
@@ -68,12 +69,12 @@ class Marconi(Baseline):
         """What it saves over its parent, for each byte that its eviction frees; NaN: it stays."""
         if node.pins or len(node.children) > 1:
             return np.nan
-        freed = len(node.states) * self.state_bytes
+        freed = sum(map(self.bytes_of, node.states.values()))
         if not node.children:
             freed += len(node.tokens) * self.kv_bytes
         elif not node.states:
             return np.nan
-        if self.state_bytes and not node.states:
+        if self.needs_state and not node.states:
             return 0.0  # KV that nothing resumes from
         return (self._flops(node.end) - self._flops(node.start)) / freed
 

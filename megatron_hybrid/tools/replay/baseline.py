@@ -25,17 +25,32 @@ class Baseline:
 
     Args:
         block: tokens are cached in whole blocks of this size.
-        state_bytes: 0: KV alone resumes.
+        state_bytes: of a saved state, beside its windows.
         budget_bytes: for all KV and all saved states.
+        window: tokens in the windows of local layers. Each saved state has a copy of their KV, and
+            each running request.
+        window_bytes: KV of one token in all of these layers.
     """
 
-    def __init__(self, block: int, kv_bytes_per_token: int, state_bytes: int, budget_bytes: float):
-        self.tree = TokenTree(block, self.changed)
+    def __init__(
+        self,
+        block: int,
+        kv_bytes_per_token: int,
+        state_bytes: int,
+        budget_bytes: float,
+        window: int = 0,
+        window_bytes: int = 0,
+    ):
+        self.tree = TokenTree(block, self.changed, window)
         self.kv_bytes = kv_bytes_per_token
-        self.state_bytes = state_bytes
+        self.needs_state = state_bytes > 0 or window > 0
+        """False: KV alone resumes."""
         self.budget = budget_bytes
         self.tick = 0
         self.running = 0
+        self._state_bytes = state_bytes
+        self._window_bytes = window_bytes
+        self._running_window_tokens = 0
 
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
@@ -53,7 +68,13 @@ class Baseline:
 
     @property
     def bytes_held(self) -> int:
-        return self.tree.num_tokens * self.kv_bytes + self.tree.num_states * self.state_bytes
+        window_tokens = self.tree.num_window_tokens + self._running_window_tokens
+        states = self.tree.num_states * self._state_bytes + window_tokens * self._window_bytes
+        return self.tree.num_tokens * self.kv_bytes + states
+
+    def bytes_of(self, state: State) -> int:
+        """A saved state."""
+        return self._state_bytes + min(state.position, self.tree.window) * self._window_bytes
 
     def enter(self, tokens: np.ndarray, restored: int, saved: Iterable[int]) -> Node | None:
         """Cache tokens and states of them; the node where they end, pinned. None: no room."""
@@ -63,7 +84,7 @@ class Baseline:
         # Less than a block leaves nothing to keep, which always fits: it ends at the root.
         node = path[-1] if path else tree.root
         tree.pin(node, 1)
-        for position in {restored, *saved} - {0} if self.state_bytes else ():
+        for position in {restored, *saved} - {0} if self.needs_state else ():
             state = tree.save_state(path, position)
             state.last_access = self.tick
             self.used(state)
@@ -84,9 +105,13 @@ class Baseline:
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
         """Begin a request that restores at `skipped` and saves states at `saved`. One that does not
         fit alone runs beside the cache, where it finds nothing."""
+        window_tokens = min(len(tokens), self.tree.window)
+        self._running_window_tokens += window_tokens
         node = self.enter(tokens, skipped, saved)
-        if node is None and self.running:
-            return None
+        if node is None:
+            self._running_window_tokens -= window_tokens
+            if self.running:
+                return None
         self.running += 1
         return Running(len(tokens), skipped if node is not None else 0, node)
 
@@ -98,3 +123,4 @@ class Baseline:
             if node is not None:
                 self.tree.pin(node, -1)
             self.tree.pin(handle.node, -1)
+            self._running_window_tokens -= min(handle.prompt_tokens, self.tree.window)

@@ -27,9 +27,11 @@ class LeastRecentlyUsed(Baseline):
         kv_bytes_per_token: int,
         state_bytes: int,
         budget_bytes: float,
+        window: int = 0,
+        window_bytes: int = 0,
         whole_leaves: bool = False,
     ):
-        super().__init__(block, kv_bytes_per_token, state_bytes, budget_bytes)
+        super().__init__(block, kv_bytes_per_token, state_bytes, budget_bytes, window, window_bytes)
         self._whole_leaves = whole_leaves
         self._heap: list[tuple] = []
         self._pushed = 0
@@ -37,7 +39,7 @@ class LeastRecentlyUsed(Baseline):
     def begin(self, prompt: np.ndarray) -> Running | None:
         self.tick += 1
         path, depth = self.tree.walk(prompt)
-        if not self.state_bytes:
+        if not self.needs_state:
             return self.start(prompt, depth, ())
         # Nothing saves the logits after the last token: it is always computed.
         limit = self.tree.whole(len(prompt) - 1)

@@ -41,15 +41,20 @@ class Node:
 class TokenTree:
     """Sequences cut to whole blocks of `block` tokens.
 
-    `num_tokens` and `num_states` count what it holds. `changed` is called with each node whose
-    children, states, pins, extent or last access changed.
+    `num_tokens` and `num_states` count what it holds, `num_window_tokens` the last `window` tokens
+    before each state. `changed` is called with each node whose children, states, pins, extent or
+    last access changed.
     """
 
-    def __init__(self, block: int, changed: Callable[[Node], None] = lambda node: None):
+    def __init__(
+        self, block: int, changed: Callable[[Node], None] = lambda node: None, window: int = 0
+    ):
         self.block = block
+        self.window = window
         self.root = Node(None, 0, np.empty(0, dtype=np.int32))
         self.num_tokens = 0
         self.num_states = 0
+        self.num_window_tokens = 0
         self._changed = changed
 
     def walk(self, tokens: np.ndarray) -> tuple[list[Node], int]:
@@ -134,6 +139,7 @@ class TokenTree:
         if position not in node.states:
             node.states[position] = State(node, position)
             self.num_states += 1
+            self.num_window_tokens += min(position, self.window)
             self._changed(node)
         return node.states[position]
 
@@ -141,6 +147,7 @@ class TokenTree:
         node, state.node = state.node, None
         del node.states[state.position]
         self.num_states -= 1
+        self.num_window_tokens -= min(state.position, self.window)
         self._changed(node)
 
     def cut(self, leaf: Node, end: int) -> None:

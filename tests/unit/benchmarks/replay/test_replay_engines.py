@@ -30,7 +30,7 @@ def small_requests(seed, count=80):
 
 def check(engine):
     """Recount what a baseline holds."""
-    tokens = states = 0
+    tokens = states = window_tokens = 0
     stack = [engine.tree.root]
     while stack:
         node = stack.pop()
@@ -41,8 +41,10 @@ def check(engine):
         assert node.pins == 0 or engine.running
         tokens += len(node.tokens)
         states += len(node.states)
+        window_tokens += sum(min(position, engine.tree.window) for position in node.states)
         stack.extend(node.children.values())
     assert (tokens, states) == (engine.tree.num_tokens, engine.tree.num_states)
+    assert window_tokens == engine.tree.num_window_tokens
     assert engine.bytes_held <= engine.budget
 
 
@@ -225,6 +227,25 @@ def test_baselines_run_a_prompt_that_never_fits_beside_the_cache(kind, state_byt
     prompt = np.arange(300, dtype=np.int32)
     assert run(engine, prompt[:97], prompt, prompt[:180])[1] == 0
     assert engine.bytes_held <= engine.budget and engine.tree.num_tokens
+    check(engine)
+
+
+def test_windows_of_states_and_of_running_requests_are_in_the_budget():
+    """Three bytes for each of the last ten tokens before a state, and of what runs."""
+    engine = LeastRecentlyUsed(1, 1, 5, 135, window=10, window_bytes=3)
+    first, second, huge = np.random.default_rng(0).integers(0, 99, (3, 180), np.int32)
+    running = engine.begin(first[:40])
+    assert engine.bytes_held == 40 + (5 + 30) + 30  # a state before the last token
+    assert engine.begin(second[:40]) is None
+    engine.finish(running, first[:42])
+    assert engine.bytes_held == 42 + (5 + 30)
+    alone = engine.begin(huge)  # it never fits, and runs beside the cache
+    assert engine.bytes_held == 0
+    short = engine.begin(second[:7])
+    assert engine.bytes_held == 7 + (5 + 18) + 21
+    engine.finish(alone, huge)
+    engine.finish(short, second[:8])
+    assert engine.bytes_held == 8 + (5 + 18) + (5 + 24)
     check(engine)
 
 
