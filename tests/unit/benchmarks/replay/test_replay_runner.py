@@ -217,6 +217,13 @@ def test_command_line(tmp_path, capsys):
     assert "rl-group, nemotron-h-8b, 1 in flight: 32 requests" in capsys.readouterr().out
 
 
+def test_several_numbers_in_flight(tmp_path):
+    path = tmp_path / "replay.json"
+    main([*ARGUMENTS, "--in-flight", "2", "1", "--engines", "ours", "--json", str(path)])
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["in_flight"] for cell in cells] == [2, 2, 1, 1]
+
+
 def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
     def cell(engine, budget, percent, geometry="a", in_flight=1):
         return Cell("chat", geometry, in_flight, budget, engine, None, 9, 99, percent, 1.0, 2.0, {})
