@@ -119,12 +119,14 @@ def skipped_percent(
 ) -> float:
     """Prompt tokens that the idealised cache skips, in % of all.
 
-    It holds tool prompts and whole agents, each with one state at its end, and nothing else. What
-    goes first, and whether a step's own state comes in, is a matter of one value: the probability
-    that the agent comes back, times the tokens that its state saves, by what it costs.
+    It holds whole agents and, for good, tool prompts, each with one state at its end, and nothing
+    else. What goes first, and whether a step's own state comes in, is a matter of one value: the
+    probability that the agent comes back, times the tokens that its state saves, by what it costs.
+    Of what is to go, what fits all the same stays, the most valuable first.
 
     Args:
         budget, state_cost: in tokens of KV.
+        comes_back: what it is told.
     """
     kept: dict[int | str, Step] = {}
     tools: set[bytes] = set()
@@ -144,15 +146,21 @@ def skipped_percent(
             skipped += before.own_length
             used -= before.own_length + state_cost
         used += step.own_length  # it runs now, so this has to fit; its state competes
+        going = []
         for other in sorted(kept.values(), key=value):
             if used + state_cost <= budget or (used <= budget and value(other) >= value(step)):
                 break
-            del kept[other.agent]
+            going.append(kept.pop(other.agent))
             used -= other.own_length + state_cost
-        if used + state_cost <= budget:
+        comes_in = used + state_cost <= budget
+        if comes_in:
             kept[step.agent] = step
             used += state_cost
-        else:
+        for other in reversed(going):
+            if used + other.own_length + state_cost <= budget:
+                kept[other.agent] = other
+                used += other.own_length + state_cost
+        if not comes_in:
             used -= step.own_length
     return 100 * skipped / sum(step.prompt_length for step in steps)
 

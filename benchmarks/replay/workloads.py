@@ -127,8 +127,8 @@ def fluctuating(limit: int = 600, seed: int = 8, families: int = 20) -> Iterator
 
 
 def code(limit: int = 3000, seed: int = 9, developers: int = 30) -> Iterator[Request]:
-    """Code completion: instructions of 200 tokens, a file of 1k to 12k up to the cursor, the 600
-    tokens behind the cursor.
+    """Code completion: instructions of 200 tokens, a file (1k to 12k when it is opened) up to the
+    cursor, and at most 600 tokens behind it.
 
     A developer (Zipf, exponent 0.7) types 2 to 20 tokens between two requests, having taken 40 % of
     the completions and, in 30 % of the cases, deleted up to 30 tokens; 9 % go on elsewhere in the

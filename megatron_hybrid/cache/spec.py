@@ -172,11 +172,12 @@ class CacheSpec:
         return self.state_bytes > 0 or bool(self.local_groups)
 
     def work(self, start: int, end: int) -> float:
-        """Work to compute the tokens [start, end), in units of a token without context."""
+        """Work to compute the tokens [start, end), in units of a token without context: attention
+        adds to each of them its position / parity."""
         return (end - start) * self.mean_work(start, end)
 
     def mean_work(self, start: int, end: int) -> float:
-        """The same per token: attention adds to each its position / parity."""
+        """`work` of an average one of the tokens [start, end)."""
         return 1.0 + (start + end) / (2.0 * self.attention_parity)
 
     def num_blocks(self, num_tokens: int) -> int:

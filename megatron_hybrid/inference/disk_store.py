@@ -101,7 +101,7 @@ class DiskStore:
         self.waiting_bytes = 0
         """Host memory of what is on its way to the disk."""
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._closed = False
         self._process = os.getpid()
         self._error: Exception | None = None  # of writing, since the last `mend`
         self._retry_at: float | None = None  # None: writing works
@@ -599,9 +599,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Writes what waits and lets the folder go. What is yet to be read is not read. In a forked
-        process the folder stays the other one's."""
-        if self._closing:
-            return
+        process the folder stays the other one's. After an interrupt, call it again."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closing = True
@@ -609,8 +607,11 @@ class DiskStore:
             if self._writer.is_alive():
                 self._writer.join()
             self._readers.shutdown(cancel_futures=True)
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() == self._process:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
-        self._closing = True
         for descriptor in (self._pages, self._log, self._lock):
             if descriptor is not None:
                 os.close(descriptor)

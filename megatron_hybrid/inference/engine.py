@@ -407,6 +407,8 @@ class DynamicInferenceEngine:
             are together more than `config.disk_cache_bytes`, the most valuable of both, as much as
             it held at least.
 
+        Ctrl-C takes effect between two states; what is written by then is of use.
+
         Raises:
             ValueError: no folder, or nothing is ever restored, or (`CacheFolderError`) it holds
                 something else or cannot be made, also because the disk is full.
@@ -434,7 +436,8 @@ class DynamicInferenceEngine:
                 tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
                 self.offload.save_to(tier)
             finally:
-                store.close()
+                with interrupts_wait():
+                    store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @interrupts_wait()
@@ -475,7 +478,8 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
-        goes no further than the pool from now on. `with` does it at its end."""
+        goes no further than the pool from now on. `with` does it at its end. Ctrl-C waits for that,
+        a second one does not: then call it again."""
         self.offload.close()
 
     def __enter__(self) -> "DynamicInferenceEngine":

@@ -464,10 +464,11 @@ class Offload:
             OSError: writing failed, or reading the own disk.
         """
         tier.store.mend()
-        self._forget_unwritten()
-        if tier is self.disk:  # there may be space again
-            room = tier.used_bytes + tier.store.free_bytes()
-            tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
+        with interrupts_wait():
+            self._forget_unwritten()
+            if tier is self.disk:  # there may be space again
+                room = tier.used_bytes + tier.store.free_bytes()
+                tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():

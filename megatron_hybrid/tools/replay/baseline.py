@@ -26,9 +26,9 @@ class Baseline:
     Args:
         block: tokens are cached in whole blocks of this size.
         state_bytes: of a saved state, beside its windows.
-        budget_bytes: for all KV and all saved states.
+        budget_bytes: for all KV, all saved states, and the windows of what runs.
         window: tokens in the windows of local layers. Each saved state has a copy of their KV, and
-            each running request.
+            each running request one of those of its prompt.
         window_bytes: KV of one token in all of these layers.
     """
 
@@ -76,20 +76,26 @@ class Baseline:
         """A saved state."""
         return self._state_bytes + min(state.position, self.tree.window) * self._window_bytes
 
-    def enter(self, tokens: np.ndarray, restored: int, saved: Iterable[int]) -> Node | None:
-        """Cache tokens and states of them; the node where they end, pinned. None: no room."""
+    def enter(
+        self, tokens: np.ndarray, restored: int, saved: Iterable[int], running_window: int = 0
+    ) -> Node | None:
+        """Cache tokens and states of them; the node where they end, pinned. None: no room.
+
+        running_window: tokens in the windows of the request, if it runs from now on."""
         tree, before = self.tree, self.tree.num_tokens
         path = tree.insert(tokens, self.tick)
         grew = tree.num_tokens > before
         # Less than a block leaves nothing to keep, which always fits: it ends at the root.
         node = path[-1] if path else tree.root
         tree.pin(node, 1)
+        self._running_window_tokens += running_window
         for position in {restored, *saved} - {0} if self.needs_state else ():
             state = tree.save_state(path, position)
             state.last_access = self.tick
             self.used(state)
         if self._shrink():
             return node
+        self._running_window_tokens -= running_window
         tree.pin(node, -1)
         if grew:
             tree.cut(node, node.start)
@@ -105,13 +111,9 @@ class Baseline:
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
         """Begin a request that restores at `skipped` and saves states at `saved`. One that does not
         fit alone runs beside the cache, where it finds nothing."""
-        window_tokens = min(len(tokens), self.tree.window)
-        self._running_window_tokens += window_tokens
-        node = self.enter(tokens, skipped, saved)
-        if node is None:
-            self._running_window_tokens -= window_tokens
-            if self.running:
-                return None
+        node = self.enter(tokens, skipped, saved, min(len(tokens), self.tree.window))
+        if node is None and self.running:
+            return None
         self.running += 1
         return Running(len(tokens), skipped if node is not None else 0, node)
 
@@ -119,8 +121,9 @@ class Baseline:
         """Finish a request; its answer is not cached where there is no room."""
         self.running -= 1
         if handle.node is not None:
+            # Its windows are those of the state after the answer.
+            self._running_window_tokens -= min(handle.prompt_tokens, self.tree.window)
             node = self.enter(tokens, 0, saved)
             if node is not None:
                 self.tree.pin(node, -1)
             self.tree.pin(handle.node, -1)
-            self._running_window_tokens -= min(handle.prompt_tokens, self.tree.window)

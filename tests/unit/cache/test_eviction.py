@@ -252,6 +252,14 @@ def test_the_end_of_a_long_prompt_is_worth_no_more_than_all_of_it():
     assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 24 / 24))
 
 
+def test_what_comes_before_the_fork_serves_others_too_and_does_not_count_as_all_of_a_tail():
+    far, rates = replace(PURE, attention_parity=24), Rates()
+    lower = edge(64, 96, parent=edge(0, 64))
+    point = lower.checkpoints[96] = Checkpoint(lower, 96, Kind.ANSWER_END, now=0)
+    rates.rates[point] = 0.5
+    assert tail_key(lower, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 80 / 24))
+
+
 def test_where_nobody_is_known_to_go_on_from_beyond_it_a_tail_goes_by_recency():
     kv, rates = edge(0, 100), Rates()
     kv.last_access = 3

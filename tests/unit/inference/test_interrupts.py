@@ -166,22 +166,41 @@ def test_saving_that_is_interrupted_goes_on_where_it_was(monkeypatch, tmp_path):
     again.close()
 
 
-def test_closing_is_done_whole(monkeypatch, tmp_path):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_closing_is_done_whole_and_can_be_done_again(monkeypatch, tmp_path, presses):
     engine = tiny_engine(MODEL, cache_dir=tmp_path)
     engine.generate([random_tokens(60)], greedy(1))
     saved = engine.save_cache()
-    close = DiskStore.close
-
-    def interrupted(self):
-        press()
-        close(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(DiskStore, "close", interrupted)
+    interrupt_closing(monkeypatch, presses)
+    with pytest.raises(KeyboardInterrupt):
         engine.close()
+    monkeypatch.undo()
+    engine.close()
     again = tiny_engine(MODEL, cache_dir=tmp_path)  # the folder is free
     assert again.save_cache() == saved
     again.close()
+
+
+def test_saving_to_another_folder_lets_it_go(monkeypatch, tmp_path):
+    engine = tiny_engine(MODEL)
+    engine.generate([random_tokens(60)], greedy(1))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_closing(patch, presses=1)
+        engine.save_cache(tmp_path)
+    assert engine.save_cache(tmp_path).states > 0
+
+
+def interrupt_closing(monkeypatch, presses):
+    """So many interrupts while a store waits for its writer."""
+    join = threading.Thread.join
+
+    def interrupted(self, *arguments):
+        if "cache" in self.name:
+            for _ in range(presses):
+                press()
+        join(self, *arguments)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
 
 
 def test_an_interrupt_while_others_are_cancelled_leaves_none_behind(monkeypatch):

@@ -249,6 +249,16 @@ def test_windows_of_states_and_of_running_requests_are_in_the_budget():
     check(engine)
 
 
+def test_the_windows_of_what_has_run_make_room_for_its_state():
+    """40 tokens, 35 bytes for the state before the last, 30 for its windows; then 42 tokens, and a
+    second state in their place."""
+    engine = LeastRecentlyUsed(1, 1, 5, 112, window=10, window_bytes=3)
+    prompt = np.arange(42, dtype=np.int32)
+    engine.finish(engine.begin(prompt[:40]), prompt)
+    assert engine.bytes_held == 42 + 2 * (5 + 30)
+    assert engine.begin(prompt).skipped_tokens == 39
+
+
 def test_a_prompt_whose_last_forward_has_no_room_is_too_large():
     """Its first forward would have: windows roll, and what they give back is not enough."""
     engine = Ours(GEOMETRIES["gemma-3-27b"].spec(), 4e9)
