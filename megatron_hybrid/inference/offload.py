@@ -34,6 +34,13 @@ MAX_READ_BYTES = 1 << 30
 """Most bytes read from the disk and not yet in the pool, save for the first request in line."""
 MAX_WAIT_SECONDS = 0.005
 """Time that a step without work waits for a read; then its caller may add requests or cancel."""
+_TIER_COUNTS = (
+    "host_records_evicted",
+    "host_without_memory",
+    "disk_records_evicted",
+    "disk_without_memory",
+    "disk_records_unwritten",
+)
 
 
 @dataclass
@@ -101,6 +108,7 @@ class Offload:
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
         self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
         self._read_bytes = 0
+        self._closed_counts = dict.fromkeys(_TIER_COUNTS, 0)
         self._disk_bytes = disk_bytes
         if disk is not None:
             self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
@@ -124,7 +132,6 @@ class Offload:
         self._forget_unwritten()
         disk = self.disk
         held = {
-            "disk_records_unwritten": 0 if disk is None else disk.store.num_unwritten,
             "disk_write_bytes": 0 if disk is None else disk.store.waiting_bytes,
             "disk_read_bytes": self._read_bytes,
         }
@@ -133,9 +140,17 @@ class Offload:
             held[f"{name}_bytes"] = tier.used_bytes if tier else 0
             held[f"{name}_states"] = tier.num_states if tier else 0
             held[f"{name}_kv_blocks"] = tier.num_blocks if tier else 0
-            held[f"{name}_records_evicted"] = tier.num_evicted if tier else 0
-            held[f"{name}_without_memory"] = tier.num_without_memory if tier else 0
-        return {**asdict(self.stats), **held}
+        return {**asdict(self.stats), **held, **self._tier_counts()}
+
+    def _tier_counts(self) -> dict[str, int]:
+        """What only grows in the tiers, since the start; also after `close`."""
+        counts = dict(self._closed_counts)
+        for tier in self.tiers:
+            counts[f"{tier.name}_records_evicted"] = tier.num_evicted
+            counts[f"{tier.name}_without_memory"] = tier.num_without_memory
+        if self.disk is not None:
+            counts["disk_records_unwritten"] = self.disk.store.num_unwritten
+        return counts
 
     def clear(self) -> None:
         """Forgets all that the tiers hold."""
@@ -153,6 +168,7 @@ class Offload:
         if self.disk is not None:
             self.disk.store.close()
             self._let_go.detach()
+        self._closed_counts = self._tier_counts()
         self.tiers.clear()
         self.cache.watch_evictions(None)
 

@@ -20,6 +20,7 @@ from megatron_hybrid.config import STATE_ENCODINGS
 from megatron_hybrid.inference import disk_store, offload
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.disk_store import CacheFolderError, DiskStore
+from megatron_hybrid.inference.metrics import COUNTERS
 from megatron_hybrid.inference.page_mover import Arrival
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling import SamplingParams
@@ -130,6 +131,21 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
         assert again.prefix.fetched_tokens == 90
         assert again.generated_tokens == expected
     engine.close()
+
+
+def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=100_000, cache_dir=tmp_path)
+    for seed in range(6):
+        answer(engine, random_tokens(90, seed=seed))
+    empty_pool(engine)
+    before = engine.stats()
+    assert before["host_records_evicted"] and before["host_bytes"]
+    engine.close()
+    answer(engine, random_tokens(9))  # it serves on, from the pool alone
+    after = engine.stats()
+    assert not after["host_bytes"] and not after["disk_bytes"]
+    grows = [name for name in COUNTERS if name in before]
+    assert all(after[name] >= before[name] for name in grows)
 
 
 def test_a_deeper_prefix_in_the_pool_is_not_fetched():
