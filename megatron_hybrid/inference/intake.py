@@ -191,11 +191,15 @@ class Intake:
                 f"{params.num_tokens_to_generate} exceed max_sequence_length={limit}: ask for at "
                 f"most {limit - length}"
             )
-        if not self.cache.fits(total, self.config.max_tokens):
+        max_tokens = self.config.max_tokens
+        if not self.cache.fits(total, max_tokens):
+            remedy = "raise cache_bytes or shorten the request"
+            if self.cache.fits(total, 1):  # windows hold all tokens of a forward
+                remedy = f"lower max_tokens, now {max_tokens}, or {remedy}"
             raise ValueError(
                 f"a request of {total} tokens does not fit in cache_bytes="
                 f"{self.config.cache_bytes} ({self.cache.allocator.num_pages - 1} pages of "
-                f"{self.cache.spec.page_bytes} bytes): raise cache_bytes or shorten the request"
+                f"{self.cache.spec.page_bytes} bytes): {remedy}"
             )
         return total
 

@@ -297,7 +297,14 @@ def test_a_pool_for_one_window_serves_a_long_request(window, block, max_tokens):
     page = window_engine("W-", window, **fields).cache.spec.page_bytes
     pages = bound(window, max_tokens, block)
     small = window_engine("W-", window, cache_bytes=page * pages, **fields)
-    with pytest.raises(ValueError, match=r"400 tokens does not fit in cache_bytes.*raise cache"):
+    with pytest.raises(ValueError, match=r"400 tokens does not fit in cache_bytes") as refused:
+        small.add_request(random_tokens(250), greedy(150))
+    shorter = bound(window, 1, block) < pages  # forwards would help
+    lower = f"lower max_tokens, now {max_tokens}, or " if shorter else ""
+    assert str(refused.value).endswith(f": {lower}raise cache_bytes or shorten the request")
+    if shorter:
+        single = {**fields, "max_tokens": 1}
+        small = window_engine("W-", window, cache_bytes=page * pages, **single)
         small.add_request(random_tokens(250), greedy(150))
     engine = window_engine("W-", window, cache_bytes=page * (pages + 1), **fields)
     check = recorded(engine)
