@@ -619,8 +619,8 @@ class InferenceConfig:
     """Requests that run at a time; each has a live slot outside of the pool."""
 
     max_tokens: int = 2048
-    """Token budget of one forward pass, decodes and prefill chunks together. Layers with windows hold
-    the KV of all of its tokens meanwhile, so with fewer there is more room for what is cached."""
+    """Token budget of one forward pass, decodes and prefill chunks together. Layers with windows
+    hold the KV of all of its tokens meanwhile: with fewer there is more room for what is cached."""
 
     max_sequence_length: int = 8192
     """Tokens of one request, prompt and answer together."""
