@@ -71,7 +71,7 @@ def test_what_is_known_not_to_come_back_goes_first():
     ]
     asked = sum(s.prompt_length for s in steps)
     # All but one of the three fit.
-    for told, skipped in ((TOLD["told which agents have ended"], 60), (lambda s, away: 1.0, 10)):
+    for told, skipped in ((TOLD["which agents have ended"], 60), (lambda s, away: 1.0, 10)):
         found = skipped_percent(steps, 10 + 5 + 205 + 2 * 55 - 40, 5, told)
         assert found == pytest.approx(100 * (10 + 10 + skipped) / asked)
 
