@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from math import exp
 from statistics import mean
 
+import numpy as np
+
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import AGENT_PAUSE, AGENT_STEPS, agent
+from megatron_hybrid.cache.tree import common_prefix
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import replay
 
@@ -84,17 +87,12 @@ TOLD: dict[str, ComesBack] = {
 
 def steps_of(requests: Sequence[Request]) -> Iterator[Step]:
     """The steps of a trace. A tool prompt is what the agents that start alike have in common."""
-    tools_length: dict[bytes, int] = {}
-    first: dict[bytes, Request] = {}
+    shared: dict[bytes, np.ndarray] = {}
     final_turn: dict[int | str, int] = {}
     for request in requests:
-        tools = tools_of(request)
-        other = first.setdefault(tools, request)
-        common = min(len(request.prompt), len(other.prompt))
-        differs = request.prompt[:common] != other.prompt[:common]
-        if request.session != other.session and differs.any():
-            common = int(differs.argmax())
-        tools_length[tools] = min(common, tools_length.get(tools, common))
+        if request.turn == 0:
+            known = shared.setdefault(tools_of(request), request.prompt)
+            shared[tools_of(request)] = known[: common_prefix(known, request.prompt)]
         final_turn[request.session] = request.turn
     for request in requests:
         tools, length = tools_of(request), len(request.prompt)
@@ -103,7 +101,7 @@ def steps_of(requests: Sequence[Request]) -> Iterator[Step]:
             request.turn + 1,
             request.turn == final_turn[request.session],
             tools,
-            tools_length[tools],
+            len(shared[tools]),
             length,
             length + len(request.output),
             request.arrival,
@@ -131,12 +129,13 @@ def skipped_percent(
     kept: dict[int | str, Step] = {}
     tools: set[bytes] = set()
     used = skipped = 0.0
+
+    def value(step: Step, now: float) -> float:
+        per_cost = step.own_length / (step.own_length + state_cost)
+        return comes_back(step, now - step.arrival) * per_cost
+
     for step in steps:
-
-        def value(other: Step, now: float = step.arrival) -> float:
-            per_cost = other.own_length / (other.own_length + state_cost)
-            return comes_back(other, now - other.arrival) * per_cost
-
+        now = step.arrival
         if step.tools in tools:
             skipped += step.tools_length
         else:
@@ -147,8 +146,9 @@ def skipped_percent(
             used -= before.own_length + state_cost
         used += step.own_length  # it runs now, so this has to fit; its state competes
         going = []
-        for other in sorted(kept.values(), key=value):
-            if used + state_cost <= budget or (used <= budget and value(other) >= value(step)):
+        for other in sorted(kept.values(), key=lambda other: value(other, now)):
+            is_worth_more = value(other, now) >= value(step, now)
+            if used + state_cost <= budget or (used <= budget and is_worth_more):
                 break
             going.append(kept.pop(other.agent))
             used -= other.own_length + state_cost

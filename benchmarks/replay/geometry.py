@@ -33,7 +33,8 @@ class Geometry:
     ssm_shape: tuple[int, ...] = ()
     """Recurrent state of one layer."""
     window_layers: int = 0
-    window: int | None = None
+    window: int = 0
+    """Tokens that the window layers see."""
     state_kind: str | None = None
     """What the state layers are: "mamba-1", "mamba-2" or "gdn"."""
 
@@ -57,7 +58,7 @@ class Geometry:
     def state_bytes(self, encoding: str = "exact") -> int:
         """All that has to be there beside the KV to resume at a position: recurrent states and
         the KV of a whole window. 0: the KV of full attention is enough."""
-        return self.recurrent_bytes(encoding) + (self.window or 0) * self.window_bytes_per_token
+        return self.recurrent_bytes(encoding) + self.window * self.window_bytes_per_token
 
     @property
     def window_bytes_per_token(self) -> int:

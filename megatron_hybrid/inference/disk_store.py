@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from megatron_hybrid.cache.tier import Record
+from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.page_mover import HostPages
 
 logger = logging.getLogger(__name__)
@@ -597,10 +598,12 @@ class DiskStore:
         os.fsync(self._pages)
         os.fsync(self._log)
 
+    @interrupts_wait()
     def close(self) -> None:
         """Writes what waits and lets the folder go. What is yet to be read is not read. In a forked
         process the folder stays the other one's. After an interrupt, call it again."""
-        if os.getpid() == self._process:
+        is_ours = os.getpid() == self._process
+        if is_ours:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
@@ -610,7 +613,7 @@ class DiskStore:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() == self._process:
+        if is_ours:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
         for descriptor in (self._pages, self._log, self._lock):
             if descriptor is not None:

@@ -436,8 +436,7 @@ class DynamicInferenceEngine:
                 tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
                 self.offload.save_to(tier)
             finally:
-                with interrupts_wait():
-                    store.close()
+                store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @interrupts_wait()

@@ -58,7 +58,7 @@ def _clairvoyant(encoding: str) -> Entry:
 def _lru_block_end(block: int) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
         sizes = geometry.kv_bytes_per_token, geometry.recurrent_bytes(), budget
-        windows = geometry.window or 0, geometry.window_bytes_per_token
+        windows = geometry.window, geometry.window_bytes_per_token
         return {None: lambda: LeastRecentlyUsed(block, *sizes, *windows)}
 
     return Entry(f"plain LRU, blocks of {block} tokens, states at their ends", build)

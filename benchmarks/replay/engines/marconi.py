@@ -19,7 +19,7 @@ class Marconi(Baseline):
     """
 
     def __init__(self, geometry: Geometry, state_bytes: int, budget_bytes: float, alpha: float):
-        windows = geometry.window or 0, geometry.window_bytes_per_token
+        windows = geometry.window, geometry.window_bytes_per_token
         super().__init__(1, geometry.kv_bytes_per_token, state_bytes, budget_bytes, *windows)
         self.alpha = alpha
         self._flops = geometry.prefill_flops

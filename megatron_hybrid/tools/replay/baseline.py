@@ -74,7 +74,7 @@ class Baseline:
 
     def bytes_of(self, state: State) -> int:
         """A saved state."""
-        return self._state_bytes + min(state.position, self.tree.window) * self._window_bytes
+        return self._state_bytes + self.tree.window_tokens(state.position) * self._window_bytes
 
     def enter(
         self, tokens: np.ndarray, restored: int, saved: Iterable[int], running_window: int = 0
@@ -111,7 +111,7 @@ class Baseline:
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
         """Begin a request that restores at `skipped` and saves states at `saved`. One that does not
         fit alone runs beside the cache, where it finds nothing."""
-        node = self.enter(tokens, skipped, saved, min(len(tokens), self.tree.window))
+        node = self.enter(tokens, skipped, saved, self.tree.window_tokens(len(tokens)))
         if node is None and self.running:
             return None
         self.running += 1
@@ -122,7 +122,7 @@ class Baseline:
         self.running -= 1
         if handle.node is not None:
             # Its windows are those of the state after the answer.
-            self._running_window_tokens -= min(handle.prompt_tokens, self.tree.window)
+            self._running_window_tokens -= self.tree.window_tokens(handle.prompt_tokens)
             node = self.enter(tokens, 0, saved)
             if node is not None:
                 self.tree.pin(node, -1)

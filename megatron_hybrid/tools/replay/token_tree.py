@@ -75,6 +75,10 @@ class TokenTree:
         """n tokens, cut to whole blocks."""
         return n // self.block * self.block
 
+    def window_tokens(self, n: int) -> int:
+        """Those of n tokens that the next one's window reaches back to."""
+        return min(n, self.window)
+
     def _key(self, tokens: np.ndarray, start: int) -> bytes:
         return tokens[start : start + self.block].tobytes()
 
@@ -139,7 +143,7 @@ class TokenTree:
         if position not in node.states:
             node.states[position] = State(node, position)
             self.num_states += 1
-            self.num_window_tokens += min(position, self.window)
+            self.num_window_tokens += self.window_tokens(position)
             self._changed(node)
         return node.states[position]
 
@@ -147,7 +151,7 @@ class TokenTree:
         node, state.node = state.node, None
         del node.states[state.position]
         self.num_states -= 1
-        self.num_window_tokens -= min(state.position, self.window)
+        self.num_window_tokens -= self.window_tokens(state.position)
         self._changed(node)
 
     def cut(self, leaf: Node, end: int) -> None:

@@ -234,6 +234,9 @@ def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
         rates.rates[point] = uses
     assert tail_key(kv, PURE, rates) == (1, 16 * rate, 0)
     assert tail_key(kv, HYBRID, rates) == (0, 0.0, 0)
+    far = replace(PURE, attention_parity=24)
+    mean = 16 * far.work(0, held_end) / held_end
+    assert tail_key(kv, far, rates) == pytest.approx((1, rate * mean, 0))
 
 
 def test_the_end_of_a_long_prompt_is_worth_no_more_than_all_of_it():
