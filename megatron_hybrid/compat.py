@@ -7,9 +7,13 @@ missing installation is explained once, here.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import warnings
 from types import SimpleNamespace
 
+# It tells of a CUDA toolkit on a machine without a GPU, as login nodes are.
+_torch_extensions = logging.getLogger("torch.utils.cpp_extension")
+_torch_extensions.addFilter(_silent := lambda record: False)
 try:
     with warnings.catch_warnings():
         # One warning for every GPU library that is not there; ours come where one is needed.
@@ -31,6 +35,8 @@ except ModuleNotFoundError as error:
             "Run `pip install 'megatron-core>=0.16.1,<0.20'`."
         ) from error
     raise
+finally:
+    _torch_extensions.removeFilter(_silent)
 
 MEGATRON_CORE_VERSION: tuple[int, int, int] = tuple(megatron.core.package_info.VERSION[:3])
 """(major, minor, patch) of the installed megatron-core."""

@@ -1,0 +1,219 @@
+"""`python -m benchmarks.replay.ablations`: what each part of the policy brings.
+
+Traces are replayed with one part after the other taken out of the cache: docs/replay.md, "What each
+part brings".
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.sweep import GB
+from benchmarks.replay.workloads import WORKLOADS
+from megatron_hybrid.cache import placement, reuse
+from megatron_hybrid.cache.tree import Kind
+from megatron_hybrid.tools.replay.ours import Ours
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.runner import replay
+
+GEOMETRY = GEOMETRIES["nemotron-h-8b"]
+REPLAYED = [name for name in WORKLOADS if name != "rl-group"]
+"""Where memory is short: that one fits everywhere."""
+BUDGETS = slice(2)
+"""Of each workload's sizes; the ample one tells nothing either."""
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What can be taken out."""
+
+    what: str
+    without: Mapping[str, Any]
+    """By name below megatron_hybrid.cache, what stands there when it is out."""
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    """A function that takes anything and returns this."""
+    return lambda *_, **__: value
+
+
+def positions_but(*kinds: Kind) -> Callable[..., dict[int, Kind]]:
+    """`prefill_positions` without those of some kinds."""
+
+    def positions(*arguments) -> dict[int, Kind]:
+        found = placement.prefill_positions(*arguments)
+        return {position: kind for position, kind in found.items() if kind not in kinds}
+
+    return positions
+
+
+def room_at_any_price(cache, *_) -> bool:
+    """`PrefixCache._make_room_for_state` that drops whatever is worth least, be it worth more."""
+    return cache._evictor.make_room_for(cache.spec.checkpoint_pages, math.inf)
+
+
+def no_fork_again(model, path, resumed, observe=reuse.ReuseModel.observe) -> tuple[int, int]:
+    """`ReuseModel.observe` that asks for no lost state at a fork."""
+    return observe(model, path, resumed)[0], 0
+
+
+def class_of_once(checkpoint, covered, class_of=reuse.class_of) -> int:
+    """`class_of` for which used repeatedly is used once."""
+    uses, checkpoint.uses = checkpoint.uses, min(checkpoint.uses, 1)
+    try:
+        return class_of(checkpoint, covered)
+    finally:
+        checkpoint.uses = uses
+
+
+def class_uncovered(checkpoint, covered, class_of=reuse.class_of) -> int:
+    """`class_of` that does not tell whether a deeper state is stored beneath."""
+    return class_of(checkpoint, False)
+
+
+def told_of_turns(mask: int) -> Callable[[int, int, bool], int]:
+    """`_new_class` that is told only these bits of `Lease.turn`."""
+    new_class = reuse._new_class
+    return lambda kind, turn, covered: new_class(kind, turn & mask, covered)
+
+
+PARTS = {
+    # eviction
+    "work": Part(
+        "what takes longer to compute again is worth more", {"spec.CacheSpec.work": constant(1.0)}
+    ),
+    "KV that goes along": Part(
+        "a state is charged for the KV that leads to it alone",
+        {"eviction.kv_pages": constant(0), "prefix_cache.kv_pages": constant(0)},
+    ),
+    "KV in use": Part(
+        "but not if a running request holds it", {"eviction.kv_is_held": constant(False)}
+    ),
+    "upkeep": Part(
+        "values are computed anew in rotation", {"eviction.Evictor.refresh": constant(None)}
+    ),
+    "price": Part(
+        "a new state takes the place of what is worth less, or is not saved",
+        {"prefix_cache.PrefixCache._make_room_for_state": room_at_any_price},
+    ),
+    "replacing": Part(
+        "or takes the place of the one below it", {"prefix_cache.rebuild_work": constant(math.inf)}
+    ),
+    "own uses": Part(
+        "of which uses count that it did not owe to a missing deeper one",
+        {
+            "prefix_cache.own_rate": lambda checkpoint, deeper, model: model.rate(
+                checkpoint, covered=True
+            )
+        },
+    ),
+    "same forward": Part(
+        "what a forward saves further up counts as there",
+        {"prefix_cache.PrefixCache._saved_before": constant(0)},
+    ),
+    # placement
+    "junctions": Part(
+        "states where a prompt leaves a known one",
+        {"prefix_cache.prefill_positions": positions_but(Kind.JUNCTION)},
+    ),
+    "lost forks": Part("at forks whose state went", {"reuse.ReuseModel.observe": no_fork_again}),
+    "tails": Part(
+        "as far before the end of a prompt as successors leave it",
+        {"prefix_cache.tail_position": lambda prompt_tokens, *_: prompt_tokens},
+    ),
+    "prompt ends": Part(
+        "at the ends of prompts",
+        {"prefix_cache.prefill_positions": positions_but(Kind.PROMPT_END)},
+    ),
+    "rungs": Part(
+        "at a distance in long prompts and answers",
+        {"prefix_cache.rung_distance": constant(placement.NO_RUNG)},
+    ),
+    # likelihood of reuse
+    "known tokens": Part(
+        "tokens stay known when their KV goes",
+        {"prefix_cache.MIN_KNOWN_TOKENS": 0, "prefix_cache.KNOWN_TOKENS": 0.0},
+    ),
+    "uses of forks": Part(
+        "a fork that could have served counts as used",
+        {"tree.Checkpoint.is_fork": constant(False)},
+    ),
+    "own gap": Part(
+        "what was used repeatedly is judged by its own mean gap",
+        {"reuse.class_of": class_of_once, "reuse.time_scale": constant(1.0)},
+    ),
+    "passed": Part("whether later requests went past", {"reuse.ReuseModel.passed": constant(None)}),
+    "covered": Part("whether a deeper state is stored", {"reuse.class_of": class_uncovered}),
+    "turns": Part(
+        "ends of sessions by the number of turns and what they went on from",
+        {"reuse._new_class": told_of_turns(0)},
+    ),
+    "went on from": Part(
+        "of these what they went on from", {"reuse._new_class": told_of_turns(~1)}
+    ),
+    "turns' own waits": Part(
+        "a turn's own waits beside those of all turns", {"sessions._OWN_WEIGHT": 1e9}
+    ),
+    "best moment": Part(
+        "the best moment to give up (Gittins), not the hazard now",
+        {"reuse.best_rates": lambda hazard_CA: hazard_CA},
+    ),
+    "fading": Part("what was seen long ago counts less", {"reuse._MEMORY": 10**9}),
+}
+
+
+@contextmanager
+def taken_out(name: str | None) -> Iterator[None]:
+    """The cache without this part; None: whole."""
+    with ExitStack() as stack:
+        for target, stand_in in PARTS[name].without.items() if name else ():
+            stack.enter_context(patch(f"megatron_hybrid.cache.{target}", stand_in))
+        yield
+
+
+def skipped_percents(traces: Sequence[Sequence[Request]], budget_gb: float) -> list[float]:
+    """Prompt tokens skipped of each trace, %."""
+    engines = [Ours(GEOMETRY.spec("exact"), budget_gb * GB) for _ in traces]
+    return [100 * replay(each, engine).skipped_share for each, engine in zip(traces, engines)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay.ablations", description=__doc__.splitlines()[0]
+    )
+    add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
+    add("--parts", choices=PARTS, default=list(PARTS), help="default: all", **names)
+    add("--workloads", choices=WORKLOADS, default=REPLAYED, help="default: %(default)s", **names)
+    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    found: dict[str | None, list[float]] = {name: [] for name in (None, *options.parts)}
+    for workload in (WORKLOADS[name] for name in options.workloads):
+        traces = [list(workload.generate(seed=seed)) for seed in options.seeds]
+        for name, columns in found.items():
+            with taken_out(name):
+                each = [skipped_percents(traces, budget) for budget in workload.budgets_gb[BUDGETS]]
+            columns.append(mean(map(mean, each)))
+    print(f"| without | {' | '.join(options.workloads)} | mean |")
+    print("| --- |" + " ---: |" * (len(options.workloads) + 1))
+    whole = found.pop(None)
+    print_row("(nothing), % skipped", whole, "")
+    lost = {name: [out - all_in for out, all_in in zip(f, whole)] for name, f in found.items()}
+    for name in sorted(lost, key=lambda name: mean(lost[name])):
+        print_row(f"{name}: {PARTS[name].what}", lost[name], "+")
+
+
+def print_row(head: str, columns: Sequence[float], sign: str) -> None:
+    print(f"| {head} | {' | '.join(f'{c:{sign}.1f}' for c in (*columns, mean(columns)))} |")
+
+
+if __name__ == "__main__":
+    main()
