@@ -60,6 +60,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 $(VENV)/.torch:
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is Python %d.%d; it takes 3.11 or newer: make ... PYTHON=python3.12' % sys.version_info[:2])"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install "$(TORCH)"

@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
     package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md"]},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
@@ -41,7 +41,7 @@ setup(
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
-            "transformers>=5.0",
+            "transformers>=5.23",
             "prometheus_client>=0.20",
             "matplotlib>=3.8",
         ],

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 ADMITTED, RESERVED, NOT_RESERVED, EVICTED_STATE, EVICTED_TAIL, CLEARED = range(6)
 """Kinds of decisions in the digest (plain integers: their hash is the same in every process)."""
 
 
-class MissReason(str, Enum):
+class MissReason(StrEnum):
     """Why a prompt's cached part was not used further. Exactly one per miss."""
 
-    __str__ = str.__str__
     NO_SHARED_PREFIX = "no_shared_prefix"
     """Nothing that starts like this prompt is in the cache, or ever was as far as is known."""
     MODE = "mode"

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_hybrid.inference.offload import Fetch
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
 
 
-class RequestStatus(str, Enum):
+class RequestStatus(StrEnum):
     WAITING = "waiting"  # in the queue: new, or preempted
     PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
     DECODE = "decode"  # every token but the newest is computed
