@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product, starmap
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
@@ -96,7 +97,8 @@ PARTS = {
         {"eviction.kv_pages": constant(0), "prefix_cache.kv_pages": constant(0)},
     ),
     "KV in use": Part(
-        "but not if a running request holds it", {"eviction.kv_is_held": constant(False)}
+        "a state is not charged for KV that a running request holds",
+        {"eviction.kv_is_held": constant(False)},
     ),
     "upkeep": Part(
         "values are computed anew in rotation", {"eviction.Evictor.refresh": constant(None)}
@@ -106,10 +108,11 @@ PARTS = {
         {"prefix_cache.PrefixCache._make_room_for_state": room_at_any_price},
     ),
     "replacing": Part(
-        "or takes the place of the one below it", {"prefix_cache.rebuild_work": constant(math.inf)}
+        "or takes the place of the state below it",
+        {"prefix_cache.rebuild_work": constant(math.inf)},
     ),
     "own uses": Part(
-        "of which uses count that it did not owe to a missing deeper one",
+        "uses in which that one only stood in for it do not count",
         {
             "prefix_cache.own_rate": lambda checkpoint, deeper, model: model.rate(
                 checkpoint, covered=True
@@ -125,17 +128,19 @@ PARTS = {
         "states where a prompt leaves a known one",
         {"prefix_cache.prefill_positions": positions_but(Kind.JUNCTION)},
     ),
-    "lost forks": Part("at forks whose state went", {"reuse.ReuseModel.observe": no_fork_again}),
+    "lost forks": Part(
+        "states saved again at forks that lost theirs", {"reuse.ReuseModel.observe": no_fork_again}
+    ),
     "tails": Part(
-        "as far before the end of a prompt as successors leave it",
+        "states as far before the end of a prompt as successors leave it",
         {"prefix_cache.tail_position": lambda prompt_tokens, *_: prompt_tokens},
     ),
     "prompt ends": Part(
-        "at the ends of prompts",
+        "states at the ends of prompts",
         {"prefix_cache.prefill_positions": positions_but(Kind.PROMPT_END)},
     ),
     "rungs": Part(
-        "at a distance in long prompts and answers",
+        "states at a distance in long prompts and answers",
         {"prefix_cache.rung_distance": constant(placement.NO_RUNG)},
     ),
     # likelihood of reuse
@@ -151,14 +156,20 @@ PARTS = {
         "what was used repeatedly is judged by its own mean gap",
         {"reuse.class_of": class_of_once, "reuse.time_scale": constant(1.0)},
     ),
-    "passed": Part("whether later requests went past", {"reuse.ReuseModel.passed": constant(None)}),
-    "covered": Part("whether a deeper state is stored", {"reuse.class_of": class_uncovered}),
+    "passed": Part(
+        "states told apart by whether requests went past them",
+        {"reuse.ReuseModel.passed": constant(None)},
+    ),
+    "covered": Part(
+        "states told apart by whether a deeper one is stored", {"reuse.class_of": class_uncovered}
+    ),
     "turns": Part(
-        "ends of sessions by the number of turns and what they went on from",
+        "ends of sessions told apart by turns, and by what they went on from",
         {"reuse._new_class": told_of_turns(0)},
     ),
     "went on from": Part(
-        "of these what they went on from", {"reuse._new_class": told_of_turns(~1)}
+        "ends of sessions told apart by what they went on from",
+        {"reuse._new_class": told_of_turns(~1)},
     ),
     "turns' own waits": Part(
         "a turn's own waits beside those of all turns", {"sessions._OWN_WEIGHT": 1e9}
@@ -180,10 +191,10 @@ def taken_out(name: str | None) -> Iterator[None]:
         yield
 
 
-def skipped_percents(traces: Sequence[Sequence[Request]], budget_gb: float) -> list[float]:
-    """Prompt tokens skipped of each trace, %."""
-    engines = [Ours(GEOMETRY.spec("exact"), budget_gb * GB) for _ in traces]
-    return [100 * replay(each, engine).skipped_share for each, engine in zip(traces, engines)]
+def skipped_percent(requests: Sequence[Request], budget_gb: float, in_flight: int) -> float:
+    """Prompt tokens skipped, %."""
+    engine = Ours(GEOMETRY.spec("exact"), budget_gb * GB)
+    return 100 * replay(requests, engine, in_flight).skipped_share
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -194,14 +205,15 @@ def main(arguments: list[str] | None = None) -> None:
     add("--parts", choices=PARTS, default=list(PARTS), help="default: all", **names)
     add("--workloads", choices=WORKLOADS, default=REPLAYED, help="default: %(default)s", **names)
     add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
+    add("--in-flight", type=int, default=1, metavar="N", help="requests that run side by side")
     options = parser.parse_args(arguments)
     found: dict[str | None, list[float]] = {name: [] for name in (None, *options.parts)}
     for workload in (WORKLOADS[name] for name in options.workloads):
         traces = [list(workload.generate(seed=seed)) for seed in options.seeds]
         for name, columns in found.items():
+            runs = product(traces, workload.budgets_gb[BUDGETS], [options.in_flight])
             with taken_out(name):
-                each = [skipped_percents(traces, budget) for budget in workload.budgets_gb[BUDGETS]]
-            columns.append(mean(map(mean, each)))
+                columns.append(mean(starmap(skipped_percent, runs)))
     print(f"| without | {' | '.join(options.workloads)} | mean |")
     print("| --- |" + " ---: |" * (len(options.workloads) + 1))
     whole = found.pop(None)
@@ -212,7 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def print_row(head: str, columns: Sequence[float], sign: str) -> None:
-    print(f"| {head} | {' | '.join(f'{c:{sign}.1f}' for c in (*columns, mean(columns)))} |")
+    shown = [round(column, 1) + 0.0 for column in (*columns, mean(columns))]  # no -0.0
+    print(f"| {head} | {' | '.join(f'{column:{sign}.1f}' for column in shown)} |")
 
 
 if __name__ == "__main__":
