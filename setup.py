@@ -21,7 +21,7 @@ setup(
     package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md"]},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26",
         "safetensors>=0.4",

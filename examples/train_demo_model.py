@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import megatron_hybrid as mh  # isort: skip  (before megatron.core, which warns when it comes first)
 import torch
 import torch.distributed as dist
 from demo_corpus import fetch_documents
@@ -31,7 +32,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import megatron_hybrid as mh
 from megatron_hybrid.models.tokenizer import Tokenizer as PackagedTokenizer
 
 END_OF_TEXT = "<|endoftext|>"

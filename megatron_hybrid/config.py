@@ -647,7 +647,8 @@ class InferenceConfig:
     """Where the seeds of requests come from that bring none."""
 
     verify_ranks: bool = False
-    """Debugging: compare the decisions of all ranks of the model at every step."""
+    """Debugging: compare the decisions of all ranks of the model, and the tokens that they compute,
+    at every step."""
 
     def __post_init__(self):
         if self.prefix_caching not in PREFIX_CACHING_MODES:

@@ -94,12 +94,12 @@ class Explanation:
             lines += [str(position) for position in self.positions]
         if self.elsewhere_tokens:
             lines.append(f"{self.elsewhere_tokens:,} are known under another salt")
-        if self.below is not None:
-            lines.append(f"a request waits for them, and starts at {position:,}")
-        elif (reason := self.reason) is not None:
+        if (reason := self.reason) is not None:
             lines.append(f"stops at {skipped:,} ({reason.value}): {_REASONS[reason]}")
         elif skipped < length:
             lines.append(f"stops at {skipped:,}: what follows is new")
+        if self.below is not None:
+            lines.append(f"a request waits for what can be fetched, and starts at {position:,}")
         return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ decides nothing. It also answers what megatron-core's own attention asks of a dy
 import operator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -54,6 +55,13 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(work.count for work in self.work)
+
+    def tokens_digest(self) -> int:
+        """Of the tokens that the step computes; the same in every process."""
+        digest = 0
+        for work in self.work:
+            digest = crc32(work.request.tokens[work.start : work.end], digest)
+        return digest
 
     def drop(self, request: Request) -> None:
         """Takes a request out again that lost its place while the step was planned."""

@@ -217,7 +217,8 @@ class DynamicInferenceEngine:
         in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
         self.peak_pages_in_use = max(self.peak_pages_in_use, in_use)
         if self.config.verify_ranks:
-            check_equal_on_ranks(self.cache.digest(), f"step {self.num_steps}")
+            digest = hash((self.cache.digest(), plan.tokens_digest()))
+            check_equal_on_ranks(digest, f"step {self.num_steps}")
         logits_nV = self._forward(plan)
         self.scheduler.complete(plan)
         self._sample(plan, logits_nV)

@@ -52,7 +52,7 @@ def rank_name() -> str:
 
 
 def check_equal_on_ranks(digest: int, when: str) -> None:
-    """Raises RuntimeError if the ranks' digests of their decisions differ (debug mode)."""
+    """Raises RuntimeError if the ranks' digests of what they do differ (debug mode)."""
     group = _model_parallel_group()
     if group is None:
         return
@@ -64,6 +64,6 @@ def check_equal_on_ranks(digest: int, when: str) -> None:
     digests = [int(value) for value in gathered]
     if len(set(digests)) > 1:
         raise RuntimeError(
-            f"{when}: the ranks decided differently (digests {digests}). They must be given the "
-            "same requests in the same order."
+            f"{when}: the ranks decided differently or compute different tokens (digests "
+            f"{digests}). They must be given the same requests in the same order."
         )

@@ -209,6 +209,7 @@ def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
 
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config.
+        ValueError, TypeError: an override is not possible.
     """
     path = Path(folder) / CONFIG_FILE
     return config_of(read_json(path), str(path), **overrides)
@@ -219,12 +220,18 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
 
     Raises:
         CheckpointError: it is no usable config, or of an unknown architecture.
+        ValueError, TypeError: an override is not possible.
     """
-    if _is_huggingface(values):
-        return _huggingface_config(values, source, **overrides)
     try:
+        if _is_huggingface(values):
+            return _huggingface_config(values, source, **overrides)
         return HybridConfig.from_dict(values, **overrides)
-    except (ValueError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        if overrides:
+            config_of(values, source)  # if that is usable, the fault is not the file's
+            raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 
 
@@ -262,18 +269,13 @@ def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
 
 
 def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
-    try:
-        adapter = _adapter(hf, source)
-        hf = adapter.text_config(hf)
-        check_general_keys(hf)
-        fields = {**adapter.config(hf), "huggingface_config": hf}
-        dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
-        return HybridConfig(**{**fields, **overrides})
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{source} is no usable config: {error}") from error
+    adapter = _adapter(hf, source)
+    hf = adapter.text_config(hf)
+    check_general_keys(hf)
+    fields = {**adapter.config(hf), "huggingface_config": hf}
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    return HybridConfig(**{**fields, **overrides})
 
 
 def _drop_copy(

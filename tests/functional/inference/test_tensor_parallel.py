@@ -88,12 +88,12 @@ def tiered_answers(model, folder: str):
     return rows
 
 
-def different_requests_error(model, rank: int) -> str:
-    """What verify_ranks says when the ranks are given different requests."""
+def different_requests_error(model, prompt: list[int]) -> str:
+    """What verify_ranks says when the ranks are given different prompts."""
     config = InferenceConfig(cache_bytes=1 << 20, max_requests=2, verify_ranks=True)
     engine = DynamicInferenceEngine(model, None, config)
     try:
-        engine.generate([BASE[: 20 + rank]], greedy(5))
+        engine.generate([prompt], greedy(5))
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -116,7 +116,9 @@ def run_rank(rank: int, folder: str) -> None:
     given["tiers"] = tiered_answers(model, folder)
     given["crowded"] = crowded_answers(model)
     given["pages"] = pages_of_uneven_ranks(model, rank)
-    given["different requests"] = different_requests_error(model, rank)
+    given["different lengths"] = different_requests_error(model, BASE[: 20 + rank])
+    given["different tokens"] = different_requests_error(model, [*BASE[:20], rank])
+    given["the same"] = different_requests_error(model, BASE[:20])
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -177,5 +179,7 @@ def test_ranks_with_uneven_room_take_what_the_smaller_one_has(by_rank):
 
 def test_ranks_that_are_given_different_requests_are_told(by_rank):
     for rank in by_rank:
-        assert "the ranks decided differently" in rank["different requests"]
-        assert "same requests in the same order" in rank["different requests"]
+        for what in ("different lengths", "different tokens"):
+            assert "decided differently or compute different tokens" in rank[what]
+            assert "same requests in the same order" in rank[what]
+        assert rank["the same"] == "nothing"

@@ -170,7 +170,9 @@ def test_explain_tells_what_can_be_fetched():
     explanation = engine.explain(prompt)
     assert explanation.below == ("host", 60)
     assert "60 can be fetched: host memory has them" in str(explanation)
-    assert str(explanation).endswith("a request waits for them, and starts at 60")
+    *_, stops, waits = str(explanation).splitlines()
+    assert stops.startswith(f"stops at 0 ({explanation.reason.value}): ")
+    assert waits == "a request waits for what can be fetched, and starts at 60"
     assert engine.stats()["fetches"] == 0
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_config, small_model
+from transformers import LlamaConfig
 
 from megatron_hybrid.models.checkpoint import (
     CheckpointError,
@@ -204,6 +205,19 @@ def test_unusable_configs(tmp_path, text, message):
         read_config(tmp_path)
     assert message in str(error.value)
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("whose", ["ours", "huggingface"])
+def test_an_override_that_is_not_possible_is_not_the_fault_of_the_file(tmp_path, whose):
+    save_checkpoint(small_model("-"), tmp_path)
+    if whose == "huggingface":
+        LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="params_dtype is fp8") as error:
+        read_config(tmp_path, params_dtype="fp8")
+    assert not isinstance(error.value, CheckpointError) and "config.json" not in str(error.value)
+    (tmp_path / "config.json").write_text('{"layer_pattern": "M?"}')
+    with pytest.raises(CheckpointError, match="unknown symbol"):  # what is wrong with both
+        read_config(tmp_path, params_dtype="fp8")
 
 
 def test_a_config_that_contradicts_its_weights(tmp_path):
