@@ -307,8 +307,8 @@ def _check_mlp(config: HybridConfig) -> None:
 def _check_moe(config: HybridConfig) -> None:
     if config.num_moe_experts is None:
         raise ValueError(
-            f"layer_pattern {config.layer_pattern!r} has layers with a mixture of experts, which "
-            "need num_moe_experts, moe_router_topk and moe_ffn_hidden_size."
+            f"num_moe_experts is None, but layer_pattern {config.layer_pattern!r} has layers with "
+            "a mixture of experts. Set it, moe_router_topk and moe_ffn_hidden_size."
         )
     check_routing(config)
     sizes = ["moe_ffn_hidden_size"]

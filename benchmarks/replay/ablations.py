@@ -11,21 +11,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import product, starmap
+from itertools import product
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.sweep import GB
+from benchmarks.replay.__main__ import whole_number
+from benchmarks.replay.sweep import skipped_by
+from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.cache import placement, reuse
 from megatron_hybrid.cache.tree import Kind
-from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
 
-GEOMETRY = GEOMETRIES["nemotron-h-8b"]
+GEOMETRY = "nemotron-h-8b"
 REPLAYED = [name for name in WORKLOADS if name != "rl-group"]
 """Where memory is short: that one fits everywhere."""
 BUDGETS = slice(2)
@@ -191,12 +189,6 @@ def taken_out(name: str | None) -> Iterator[None]:
         yield
 
 
-def skipped_percent(requests: Sequence[Request], budget_gb: float, in_flight: int) -> float:
-    """Prompt tokens skipped, %."""
-    engine = Ours(GEOMETRY.spec("exact"), budget_gb * GB)
-    return 100 * replay(requests, engine, in_flight).skipped_share
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.replay.ablations", description=__doc__.splitlines()[0]
@@ -205,20 +197,27 @@ def main(arguments: list[str] | None = None) -> None:
     add("--parts", choices=PARTS, default=list(PARTS), help="default: all", **names)
     add("--workloads", choices=WORKLOADS, default=REPLAYED, help="default: %(default)s", **names)
     add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
-    add("--in-flight", type=int, default=1, metavar="N", help="requests that run side by side")
+    add(
+        "--in-flight",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="requests that run side by side",
+    )
     options = parser.parse_args(arguments)
     found: dict[str | None, list[float]] = {name: [] for name in (None, *options.parts)}
     for workload in (WORKLOADS[name] for name in options.workloads):
         traces = [list(workload.generate(seed=seed)) for seed in options.seeds]
         for name, columns in found.items():
-            runs = product(traces, workload.budgets_gb[BUDGETS], [options.in_flight])
+            runs = product(workload.budgets_gb[BUDGETS], traces, [options.in_flight])
             with taken_out(name):
-                columns.append(mean(starmap(skipped_percent, runs)))
-    print(f"| without | {' | '.join(options.workloads)} | mean |")
-    print("| --- |" + " ---: |" * (len(options.workloads) + 1))
+                columns.append(mean(skipped_by("ours", GEOMETRY, *run) for run in runs))
+    print(header("without", [*options.workloads, "mean"]))
     whole = found.pop(None)
     print_row("(nothing), % skipped", whole, "")
-    lost = {name: [out - all_in for out, all_in in zip(f, whole)] for name, f in found.items()}
+    lost = {
+        name: [left - all_in for left, all_in in zip(each, whole)] for name, each in found.items()
+    }
     for name in sorted(lost, key=lambda name: mean(lost[name])):
         print_row(f"{name}: {PARTS[name].what}", lost[name], "+")
 

@@ -14,13 +14,12 @@ from statistics import mean
 
 import numpy as np
 
-from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.sweep import GB
+from benchmarks.replay.sweep import GB, skipped_by
+from benchmarks.replay.table import header
 from benchmarks.replay.workloads import AGENT_PAUSE, AGENT_STEPS, agent
 from megatron_hybrid.cache.tree import common_prefix
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
 
 GEOMETRY = GEOMETRIES["nemotron-h-8b"]
 ENCODINGS = ("exact", "int8")
@@ -173,10 +172,9 @@ def idealised(requests: Sequence[Request], budget_gb: float, encoding: str, told
 
 
 def engine(requests: Sequence[Request], budget_gb: float, encoding: str, name: str) -> float:
-    """What one of `ENGINES` skips, in %."""
-    entry = ENGINES[name if encoding == "exact" else f"{name}-{encoding}"]
-    (build,) = entry.build(GEOMETRY, budget_gb * GB, 1).values()
-    return 100 * replay(requests, build()).skipped_share
+    """What one of the replay's engines skips, in %."""
+    name = name if encoding == "exact" else f"{name}-{encoding}"
+    return skipped_by(name, GEOMETRY.name, budget_gb, requests)
 
 
 ROWS = {
@@ -195,8 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     seeds = parser.parse_args(arguments).seeds
     traces = [list(agent(seed=seed)) for seed in seeds]
     heads = [f"{b} GB, {of}" for b in BUDGETS_GB for of in (f"seed {seeds[0]}", "mean of all")]
-    print(f"| told | {' | '.join(heads)} |")
-    print("| --- |" + " ---: |" * len(heads))
+    print(header("told", heads))
     for row, (run, name) in ROWS.items():
         columns = [row]
         for budget in BUDGETS_GB:

@@ -77,14 +77,18 @@ def markdown(cells: Sequence[Cell]) -> str:
     lines = []
     for title, budgets, engines in grouped(cells):
         heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
-        lines += [f"**{title}**", "", "| engine | " + " | ".join(f"{h}, % | us" for h in heads)]
-        lines[-1] += " |"
-        lines.append("| --- |" + " ---: | ---: |" * len(heads))
+        others = [column for head in heads for column in (f"{head}, %", "us")]
+        lines += [f"**{title}**", "", header("engine", others)]
         for engine, row in engines.items():
             shown = " | ".join(f"{c.skipped_percent:.1f} | {micros(c)}" for c in row)
             lines.append(f"| {engine} | {shown} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def header(first: str, others: Sequence[str]) -> str:
+    """The first two lines of a Markdown table; all columns but the first stand to the right."""
+    return f"| {first} | {' | '.join(others)} |\n| --- |{' ---: |' * len(others)}"
 
 
 def overview(cells: Sequence[Cell]) -> str:

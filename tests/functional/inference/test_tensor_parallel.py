@@ -180,6 +180,6 @@ def test_ranks_with_uneven_room_take_what_the_smaller_one_has(by_rank):
 def test_ranks_that_are_given_different_requests_are_told(by_rank):
     for rank in by_rank:
         for what in ("different lengths", "different tokens"):
-            assert "decided differently or compute different tokens" in rank[what]
+            assert "the ranks decided differently or compute different tokens" in rank[what]
             assert "same requests in the same order" in rank[what]
         assert rank["the same"] == "nothing"

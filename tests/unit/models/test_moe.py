@@ -290,7 +290,10 @@ def test_a_model_learns_through_its_router():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_moe_experts": None, "moe_ffn_hidden_size": None}, "need num_moe_experts"),
+        (
+            {"num_moe_experts": None, "moe_ffn_hidden_size": None},
+            "num_moe_experts is None, but layer_pattern",
+        ),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function='sigmoid'"),

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from benchmarks.replay.ablations import GEOMETRY, PARTS, Part, constant, main, taken_out
+from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload, agent, chat, code
 from megatron_hybrid.tools.replay.ours import Ours
@@ -23,7 +24,7 @@ def traces():
 
 def digest(requests, budget_gb, in_flight):
     """Of all decisions of the cache."""
-    engine = Ours(GEOMETRY.spec("exact"), budget_gb * GB)
+    engine = Ours(GEOMETRIES[GEOMETRY].spec("exact"), budget_gb * GB)
     replay(requests, engine, in_flight)
     return engine.cache.digest()
 
