@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue your own text",
+        epilog="In brackets: the name in Python, which errors use.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     generate.add_argument(
@@ -54,13 +55,24 @@ def _parser() -> argparse.ArgumentParser:
         help="text to continue; several prompts run through one cache, one after the other",
     )
     generate.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
-    generate.add_argument("--tokens", type=int, default=64, help="most tokens to generate")
+    generate.add_argument(
+        "--tokens", type=int, default=64, help="most tokens to generate (num_tokens_to_generate)"
+    )
+    generate.add_argument(
+        "--context",
+        default="8192",
+        help="most tokens of prompt and answer: 4096, 100k, 1M (max_sequence_length)",
+    )
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
     generate.add_argument("--top-p", type=float, default=0.95, help="0 keeps all tokens")
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--mode", default="restore", help="off, memory_only or restore")
-    generate.add_argument("--cache-mib", type=int, default=256, help="size of the page pool")
+    generate.add_argument(
+        "--mode", default="restore", help="off, memory_only or restore (prefix_caching)"
+    )
+    generate.add_argument(
+        "--cache-mib", type=int, default=256, help="size of the page pool in MiB (cache_bytes)"
+    )
     _add_state_encoding(generate)
     generate.add_argument(
         "--cache-dir",
@@ -103,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument(
         "prompts",
-        help="JSONL: `prompt` (text or token ids) in each line, if known `output` and `session`",
+        help="JSONL: `prompt` (text, token ids or a chat's messages) in each line, if known "
+        "`output`, `session` and `arrival`",
     )
     profile.add_argument("--model", required=True, help="model folder or config.json")
     profile.add_argument(
@@ -121,12 +134,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def gigabytes(text: str) -> float:
     try:
-        number = float(text)
+        number = float(text.lower().removesuffix("gb"))
     except ValueError:
         number = math.nan
     if not 0 < number < 1e9:  # also NaN
         raise argparse.ArgumentTypeError(
-            f"{text} GB: give a number of GB above 0 and below a billion"
+            f"{text!r}: give a number of GB above 0 and below a billion"
         )
     return number
 
@@ -169,6 +182,7 @@ def _generate(options: argparse.Namespace) -> int:
     from megatron_hybrid.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.tools.plan import parse_count
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -180,6 +194,7 @@ def _generate(options: argparse.Namespace) -> int:
     config = InferenceConfig(
         prefix_caching=options.mode,
         cache_bytes=options.cache_mib << 20,
+        max_sequence_length=parse_count(options.context),
         state_encoding=options.state_encoding,
         cache_dir=options.cache_dir,
     )

@@ -423,6 +423,14 @@ def state_record_pages(spec: CacheSpec, position: int) -> int:
     return pages
 
 
+def least_capacity_bytes(spec: CacheSpec) -> int:
+    """Bytes that a tier needs to be of any use: one block, and the state at its end."""
+    pages = spec.kv_pages_per_block
+    if spec.needs_state:
+        pages += state_record_pages(spec, spec.block_size_tokens)
+    return pages * spec.page_bytes
+
+
 def is_lack_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; torch says it in words only on a CPU."""
     said = str(error)

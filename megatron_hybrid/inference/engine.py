@@ -25,7 +25,7 @@ from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import prometheus_text
-from megatron_hybrid.inference.offload import Offload, disk_tier
+from megatron_hybrid.inference.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request
@@ -110,6 +110,7 @@ class DynamicInferenceEngine:
                 f"bytes, of blocks of {config.block_size_tokens} tokens; at least 2 are needed: "
                 f"raise cache_bytes to {2 * spec.page_bytes} or more"
             )
+        check_capacities(config, spec)
         self.memory = CacheMemory(
             spec,
             layers,

@@ -189,7 +189,7 @@ class Intake:
             raise ValueError(
                 f"{length} prompt tokens and num_tokens_to_generate="
                 f"{params.num_tokens_to_generate} exceed max_sequence_length={limit}: ask for at "
-                f"most {limit - length}"
+                f"most {limit - length}, or raise max_sequence_length"
             )
         max_tokens = self.config.max_tokens
         if not self.cache.fits(total, max_tokens):
@@ -223,11 +223,17 @@ class Intake:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.ignore_termination:
             return frozenset()
+        named = {*params.stop_token_ids, params.termination_id} - {None}
+        for token in sorted(named):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"stop token {token} is outside of the vocabulary [0, {self.vocab_size}): was "
+                    "it made by another model's tokenizer? (To never stop: ignore_termination)"
+                )
         if params.termination_id is not None:
-            ends = (params.termination_id,)
-        else:
-            ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
-        return frozenset({*params.stop_token_ids, *ends} - {None})
+            return frozenset(named)
+        ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
+        return frozenset({*named, *ends} - {None})
 
 
 def is_chat(prompt) -> bool:

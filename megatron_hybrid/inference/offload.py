@@ -22,8 +22,15 @@ from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.prefix_keys import RecentKeys
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tier import Record, Source, Tier, state_record_pages
+from megatron_hybrid.cache.tier import (
+    Record,
+    Source,
+    Tier,
+    least_capacity_bytes,
+    state_record_pages,
+)
 from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
 from megatron_hybrid.inference.interrupts import interrupts_wait
@@ -543,6 +550,21 @@ class ReadSource:
 
     def state(self) -> HostPages:
         return self._pages[-1]
+
+
+def check_capacities(config: InferenceConfig, spec: CacheSpec) -> None:
+    """Raises ValueError if a tier is too small to be of any use."""
+    least = least_capacity_bytes(spec)
+    wanted = {"host_cache_bytes": config.host_cache_bytes}
+    if config.cache_dir is not None:
+        wanted["disk_cache_bytes"] = config.disk_cache_bytes
+    for name, capacity in wanted.items():
+        if 0 < capacity < least:
+            raise ValueError(
+                f"{name}={capacity} holds nothing that could be resumed: a block of "
+                f"{spec.block_size_tokens} tokens and its state have {least} bytes; raise it, or "
+                f"leave out {'cache_dir' if name.startswith('disk') else name}"
+            )
 
 
 def disk_tier(

@@ -144,7 +144,7 @@ class HybridModel(LanguageModule):
 
         Args:
             input_ids: [b, s] int64. Packed and in inference: [1, T].
-            labels: [b, s] int64.
+            labels: [b, s] int64: for each token the one that follows, as megatron-core has it.
             inference_context: what serves caches and states; the sole sign of inference.
             packed_seq_params: boundaries of the sequences that the one row holds; recurrent states
                 start anew at each. Rows after the last boundary are padding.

@@ -93,6 +93,8 @@ def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch)
         (["--mode", "on"], "prefix_caching is 'on'"),
         (["--temperature", "-1"], "temperature"),
         (["--tokens", "100000"], "max_sequence_length"),
+        (["--context", "5"], "max_sequence_length=5"),
+        (["--context", "much"], "'much' is no number of tokens"),
     ],
 )
 def test_errors_are_one_line_and_status_2(folder, arguments, message, capsys):
@@ -112,7 +114,7 @@ def test_info_names_versions_and_optional_libraries(capsys):
 
 
 def test_plan(folder, capsys):
-    assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--context", "1k"]) == 0
+    assert cli.main(["plan", "--model", folder, "--memory", "0.01GB", "--context", "1k"]) == 0
     table = capsys.readouterr().out
     assert "KV per token" in table and "that prefixes have room: InferenceConfig(" in table
     assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--json"]) == 0
@@ -127,7 +129,7 @@ def test_plan(folder, capsys):
 def test_memory_that_is_no_size(command, memory, capsys):
     with pytest.raises(SystemExit):
         cli.main([*command, "--model", "demo", "--memory", memory])
-    assert f"{memory} GB: give a number of GB above 0" in capsys.readouterr().err
+    assert f"{memory!r}: give a number of GB above 0" in capsys.readouterr().err
 
 
 def test_profile(folder, capsys, tmp_path, monkeypatch):

@@ -86,6 +86,16 @@ BAD_REQUESTS = {
         ValueError,
         "stop_words need a tokenizer.*stop_token_ids",
     ),
+    "a stop token of another model": (
+        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(1, VOCAB_SIZE))),
+        ValueError,
+        rf"stop token {VOCAB_SIZE} is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
+    ),
+    "a last token that is none": (
+        dict(prompt=PROMPT, params=greedy(4, termination_id=-1)),
+        ValueError,
+        "stop token -1 is outside of the vocabulary.*ignore_termination",
+    ),
     "salt of a wrong type": (dict(prompt=PROMPT, salt=3), TypeError, "salt must be a str.*int"),
     "no sample": (dict(prompt=PROMPT, n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),
     "too many samples": (dict(prompt=PROMPT, n=9), ValueError, "n must be .*max_requests=8.*9"),

@@ -277,8 +277,8 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
         (["--limit", "0"], "0 is too few: give a whole number from 1 on"),
         (["--limit", "-3"], "-3 is too few"),
         (["--in-flight", "0"], "0 is too few"),
-        (["--budgets", "nan"], "nan GB: give a number of GB above 0"),
-        (["--budgets", "0"], "0 GB: give a number of GB above 0"),
+        (["--budgets", "nan"], "'nan': give a number of GB above 0"),
+        (["--budgets", "0"], "'0': give a number of GB above 0"),
     ],
 )
 def test_numbers_that_make_no_replay(arguments, message, capsys):
