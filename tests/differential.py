@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
 
+from megatron_hybrid.cache.tier import least_capacity_bytes
 from megatron_hybrid.config import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.context import StepPlan
 from megatron_hybrid.inference.request import Request
@@ -217,21 +218,22 @@ class RandomRun:
             "max_requests": 8 if self.crowded else int(self._choose([1, 2, 4, 8])),
             "max_sequence_length": longest,
         }
+        spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
         if self.crowded or self._chance(0.6):
             # A pool that holds the longest request, and little or nothing beside it.
-            spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
             pages = (spec.num_blocks(longest) + 1) * sum(spec.pages_per_block) + 2
             more = 4 if self.crowded else pages + 2 * spec.checkpoint_pages
             pages += int(self.random.integers(0, more))
             fields["cache_bytes"] = pages * spec.page_bytes
         if self.tiers:
             fields["prefix_caching"] = "restore"
-            most = self._choose([100_000, 1_000_000, 1 << 30])
+            least = least_capacity_bytes(spec)
+            most = max(least, self._choose([100_000, 1_000_000, 1 << 30]))
             fields["host_cache_bytes"] = int(self._choose([0, most, most]))
             if not fields["host_cache_bytes"] or self._chance(0.4):
                 self.folder = tempfile.TemporaryDirectory()
                 fields["cache_dir"] = self.folder.name
-                fields["disk_cache_bytes"] = int(self._choose([200_000, 1 << 30]))
+                fields["disk_cache_bytes"] = max(least, int(self._choose([200_000, 1 << 30])))
         return fields
 
     def _prompt(self) -> list[int]:
