@@ -43,6 +43,7 @@ _MODEL_FIELDS = (
     "per_layer_input_size",
     "recurrent_state_dtype",
     "num_shared_blocks",
+    "mamba_expand",
     "normalization",
     "init_method_std",
     "params_dtype",
@@ -91,7 +92,6 @@ _LAYER_FIELDS = (
     "mamba_head_dim",
     "mamba_num_groups",
     "mamba_num_heads",
-    "mamba_expand",
     "mamba_conv_kernel",
     "mamba_chunk_size",
     "mamba_conv_bias",
@@ -474,19 +474,27 @@ class HybridConfig(TransformerConfig):
         Args:
             number: from 1, through the whole model.
         """
-        symbol = layer_symbols(self.layer_pattern)[number - 1]
-        fields = {
-            **self.layer_overrides.get(symbol, {}),
-            **self.layer_overrides.get(str(number), {}),
-        }
+        fields = self.overrides_of(number)
         if not fields:
             return self
         config = copy.copy(self)
         config.layer_overrides = {}
         for name, value in fields.items():
             setattr(config, name, value)
-        check_kind(config, symbol)
+        check_kind(config, layer_symbols(self.layer_pattern)[number - 1])
         return config
+
+    def overrides_of(self, number: int) -> dict[str, Any]:
+        """What `layer_overrides` says of one layer, by its symbol and, first of all, by its number.
+
+        Args:
+            number: from 1, through the whole model.
+        """
+        symbol = layer_symbols(self.layer_pattern)[number - 1]
+        return {
+            **self.layer_overrides.get(symbol, {}),
+            **self.layer_overrides.get(str(number), {}),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The architecture as JSON-able values: what `config.json` of a checkpoint holds."""

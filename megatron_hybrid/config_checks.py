@@ -33,7 +33,10 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_layout": (None, "mark the stages with | in layer_pattern"),
     "virtual_pipeline_model_parallel_size": (None, "use one stage per pipeline rank"),
     "context_parallel_size": (1, "shard by tensor_model_parallel_size"),
+    "hybrid_context_parallel": (False, "shard by tensor_model_parallel_size"),
     "sequence_parallel": (False, "shard by tensor_model_parallel_size alone"),
+    "heterogeneous_block_specs": (False, "use layer_overrides"),
+    "enable_autocast": (False, "use params_dtype=torch.bfloat16"),
     "expert_model_parallel_size": (1, "shard by tensor_model_parallel_size"),
     "mtp_num_layers": (None, "train without multi-token prediction"),
     "moe_layer_freq": (1, "place the symbols E and - in layer_pattern"),
@@ -42,6 +45,7 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "moe_input_jitter_eps": (None, "use hidden_dropout"),
     "moe_router_dtype": ("fp32", "route in fp32"),
     "moe_router_force_load_balancing": (False, "route by the router"),
+    "moe_token_dropping": (False, "let each expert take every token routed to it"),
     "moe_expert_capacity_factor": (None, "let each expert take every token routed to it"),
     "moe_shared_expert_overlap": (False, "run the shared expert after the others"),
     "moe_enable_routing_replay": (False, "route by the router"),
@@ -132,11 +136,36 @@ def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequ
                 f"single layer. Such fields: {', '.join(layer_fields)}."
             )
         check_types(type(config), fields)
+    for number, symbol in enumerate(symbols, start=1):
+        _check_following(config, number, symbol)
     layers = [config.for_layer(number) for number in range(1, len(symbols) + 1)]
     for number, layer in enumerate(layers, start=1):
         attends = "attention" in KINDS[symbols[number - 1]].fields
         if attends and layer.kv_source_layer is not None:
             _check_kv_source(number, symbols, layers)
+
+
+_FOLLOWING = {
+    "attention": {"num_attention_heads": ("num_query_groups", "kv_channels")},
+    "mamba": {"mamba_head_dim": ("mamba_num_heads",)},
+    "linear": {"linear_key_head_dim": ("linear_num_key_heads",)},
+    "gated_delta_net": {"linear_num_key_heads": ("linear_num_value_heads",)},
+}
+"""By group of fields: those from which others follow where these are left out."""
+
+
+def _check_following(config: HybridConfig, number: int, symbol: str) -> None:
+    """What has followed from the model's fields would stay when a layer overrides these."""
+    fields = config.overrides_of(number)
+    for group in KINDS[symbol].fields:
+        for name, followers in _FOLLOWING.get(group, {}).items():
+            missing = [follower for follower in followers if follower not in fields]
+            if name in fields and missing:
+                raise ValueError(
+                    f"layer_overrides sets {name}={fields[name]!r} for layer {number} ({symbol}), "
+                    f"but not {' and '.join(missing)}, which would stay as for the other layers. "
+                    "Set all of them."
+                )
 
 
 def _check_kv_source(number: int, symbols: list[str], layers: list[HybridConfig]) -> None:
@@ -331,6 +360,16 @@ def _check_moe(config: HybridConfig) -> None:
         )
 
 
+def _check_dense_and_experts(config: HybridConfig) -> None:
+    for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(
+                f"{name} is {value}, but the experts of a layer D work on the whole hidden state, "
+                "beside an MLP instead of a shared expert. Leave it out, or set it for the layers "
+                "E alone, by layer_overrides."
+            )
+
+
 def check_routing(config: HybridConfig) -> None:
     require_positive(config, "num_moe_experts", "moe_router_topk")
     experts, topk = config.num_moe_experts, config.moe_router_topk
@@ -343,6 +382,12 @@ def check_routing(config: HybridConfig) -> None:
         raise ValueError(
             f"moe_router_score_function is {config.moe_router_score_function!r}; "
             "use 'softmax' or 'sigmoid'."
+        )
+    balancing = config.moe_router_load_balancing_type
+    if "sinkhorn" in balancing:  # a name or several; with a coefficient of 0 the others do nothing
+        raise ValueError(
+            f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not support: "
+            "balance the experts by moe_router_enable_expert_bias."
         )
     softmax = config.moe_router_score_function == "softmax"
     if softmax and topk == 1 and not config.moe_router_pre_softmax:
@@ -472,6 +517,7 @@ def _check_shared_block(config: HybridConfig) -> None:
         "keys_as_values": False,
         "attention_output_gate": False,
         "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
         "mlp_gate_multiplier": 1.0,
         "mlp_output_multiplier": 1.0,
     }
@@ -518,5 +564,6 @@ _GROUPS: dict[str, Callable[[HybridConfig], None]] = {
     "per_layer_input": _check_per_layer_input,
     "mlp": _check_mlp,
     "moe": _check_moe,
+    "dense_and_experts": _check_dense_and_experts,
 }
 """What `LayerKind.fields` names."""

@@ -4,6 +4,7 @@ The engine checks requests at the door, runs the scheduler's plans through the m
 What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -31,17 +32,9 @@ from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ran
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
+from megatron_hybrid.inference.stream import Stream, StreamEvent
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """What one engine step added to a streamed request."""
-
-    tokens: list[int]
-    text: str
-    result: GenerationResult | None = None  # set on the last event
 
 
 @dataclass(frozen=True)
@@ -142,6 +135,7 @@ class DynamicInferenceEngine:
                 disk.close()  # or nobody could open the folder again
             raise
         self._answered: list[Request] = []
+        self._abandoned: deque[Request] = deque()  # of streams that were dropped
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
@@ -190,9 +184,18 @@ class DynamicInferenceEngine:
         If anything raises (no memory for a forward, or for a state on its way), the running
         requests go back to the queue and start from what is cached; nothing cached is lost.
         Ctrl-C waits for the end of the step.
+
+        Raises:
+            RuntimeError: the model is in training mode; nothing has changed.
         """
+        if self.model.training:
+            raise RuntimeError(
+                "the model is in training mode, in which answers and what is cached of them would "
+                "be noisy: call model.eval(); after a change of weights also engine.clear_cache()"
+            )
         with interrupts_wait():
             try:
+                self._cancel_abandoned()
                 self._step()
             except BaseException:
                 self.scheduler.abort()
@@ -329,47 +332,49 @@ class DynamicInferenceEngine:
         *,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
-    ) -> Iterator[StreamEvent]:
+    ) -> Stream:
         """Answers one prompt step by step; arguments as for `add_request`.
 
-        The request is checked now and queued when the iteration starts; closing the iterator early
-        cancels it. Text is held back while it may be the beginning of a stop string or ends inside
+        The request is checked now and queued when the iteration starts. `close()`, also at the end
+        of `with`, cancels it if it is not answered; where the stream is only dropped, the next step
+        does. Text is held back while it may be the beginning of a stop string or ends inside
         a character.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
         (request,) = self.intake.build(prompt, params, salt, cache_breakpoints, n=1)
-        return self._events(request)
+        return Stream(self._events(request), request, self.cancel, self._abandoned)
 
     def _events(self, request: Request) -> Iterator[StreamEvent]:
         growing = GrowingText(self.output.tokenizer, request.params.stop_words)
         num_tokens = num_chars = 0
         done = False
-        try:
-            self.scheduler.add(request)
-            while not done:
-                if not request.done:  # another stream's step may have answered it
-                    self.step()
-                done = request.done
-                tokens = request.generated_from(num_tokens)
-                if not tokens and not done:
-                    continue
-                if done:
-                    text = request.generated_text or ""
-                else:
-                    try:
-                        text = growing.add(tokens)
-                    except Exception:  # of the tokenizer; the result says what it was
-                        text = ""
-                num_tokens += len(tokens)
-                yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
-                num_chars = max(num_chars, len(text))
-            while not request.closed:
+        self.scheduler.add(request)
+        while not done:
+            if not request.done:  # another stream's step may have answered it
                 self.step()
-        finally:
-            if not request.closed:
-                self.cancel(request)
+            done = request.done
+            tokens = request.generated_from(num_tokens)
+            if not tokens and not done:
+                continue
+            if done:
+                text = request.generated_text or ""
+            else:
+                try:
+                    text = growing.add(tokens)
+                except Exception:  # of the tokenizer; the result says what it was
+                    text = ""
+            num_tokens += len(tokens)
+            yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
+            num_chars = max(num_chars, len(text))
+        while not request.closed:
+            self.step()
+
+    def _cancel_abandoned(self) -> None:
+        """Ends what nobody waits for any more."""
+        while self._abandoned:
+            self.cancel(self._abandoned.popleft())
 
     @interrupts_wait()
     def cancel(self, request: Request) -> None:
@@ -450,6 +455,7 @@ class DynamicInferenceEngine:
             RuntimeError: requests are running or waiting; nothing has changed.
             OSError: writing to the folder failed.
         """
+        self._cancel_abandoned()
         running = len(self.scheduler.running) - len(self.scheduler.closing)
         if running or self.scheduler.waiting:
             raise RuntimeError(

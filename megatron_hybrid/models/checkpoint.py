@@ -106,12 +106,17 @@ def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str
     folder = Path(folder)
     text = json.dumps(config, indent=2) + "\n"
     plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
+
+    def write(path: Path) -> None:
+        path.write_text(text, encoding="utf-8")
+        # Before the config takes its place: if they cannot be written, the old ones keep theirs.
+        write_tensors(folder, plan, state.__getitem__)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        replace_file(folder / CONFIG_FILE, write)
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
-    write_tensors(folder, plan, state.__getitem__)
 
 
 def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
@@ -156,7 +161,13 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
             ignored = [re.compile(pattern) for pattern in adapter.ignored]
             given = {adapter.text_name(name): name for name in files.names()}
-            given = {n: f for n, f in given.items() if not any(p.fullmatch(n) for p in ignored)}
+            # A pattern may fit a tensor of a larger model of the architecture.
+            wanted = {name for tensor in adapter.tensors(config) for name in tensor.theirs}
+            given = {
+                name: file_name
+                for name, file_name in given.items()
+                if name in wanted or not any(pattern.fullmatch(name) for pattern in ignored)
+            }
             shapes = {name: files.shape(file_name) for name, file_name in given.items()}
             maps = [
                 adapter.as_found(tensor_map, config, shapes)
@@ -164,7 +175,10 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             ]
             embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
             if config.share_embeddings_and_output_weights and _HEAD in given:
-                _drop_copy(_HEAD, embedding, given, files, str(folder))
+                if embedding in given:
+                    _drop_copy(_HEAD, embedding, given, files, str(folder))
+                else:  # the one tensor goes by the other name
+                    given[embedding] = given.pop(_HEAD)
             mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
         else:
             given = {canonical_name(name): name for name in files.names()}
@@ -283,7 +297,7 @@ def _drop_copy(
 ) -> None:
     """Pass over an output layer that is stored beside the word embedding that it is tied to."""
     copy = files.read(given.pop(name))
-    if original in given and not torch.equal(copy, files.read(given[original])):
+    if not torch.equal(copy, files.read(given[original])):
         raise CheckpointError(
             f"{name} differs from {original} in {source}, though config.json says that they are "
             "one (tie_word_embeddings). Config and weights do not belong together."

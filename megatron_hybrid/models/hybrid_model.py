@@ -43,6 +43,9 @@ from megatron_hybrid.models.sharded_state import sharded_state_dict
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops.ragged import RaggedLayout
 
+NO_LABEL = -100
+"""In the place of a label: this token has none. As in torch's `cross_entropy` and transformers."""
+
 
 class HybridModel(LanguageModule):
     """A decoder whose layers are the symbols of `config.layer_pattern`.
@@ -144,7 +147,8 @@ class HybridModel(LanguageModule):
 
         Args:
             input_ids: [b, s] int64. Packed and in inference: [1, T].
-            labels: [b, s] int64: for each token the one that follows, as megatron-core has it.
+            labels: [b, s] int64: for each token the one that follows, as megatron-core has it;
+                where it is -100 the loss is 0.
             inference_context: what serves caches and states; the sole sign of inference.
             packed_seq_params: boundaries of the sequences that the one row holds; recurrent states
                 start anew at each. Rows after the last boundary are padding.
@@ -220,7 +224,8 @@ class HybridModel(LanguageModule):
         logits = self._local_logits(hidden_Th)
         if self.pg_collection.tp.size() == 1:
             # The same function in one fused pass; core's is written for split vocabularies.
-            loss = F.cross_entropy(logits.float(), labels.reshape(-1), reduction="none")
+            flat = labels.reshape(-1)
+            loss = F.cross_entropy(logits.float(), flat, reduction="none", ignore_index=NO_LABEL)
             return loss.view_as(labels)
         width = logits.shape[-1]
         padding = (self.pg_collection.tp.rank() + 1) * width - self.vocab_size
@@ -228,8 +233,9 @@ class HybridModel(LanguageModule):
             # Columns that only make the vocabulary divisible are no tokens.
             column = torch.arange(width, device=logits.device)
             logits = logits.masked_fill(column >= width - padding, -torch.inf)
-        loss = self.compute_language_model_loss(labels.reshape(1, -1), logits.unsqueeze(1))
-        return loss.view_as(labels)
+        flat = labels.reshape(1, -1)
+        loss = self.compute_language_model_loss(flat, logits.unsqueeze(1))
+        return loss.masked_fill(flat == NO_LABEL, 0.0).view_as(labels)
 
 
 def build_hybrid_model(

@@ -70,7 +70,7 @@ KINDS: dict[str, LayerKind] = {
         "dense_and_experts.DenseAndExpertsMixer",
         "pre_mlp_layernorm",
         "mlp",
-        ("mlp", "moe"),
+        ("mlp", "moe", "dense_and_experts"),
     ),
     "P": LayerKind(
         "per-layer input",

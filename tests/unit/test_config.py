@@ -90,6 +90,21 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"layer_spec": "apex"}, "layer_spec is 'apex'; use 'auto', 'local' or"),
         ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'RMSNorm' or 'LayerNorm'"),
         ({"activation_func": F.elu}, "use one of config.ACTIVATIONS: silu, gelu, gelu_tanh"),
+        (
+            {"layer_overrides": {"M": {"mamba_head_dim": 32}}},
+            "sets mamba_head_dim=32 for layer 1 (M), but not mamba_num_heads, which would stay",
+        ),
+        (
+            {"layer_overrides": {"3": {"num_attention_heads": 8, "kv_channels": 8}}},
+            "num_attention_heads=8 for layer 3 (*), but not num_query_groups, which",
+        ),
+        (
+            {"layer_overrides": {"G": {"linear_key_head_dim": 32}}},
+            "for layer 2 (G), but not linear_num_key_heads",
+        ),
+        ({"layer_overrides": {"M": {"mamba_expand": 4}}}, "which is no field of a single layer"),
+        ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, which Hybrid"),
+        ({"enable_autocast": True}, "enable_autocast is True, which HybridModel does not support"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
         (

@@ -40,7 +40,7 @@ class Bamba(Adapter):
         fields = {
             **model_fields(hf),
             **attention_fields(hf),
-            **rotary_fields(hf),
+            **rotary_fields(hf, partial=True),
             **mamba2_fields(hf, hf["rms_norm_eps"]),
             "layer_pattern": "".join(f"{symbol}-" for symbol in symbols),
             "ffn_hidden_size": required(hf, "intermediate_size"),

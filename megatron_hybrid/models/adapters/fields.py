@@ -111,14 +111,19 @@ def attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_fields(
-    hf: Mapping[str, Any], default_base: float = 10000.0, layer_type: str | None = None
+    hf: Mapping[str, Any], default_base: float = 10000.0, *, partial: bool = False
 ) -> dict[str, Any]:
-    """RoPE, as transformers 5 writes it (`rope_parameters`, for some models one per layer type) or
-    as earlier files do (`rope_theta`, `rope_scaling`, `partial_rotary_factor`)."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if layer_type is not None and layer_type in rope:
-        rope = rope[layer_type] or {}
-    rope = dict(rope)
+    """RoPE, as transformers 5 writes it (`rope_parameters`) or as earlier files do (`rope_theta`,
+    `rope_scaling`, `partial_rotary_factor`). Where there is both, as in a file to which somebody
+    added a scaling, `rope_scaling` takes the place of `rope_parameters`, as in transformers.
+
+    Args:
+        partial: whether unscaled RoPE goes by `partial_rotary_factor`; scaled RoPE always does.
+
+    Raises:
+        ValueError: a factor that transformers would pass over.
+    """
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if "type" in rope:  # the oldest spelling
         rope.setdefault("rope_type", rope.pop("type"))
     base = rope.pop("rope_theta", None) or hf.get("rope_theta") or default_base
@@ -126,8 +131,14 @@ def rotary_fields(
     if rope.get("rope_type") == "proportional":  # it goes by all dimensions of the head
         rope["partial_rotary_factor"], percent = percent, 1.0
     fields = {"rotary_base": float(base), "rotary_percent": float(percent)}
-    if rope.get("rope_type", "default") != "default":
-        if rope["rope_type"] == "yarn":
+    if rope.get("rope_type", "default") == "default":
+        if percent != 1 and not partial:
+            raise ValueError(
+                f"config.json has partial_rotary_factor={percent}, but this architecture rotates "
+                "whole heads, and transformers passes over it: leave it out"
+            )
+    else:
+        if rope["rope_type"] in ("yarn", "llama3"):
             rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
         fields["rotary_scaling"] = rope
     return fields
@@ -228,6 +239,16 @@ def latent_attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_sigmoid_topk(topk: int) -> None:
+    """Raises ValueError for one expert per token where sigmoid scores are divided by their sum:
+    core leaves the score of a single one as it is."""
+    if topk == 1:
+        raise ValueError(
+            "config.json has one expert per token, whose normalized score is always 1; "
+            "only 2 or more are supported"
+        )
+
+
 def grouped_expert_fields(
     *,
     num_experts: int,
@@ -244,11 +265,7 @@ def grouped_expert_fields(
     Raises:
         ValueError: groups that would be ranked otherwise here than by their two best experts.
     """
-    if topk == 1:
-        raise ValueError(
-            "config.json has one expert per token, whose normalized score is always 1; "
-            "only 2 or more are supported"
-        )
+    check_sigmoid_topk(topk)
     fields = {
         "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": width,

@@ -129,10 +129,11 @@ def _rotary(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     before transformers 5, whose `rope_scaling` is of full attention alone."""
     if hf["model_type"] == "gemma2":
         return rotary_fields(hf)
+    own = (hf.get("rope_parameters") or {}).get(layer_type) or {}
     if layer_type == "full_attention":
-        return rotary_fields(hf, 1e6, layer_type)
-    local = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
-    local.update((hf.get("rope_parameters") or {}).get(layer_type) or {})
+        scaling = {**own, **(hf.get("rope_scaling") or {})}
+        return rotary_fields({**hf, "rope_parameters": None, "rope_scaling": scaling}, 1e6)
+    local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **own}
     return rotary_fields({"rope_parameters": local})
 
 

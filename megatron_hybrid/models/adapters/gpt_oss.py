@@ -27,14 +27,13 @@ from megatron_hybrid.models.adapters.tensors import (
 
 _ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers takes where a config says nothing."""
+"""What transformers takes where a config says nothing but `rope_theta`."""
 
 
 class GptOss(Adapter):
@@ -51,7 +50,7 @@ class GptOss(Adapter):
             "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
         ]
         symbols = symbols_of(types, WINDOW_SYMBOLS, layers)
-        has_rope = hf.get("rope_parameters") or hf.get("rope_scaling")
+        has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
         return {
             **model_fields({"rms_norm_eps": 1e-5, **hf}),
             **attention_fields({"head_dim": 64, **hf}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.adapters.base import Adapter, TensorMap
-from megatron_hybrid.models.adapters.fields import only, required
+from megatron_hybrid.models.adapters.fields import check_sigmoid_topk, only, required
 from megatron_hybrid.models.adapters.lfm2 import (
     PROJECTIONS,
     decoder_fields,
@@ -42,10 +42,12 @@ class Lfm2Moe(Adapter):
             "ffn_hidden_size": required(hf, "intermediate_size"),
         }
         if "E" in pattern:
+            topk = hf.get("num_experts_per_tok", 4)
+            check_sigmoid_topk(topk)
             fields |= {
                 "num_moe_experts": required(hf, "num_experts"),
                 "moe_ffn_hidden_size": required(hf, "moe_intermediate_size"),
-                "moe_router_topk": hf.get("num_experts_per_tok", 4),
+                "moe_router_topk": topk,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": hf.get("use_expert_bias", True),
                 "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),

@@ -44,7 +44,7 @@ class Llama(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.huggingface_config["num_hidden_layers"]):
+        for i in range(config.num_layers // 2):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             yield from layer_norms(mixer, mlp, theirs)

@@ -10,6 +10,7 @@ from megatron_hybrid.models.adapters.base import Adapter, TensorMap
 from megatron_hybrid.models.adapters.fields import (
     activation,
     attention_fields,
+    check_sigmoid_topk,
     model_fields,
     only,
     required,
@@ -44,19 +45,21 @@ class MiniMaxM2(Adapter):
         )
         for kind in hf.get("attn_type_list") or ():
             only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
+        topk = hf.get("num_experts_per_tok", 8)
+        check_sigmoid_topk(topk)
         heads = attention_fields({"head_dim": 128, **hf})
         if (rotary_dim := hf.get("rotary_dim")) is not None:
             hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}
         return {
             **model_fields(hf),
             **heads,
-            **rotary_fields(hf, 5000000.0),
+            **rotary_fields(hf, 5000000.0, partial=True),
             "layer_pattern": "*E" * required(hf, "num_hidden_layers"),
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
             "activation_func": activation(hf),
             "num_moe_experts": hf.get("num_local_experts", 256),
-            "moe_router_topk": hf.get("num_experts_per_tok", 8),
+            "moe_router_topk": topk,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_ffn_hidden_size": required(hf, "intermediate_size"),
@@ -65,7 +68,7 @@ class MiniMaxM2(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.huggingface_config["num_hidden_layers"]):
+        for i in range(config.num_layers // 2):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             yield from layer_norms(mixer, mlp, theirs)

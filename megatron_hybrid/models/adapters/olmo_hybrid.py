@@ -43,6 +43,7 @@ class OlmoHybrid(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
         only(hf, attention_bias=False)
+        only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         mixers = _mixers(hf)
         heads = required(hf, "num_attention_heads")
         key_heads = hf.get("linear_num_key_heads") or heads

@@ -43,7 +43,7 @@ class Qwen3Next(Adapter):
         return {
             **model_fields(hf),
             **attention_fields({"head_dim": 256, **hf}),
-            **rotary_fields({"partial_rotary_factor": 0.25, **hf}),
+            **rotary_fields({"partial_rotary_factor": 0.25, **hf}, partial=True),
             **self._mlp_fields(hf),
             "layer_pattern": "".join(map("".join, zip(_mixers(hf), self._mlps(hf)))),
             "layernorm_zero_centered_gamma": True,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -18,6 +15,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
+from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -87,16 +85,7 @@ class GatedDeltaNetMixer(Mixer):
         self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads, dtype=config.params_dtype))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
-        norm_config = copy(config)
-        if config.linear_norm_zero_centered_gamma is not None:
-            norm_config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
-        self.out_norm = submodules.norm(
-            config=norm_config,
-            hidden_size=self.value_dim,
-            eps=config.linear_norm_epsilon or config.layernorm_epsilon,
-        )
-        for parameter in self.out_norm.parameters():
-            sum_gradient_over_ranks(parameter, pg_collection.tp)
+        self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"
         )

@@ -1,12 +1,38 @@
-"""The gate that a Mamba mixer ends with, and its RMS norm."""
+"""The norms that recurrent mixers end with, and the gate of Mamba's."""
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+
+
+def build_delta_norm(
+    norm: type, config: HybridConfig, head_dim: int, tp_group: dist.ProcessGroup
+) -> nn.Module:
+    """The norm of a delta rule's outputs, one for all heads.
+
+    Args:
+        norm: its class.
+        config: the fields `linear_norm_*` are used.
+        head_dim: width of a value head.
+        tp_group: ranks that share the heads.
+    """
+    norm_config = copy(config)
+    if config.linear_norm_zero_centered_gamma is not None:
+        norm_config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
+    eps = config.linear_norm_epsilon or config.layernorm_epsilon
+    built = norm(config=norm_config, hidden_size=head_dim, eps=eps)
+    for parameter in built.parameters():
+        sum_gradient_over_ranks(parameter, tp_group)
+    return built
 
 
 def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -16,6 +15,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
+from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
     build_input_projection,
@@ -96,13 +96,7 @@ class KimiDeltaAttentionMixer(Mixer):
         self.dt_bias = nn.Parameter(dt_bias.to(config.params_dtype))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
-        self.out_norm = submodules.norm(
-            config=config,
-            hidden_size=self.value_dim,
-            eps=config.linear_norm_epsilon or config.layernorm_epsilon,
-        )
-        for parameter in self.out_norm.parameters():
-            sum_gradient_over_ranks(parameter, pg_collection.tp)
+        self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"
         )

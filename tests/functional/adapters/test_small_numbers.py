@@ -1,8 +1,11 @@
 """What differs too little to show in the logits of random weights, against transformers."""
 
+import json
+
 import pytest
 import torch
 from huggingface import Reference, build
+from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
 
@@ -25,6 +28,37 @@ def test_epsilon_of_lfm2s_router(tmp_path):
     expected = Reference(theirs).logits(tokens)
     assert (without - expected).abs().max() > 1e-3
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("llama", {"rope_scaling": YARN}),  # beside the rope_parameters that transformers wrote
+        ("llama", {"rope_scaling": LLAMA3}),
+        ("qwen3_next", {"rope_scaling": YARN}),
+        ("lfm2", {"rope_scaling": YARN}),
+        ("gemma3", {"rope_scaling": YARN}),
+        ("gpt_oss", {"rope_parameters": None, "rope_theta": 2000.0}),
+        ("gpt_oss", {"rope_parameters": {}}),
+    ],
+)
+def test_rotary_fields_that_somebody_added(name, values, tmp_path):
+    """To a config.json: what transformers makes of it, and of the same weights, is what we do."""
+    build(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    expected = Reference(theirs).logits(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), expected, atol=2e-5, rtol=0)
+    before = Reference(build(name)).logits(tokens)
+    assert (expected - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4"])

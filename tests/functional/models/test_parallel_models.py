@@ -20,7 +20,7 @@ from megatron_hybrid.models.checkpoint import (
     read_config,
     save_checkpoint,
 )
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
 from megatron_hybrid.models.tensor_sharding import unshard
 
 RANKS = 2
@@ -115,6 +115,7 @@ def packed_batch():
 def logits_loss_gradients(model):
     """Gathered logits, loss, and whole gradients by name."""
     inputs, labels = batch()
+    labels[0, 3:7] = NO_LABEL
     with torch.no_grad():
         logits = model(inputs, runtime_gather_output=True)
         tokens, params = packed_batch()

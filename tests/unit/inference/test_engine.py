@@ -966,6 +966,21 @@ def test_a_greedy_engine_ignores_the_seed():
     assert {tuple(run.generated_tokens) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}
 
 
+def test_a_model_in_training_mode_is_not_asked():
+    model = tiny_model.__wrapped__("MG*-", hidden_dropout=0.5)
+    engine, prompt = tiny_engine(model), random_tokens(40)
+    request = engine.add_request(prompt, greedy(4))
+    model.train()
+    digest = engine.cache.digest()
+    with pytest.raises(RuntimeError, match=r"training mode.*model\.eval\(\)"):
+        engine.step()
+    assert engine.cache.digest() == digest
+    model.eval()
+    while not request.closed:
+        engine.step()
+    assert request.generated_tokens == greedy_tokens(model, prompt, 4)
+
+
 def test_explain_tells_what_is_known_and_changes_nothing():
     engine = tiny_engine(MODEL)
     prompt = random_tokens(100)

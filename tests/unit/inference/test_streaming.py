@@ -1,6 +1,8 @@
 """Streams and stops: the pieces make up the text, and no part of a stop string is ever shown."""
 
+import gc
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -285,6 +287,54 @@ def test_closing_a_stream_early_cancels_the_request(num_events):
     assert not engine.has_work
     assert not engine.cache.allocator.ref_counts.any()
     engine.check_integrity()
+
+
+def test_a_stream_ends_with_its_block():
+    engine = tiny_engine()
+    with engine.stream(random_tokens(40), greedy(6)) as stream:
+        next(stream)
+    assert not engine.has_work and not list(stream)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_dropped_stream_is_cancelled_between_two_steps(thread, monkeypatch):
+    """Whenever its garbage is collected: here in the middle of a forward."""
+    model = tiny_model("MG*-")
+    engine = tiny_engine(model)
+    prompt, forward = random_tokens(50, seed=1), engine._forward
+
+    def collect(plan):
+        if thread:
+            collector = threading.Thread(target=gc.collect)
+            collector.start()
+            collector.join()
+        else:
+            gc.collect()
+        return forward(plan)
+
+    stream = engine.stream(random_tokens(40), greedy(500))
+    next(stream)
+    (request,) = engine.scheduler.running
+    cycle = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    assert not request.closed
+    monkeypatch.setattr(engine, "_forward", collect)
+    result = engine.generate([prompt], greedy(6))[0]
+    assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert request.closed and request.result().finish_reason == "cancelled"
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_a_dropped_stream_does_not_keep_the_cache_from_being_cleared():
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(40), greedy(6))
+    next(stream)
+    del stream
+    engine.clear_cache()
+    assert not engine.has_work
 
 
 def test_a_stream_that_is_never_read_costs_nothing():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
 
 
 def test_the_short_configuration_is_complete():
@@ -36,6 +36,17 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     logits = model(tokens[:, :-1])
     expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
     torch.testing.assert_close(loss, expected)
+
+
+def test_a_token_without_a_label_has_no_loss():
+    model = small_model()
+    tokens = random_tokens(2, 20)
+    labels = tokens[:, 1:].clone()
+    whole = model(tokens[:, :-1], labels=labels)
+    labels[:, 3:7] = NO_LABEL
+    loss = model(tokens[:, :-1], labels=labels)
+    torch.testing.assert_close(loss, whole.masked_fill(labels == NO_LABEL, 0.0))
+    assert whole.min() > 0
 
 
 def test_it_learns_a_short_text():

@@ -36,14 +36,27 @@ def recurrence(mixer, x_Th, max_beta):
         rows.append(torch.einsum("hn,hnp->hp", q[t], state) * KEY**-0.5)
     o = torch.stack(rows)
     o = o / o.square().mean(-1, keepdim=True).add(mixer.config.linear_norm_epsilon).sqrt()
-    o = o * weights["out_norm.weight"] * gate.sigmoid().view_as(o)
+    factor = weights["out_norm.weight"] + mixer.out_norm.zero_centered
+    o = o * factor * gate.sigmoid().view_as(o)
     return o.flatten(1) @ weights["out_proj.weight"].T
 
 
+NORMS = {
+    "as all": ({}, False),
+    "zero-centred as all": ({"layernorm_zero_centered_gamma": True}, True),
+    "unlike all": (
+        {"layernorm_zero_centered_gamma": True, "linear_norm_zero_centered_gamma": False},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("fields, zero_centered", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("negative", [False, True])
 @torch.no_grad()
-def test_equals_the_recurrence(negative):
-    model = small_model("K", linear_allow_neg_eigval=negative, linear_norm_epsilon=1e-2)
+def test_equals_the_recurrence(negative, fields, zero_centered):
+    model = small_model("K", linear_allow_neg_eigval=negative, linear_norm_epsilon=1e-2, **fields)
+    assert model.decoder.layers[0].self_attention.out_norm.zero_centered == zero_centered
     mixer = model.decoder.layers[0].self_attention
     mixer.out_norm.weight.normal_(1.0, 0.3)
     mixer.dt_bias.normal_()

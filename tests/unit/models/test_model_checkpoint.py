@@ -1,5 +1,6 @@
 """Checkpoints: they come back as they went, and broken ones are refused whole."""
 
+import errno
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_config, small_model
 from transformers import LlamaConfig
 
+from megatron_hybrid.models import tensor_files
 from megatron_hybrid.models.checkpoint import (
     CheckpointError,
     full_state_dict,
@@ -83,6 +85,23 @@ def test_saving_over_a_checkpoint_replaces_it(tmp_path):
     again = build_hybrid_model(read_config(tmp_path))
     load_checkpoint(again, tmp_path)
     assert same(again, snapshot(model))
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    old = small_model("M")
+    save_checkpoint(old, tmp_path)
+
+    def no_space(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_files, "_write_file", no_space)
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*No space"):
+        save_checkpoint(small_model("-"), tmp_path)
+    monkeypatch.undo()
+    again = build_hybrid_model(read_config(tmp_path))
+    load_checkpoint(again, tmp_path)
+    assert same(again, snapshot(old))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_an_unwritable_folder(tmp_path):

@@ -294,6 +294,11 @@ def test_a_model_learns_through_its_router():
             {"num_moe_experts": None, "moe_ffn_hidden_size": None},
             "num_moe_experts is None, but layer_pattern",
         ),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "moe_router_load_balancing_type is 'sinkhorn', which",
+        ),
+        ({"moe_token_dropping": True}, "let each expert take every token"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function='sigmoid'"),
@@ -314,6 +319,14 @@ def test_a_model_learns_through_its_router():
 def test_contradictions_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         small_config("*E", **{**FIELDS, **fields})
+
+
+@pytest.mark.parametrize("name", ["moe_latent_size", "moe_shared_expert_intermediate_size"])
+def test_experts_beside_an_mlp_have_no_latent_and_no_shared_expert(name):
+    with pytest.raises(ValueError, match=f"{name} is 12, but the experts of a layer D work on"):
+        small_config("DE", **FIELDS, **{name: 12})
+    config = small_config("DE", **FIELDS, layer_overrides={"E": {name: 12}})
+    assert [getattr(config.for_layer(n), name) for n in (1, 2)] == [None, 12]
 
 
 def test_layers_may_have_different_experts():

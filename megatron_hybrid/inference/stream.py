@@ -1,0 +1,67 @@
+"""An answer as it grows."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_hybrid.inference.request import GenerationResult, Request
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one engine step added to a streamed request."""
+
+    tokens: list[int]
+    text: str
+    result: GenerationResult | None = None  # set on the last event
+
+
+class Stream(Iterator[StreamEvent]):
+    """The events of one request; see `DynamicInferenceEngine.stream`.
+
+    Args:
+        events: queue the request, then run steps.
+        request: the one they are of.
+        cancel: ends it.
+        abandoned: where it goes if nobody waits for the rest. Garbage is collected at any moment,
+            in any thread, also in the middle of a step, where a request cannot be cancelled.
+    """
+
+    def __init__(
+        self,
+        events: Iterator[StreamEvent],
+        request: Request,
+        cancel: Callable[[Request], None],
+        abandoned: deque[Request],
+    ):
+        self._events = events
+        self._request = request
+        self._cancel = cancel
+        self._abandoned = abandoned
+        self._is_queued = False
+
+    def __next__(self) -> StreamEvent:
+        self._is_queued = True
+        try:
+            return next(self._events)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancels the request if it is not answered yet; there are no more events."""
+        self._events = iter(())
+        if self._is_queued and not self._request.closed:
+            self._cancel(self._request)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __del__(self):
+        if self._is_queued and not self._request.closed:
+            self._abandoned.append(self._request)
