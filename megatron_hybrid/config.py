@@ -178,7 +178,9 @@ class HybridConfig(TransformerConfig):
     layer_overrides: dict[str, dict[str, Any]] = dataclass_field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
     whole model; it comes after the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
-    False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not."""
+    False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not. Fields
+    that follow from others, such as mamba_num_heads from mamba_head_dim, have followed from the
+    model's by then: override both."""
 
     vocab_size: int = 0
     """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""

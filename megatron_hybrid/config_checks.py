@@ -138,6 +138,8 @@ def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequ
         check_types(type(config), fields)
     for number, symbol in enumerate(symbols, start=1):
         _check_following(config, number, symbol)
+        if "latent_attention" in KINDS[symbol].fields:
+            _check_not_of_attention(config, number, symbols)
     layers = [config.for_layer(number) for number in range(1, len(symbols) + 1)]
     for number, layer in enumerate(layers, start=1):
         attends = "attention" in KINDS[symbols[number - 1]].fields
@@ -166,6 +168,34 @@ def _check_following(config: HybridConfig, number: int, symbol: str) -> None:
                     f"but not {' and '.join(missing)}, which would stay as for the other layers. "
                     "Set all of them."
                 )
+
+
+_NOT_LATENT = (
+    "softmax_type",
+    "attention_output_gate",
+    "attention_temperature_scale",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "value_l2_norm",
+    "keys_as_values",
+)
+"""Fields of attention that multi-head latent attention does not act upon."""
+
+
+def _check_not_of_attention(config: HybridConfig, number: int, symbols: list[str]) -> None:
+    """Whether a layer of latent attention is told what only other attention, if there is any, can
+    do."""
+    fields = config.overrides_of(number)
+    if not any("attention" in KINDS[symbol].fields for symbol in symbols):
+        fields = {name: getattr(config, name) for name in _NOT_LATENT} | fields
+    for name in _NOT_LATENT:
+        default = getattr(type(config), name)
+        if (value := fields.get(name, default)) != default:
+            raise ValueError(
+                f"{name} is {value!r} for layer {number} (+), but multi-head latent attention has "
+                "no such thing. Leave it out, or set it for other layers alone."
+            )
 
 
 def _check_kv_source(number: int, symbols: list[str], layers: list[HybridConfig]) -> None:
