@@ -21,6 +21,7 @@ from megatron_hybrid.config_checks import (
     check_routing,
     check_types,
     is_int,
+    left_out_fields,
     require_positive,
 )
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
@@ -43,7 +44,6 @@ _MODEL_FIELDS = (
     "per_layer_input_size",
     "recurrent_state_dtype",
     "num_shared_blocks",
-    "mamba_expand",
     "normalization",
     "init_method_std",
     "params_dtype",
@@ -92,6 +92,7 @@ _LAYER_FIELDS = (
     "mamba_head_dim",
     "mamba_num_groups",
     "mamba_num_heads",
+    "mamba_expand",
     "mamba_conv_kernel",
     "mamba_chunk_size",
     "mamba_conv_bias",
@@ -179,8 +180,8 @@ class HybridConfig(TransformerConfig):
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
     whole model; it comes after the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
     False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not. Fields
-    that follow from others, such as mamba_num_heads from mamba_head_dim, have followed from the
-    model's by then: override both."""
+    that are left out and follow from others, such as mamba_num_heads from mamba_head_dim, follow
+    from the model's: who overrides the one for a layer has to say the other too."""
 
     vocab_size: int = 0
     """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
@@ -455,10 +456,11 @@ class HybridConfig(TransformerConfig):
         if self.num_moe_experts is not None:
             check_routing(self)  # core's own checks are assertions
         replace_deprecated_defaults(self)
+        left_out = left_out_fields(self)
         super().__post_init__()
         for symbol in dict.fromkeys(symbols):
             check_kind(self, symbol)
-        check_overrides(self, symbols, _LAYER_FIELDS)
+        check_overrides(self, symbols, _LAYER_FIELDS, left_out)
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(
                 f"layer_spec is {self.layer_spec!r}; use 'auto', 'local' or 'transformer_engine'."

@@ -119,8 +119,14 @@ def check_kind(config: HybridConfig, symbol: str) -> None:
         _GROUPS[group](config)
 
 
-def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequence[str]) -> None:
-    """Whether overrides name layers that are there, and fields that a layer may have for itself."""
+def check_overrides(
+    config: HybridConfig,
+    symbols: list[str],
+    layer_fields: Sequence[str],
+    left_out: set[str],
+) -> None:
+    """Whether overrides name layers that are there, and fields that a layer may have for itself.
+    left_out: fields that followed from others."""
     for layers, fields in config.layer_overrides.items():
         is_number = isinstance(layers, str) and layers.isdecimal()
         if layers not in symbols and not (is_number and 1 <= int(layers) <= len(symbols)):
@@ -137,9 +143,7 @@ def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequ
             )
         check_types(type(config), fields)
     for number, symbol in enumerate(symbols, start=1):
-        _check_following(config, number, symbol)
-        if "latent_attention" in KINDS[symbol].fields:
-            _check_not_of_attention(config, number, symbols)
+        _check_following(config, number, symbol, left_out)
     layers = [config.for_layer(number) for number in range(1, len(symbols) + 1)]
     for number, layer in enumerate(layers, start=1):
         attends = "attention" in KINDS[symbols[number - 1]].fields
@@ -149,53 +153,31 @@ def check_overrides(config: HybridConfig, symbols: list[str], layer_fields: Sequ
 
 _FOLLOWING = {
     "attention": {"num_attention_heads": ("num_query_groups", "kv_channels")},
-    "mamba": {"mamba_head_dim": ("mamba_num_heads",)},
+    "mamba": {"mamba_expand": ("mamba_num_heads",), "mamba_head_dim": ("mamba_num_heads",)},
     "linear": {"linear_key_head_dim": ("linear_num_key_heads",)},
     "gated_delta_net": {"linear_num_key_heads": ("linear_num_value_heads",)},
 }
 """By group of fields: those from which others follow where these are left out."""
 
 
-def _check_following(config: HybridConfig, number: int, symbol: str) -> None:
+def left_out_fields(config: HybridConfig) -> set[str]:
+    """The fields that will follow from others. Call it before they do."""
+    of_group = (followers for fields in _FOLLOWING.values() for followers in fields.values())
+    return {name for followers in of_group for name in followers if getattr(config, name) is None}
+
+
+def _check_following(config: HybridConfig, number: int, symbol: str, left_out: set[str]) -> None:
     """What has followed from the model's fields would stay when a layer overrides these."""
     fields = config.overrides_of(number)
     for group in KINDS[symbol].fields:
         for name, followers in _FOLLOWING.get(group, {}).items():
-            missing = [follower for follower in followers if follower not in fields]
-            if name in fields and missing:
+            stale = [follower for follower in followers if follower in left_out - fields.keys()]
+            if stale and fields.get(name, getattr(config, name)) != getattr(config, name):
                 raise ValueError(
                     f"layer_overrides sets {name}={fields[name]!r} for layer {number} ({symbol}), "
-                    f"but not {' and '.join(missing)}, which would stay as for the other layers. "
+                    f"but not {' and '.join(stale)}, which would stay as for the other layers. "
                     "Set all of them."
                 )
-
-
-_NOT_LATENT = (
-    "softmax_type",
-    "attention_output_gate",
-    "attention_temperature_scale",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "qk_l2_norm",
-    "value_l2_norm",
-    "keys_as_values",
-)
-"""Fields of attention that multi-head latent attention does not act upon."""
-
-
-def _check_not_of_attention(config: HybridConfig, number: int, symbols: list[str]) -> None:
-    """Whether a layer of latent attention is told what only other attention, if there is any, can
-    do."""
-    fields = config.overrides_of(number)
-    if not any("attention" in KINDS[symbol].fields for symbol in symbols):
-        fields = {name: getattr(config, name) for name in _NOT_LATENT} | fields
-    for name in _NOT_LATENT:
-        default = getattr(type(config), name)
-        if (value := fields.get(name, default)) != default:
-            raise ValueError(
-                f"{name} is {value!r} for layer {number} (+), but multi-head latent attention has "
-                "no such thing. Leave it out, or set it for other layers alone."
-            )
 
 
 def _check_kv_source(number: int, symbols: list[str], layers: list[HybridConfig]) -> None:
@@ -414,7 +396,9 @@ def check_routing(config: HybridConfig) -> None:
             "use 'softmax' or 'sigmoid'."
         )
     balancing = config.moe_router_load_balancing_type
-    if "sinkhorn" in balancing:  # a name or several; with a coefficient of 0 the others do nothing
+    if "sinkhorn" in (
+        balancing or ()
+    ):  # a name or several; with a coefficient of 0 the others do nothing
         raise ValueError(
             f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not support: "
             "balance the experts by moe_router_enable_expert_bias."

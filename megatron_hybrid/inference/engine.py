@@ -5,7 +5,7 @@ What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -346,30 +346,37 @@ class DynamicInferenceEngine:
         (request,) = self.intake.build(prompt, params, salt, cache_breakpoints, n=1)
         return Stream(self._events(request), request, self.cancel, self._abandoned)
 
-    def _events(self, request: Request) -> Iterator[StreamEvent]:
+    def _events(self, request: Request) -> Generator[StreamEvent, None, None]:
         growing = GrowingText(self.output.tokenizer, request.params.stop_words)
         num_tokens = num_chars = 0
         done = False
-        self.scheduler.add(request)
-        while not done:
-            if not request.done:  # another stream's step may have answered it
+        try:
+            self.scheduler.add(request)
+            while not done:
+                if not request.done:  # another stream's step may have answered it
+                    self.step()
+                done = request.done
+                tokens = request.generated_from(num_tokens)
+                if not tokens and not done:
+                    continue
+                if done:
+                    text = request.generated_text or ""
+                else:
+                    try:
+                        text = growing.add(tokens)
+                    except Exception:  # of the tokenizer; the result says what it was
+                        text = ""
+                num_tokens += len(tokens)
+                yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
+                num_chars = max(num_chars, len(text))
+            while not request.closed:
                 self.step()
-            done = request.done
-            tokens = request.generated_from(num_tokens)
-            if not tokens and not done:
-                continue
-            if done:
-                text = request.generated_text or ""
-            else:
-                try:
-                    text = growing.add(tokens)
-                except Exception:  # of the tokenizer; the result says what it was
-                    text = ""
-            num_tokens += len(tokens)
-            yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
-            num_chars = max(num_chars, len(text))
-        while not request.closed:
-            self.step()
+        except GeneratorExit:  # whoever closes a stream says what becomes of its request
+            raise
+        except BaseException:
+            if not request.closed:
+                self.cancel(request)
+            raise
 
     def _cancel_abandoned(self) -> None:
         """Ends what nobody waits for any more."""

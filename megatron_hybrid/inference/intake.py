@@ -16,6 +16,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""
 
 
+NO_TOKEN = -1
+"""A `termination_id` that never comes, as in megatron-core."""
+
+
 class Intake:
     """Turns a caller's arguments into requests, or into one clear error.
 
@@ -224,11 +228,11 @@ class Intake:
         if params.ignore_termination:
             return frozenset()
         named = {*params.stop_token_ids, params.termination_id} - {None}
-        for token in sorted(named):
+        for token in sorted(named - {NO_TOKEN}):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"stop token {token} is outside of the vocabulary [0, {self.vocab_size}): was "
-                    "it made by another model's tokenizer? (To never stop: ignore_termination)"
+                    "it made by another model's tokenizer?"
                 )
         if params.termination_id is not None:
             return frozenset(named)

@@ -37,7 +37,7 @@ class SamplingParams:
     """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
 
     termination_id: int | None = None
-    """Token that ends the generation; None: any of the tokenizer's end tokens."""
+    """Token that ends the generation; None: any of the tokenizer's end tokens, -1: none."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the generation."""

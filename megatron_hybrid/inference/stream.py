@@ -1,7 +1,7 @@
 """An answer as it grows."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from megatron_hybrid.inference.request import GenerationResult, Request
@@ -20,16 +20,17 @@ class Stream(Iterator[StreamEvent]):
     """The events of one request; see `DynamicInferenceEngine.stream`.
 
     Args:
-        events: queue the request, then run steps.
+        events: queues the request, then runs steps; cancels it if one of them fails.
         request: the one they are of.
         cancel: ends it.
-        abandoned: where it goes if nobody waits for the rest. Garbage is collected at any moment,
-            in any thread, also in the middle of a step, where a request cannot be cancelled.
+        abandoned: where it goes to be ended later, if nobody waits for the rest. Garbage is
+            collected at any moment, in any thread, also in the middle of a step, where a request
+            cannot be cancelled.
     """
 
     def __init__(
         self,
-        events: Iterator[StreamEvent],
+        events: Generator[StreamEvent, None, None],
         request: Request,
         cancel: Callable[[Request], None],
         abandoned: deque[Request],
@@ -38,22 +39,18 @@ class Stream(Iterator[StreamEvent]):
         self._request = request
         self._cancel = cancel
         self._abandoned = abandoned
-        self._is_queued = False
 
     def __next__(self) -> StreamEvent:
-        self._is_queued = True
-        try:
-            return next(self._events)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.close()
-            raise
+        return next(self._events)
 
     def close(self) -> None:
-        """Cancels the request if it is not answered yet; there are no more events."""
-        self._events = iter(())
-        if self._is_queued and not self._request.closed:
+        """Cancels the request if it is not answered yet, at once or, where one of its steps is
+        running, after that; there are no more events."""
+        if self._events.gi_running:
+            self._abandoned.append(self._request)
+            return
+        self._events.close()
+        if not self._request.closed:
             self._cancel(self._request)
 
     def __enter__(self) -> "Stream":
@@ -63,5 +60,5 @@ class Stream(Iterator[StreamEvent]):
         self.close()
 
     def __del__(self):
-        if self._is_queued and not self._request.closed:
+        if not self._request.closed:
             self._abandoned.append(self._request)

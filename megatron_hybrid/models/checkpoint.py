@@ -107,16 +107,11 @@ def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str
     text = json.dumps(config, indent=2) + "\n"
     plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
 
-    def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
-        # Before the config takes its place: if they cannot be written, the old ones keep theirs.
-        write_tensors(folder, plan, state.__getitem__)
+    def replace_config() -> None:
+        path = folder / CONFIG_FILE
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / CONFIG_FILE, write)
-    except OSError as error:
-        raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+    write_tensors(folder, plan, state.__getitem__, ready=replace_config)
 
 
 def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:

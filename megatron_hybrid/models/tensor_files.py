@@ -160,6 +160,7 @@ def write_tensors(
     make: Callable[[str], Tensor],
     max_shard_bytes: int = 5 << 30,
     metadata: Mapping[str, str] | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Write tensors as the weights of a folder, in place of those that it has.
 
@@ -173,6 +174,8 @@ def write_tensors(
         make: gives the tensor of a name, on any device. One tensor is held at a time.
         max_shard_bytes: most bytes of tensors in one file. A larger tensor has a file of its own.
         metadata: strings for the files' headers; None: {"format": "pt"}, which readers look for.
+        ready: called when all is written, before the first of the old files is replaced; if it
+            raises they stay.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -195,6 +198,7 @@ def write_tensors(
             with progress(f"writing {folder}", total_bytes) as advance:
                 for temporary, shard in zip(temporaries, shards):
                     _write_file(temporary, shard, make, metadata, advance)
+            ready()
             _put_in_place(folder, temporaries, paths, shards)
         finally:
             for temporary in temporaries:

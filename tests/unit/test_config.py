@@ -102,7 +102,10 @@ def test_a_pattern_without_attention_needs_no_heads():
             {"layer_overrides": {"G": {"linear_key_head_dim": 32}}},
             "for layer 2 (G), but not linear_num_key_heads",
         ),
-        ({"layer_overrides": {"M": {"mamba_expand": 4}}}, "which is no field of a single layer"),
+        (
+            {"layer_overrides": {"M": {"mamba_expand": 4}}},
+            "sets mamba_expand=4 for layer 1 (M), but not mamba_num_heads",
+        ),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, which Hybrid"),
         ({"enable_autocast": True}, "enable_autocast is True, which HybridModel does not support"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
@@ -131,6 +134,23 @@ def test_one_clear_error(fields, message):
     with pytest.raises(ValueError) as error:
         config(**fields)
     assert message in str(error.value)
+
+
+def test_overrides_beside_what_does_not_follow():
+    made = config(
+        num_query_groups=2,
+        kv_channels=16,
+        mamba_num_heads=2,
+        layer_overrides={
+            "W": {"num_attention_heads": 2},
+            "M": {"mamba_head_dim": 32},
+            "G": {"linear_key_head_dim": 128},  # the model's own
+        },
+    )
+    again = HybridConfig.from_dict(json.loads(json.dumps(made.to_dict())))
+    for one in (made, again):
+        assert (one.for_layer(4).num_attention_heads, one.for_layer(4).num_query_groups) == (2, 2)
+        assert (one.for_layer(1).mamba_head_dim, one.for_layer(1).mamba_num_heads) == (32, 2)
 
 
 @pytest.mark.parametrize("flag", ["bf16", "fp16"])

@@ -91,10 +91,10 @@ BAD_REQUESTS = {
         ValueError,
         rf"stop token {VOCAB_SIZE} is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
     ),
-    "a last token that is none": (
-        dict(prompt=PROMPT, params=greedy(4, termination_id=-1)),
+    "a last token of another model": (
+        dict(prompt=PROMPT, params=greedy(4, termination_id=2**40)),
         ValueError,
-        "stop token -1 is outside of the vocabulary.*ignore_termination",
+        f"stop token {2**40} is outside of the vocabulary",
     ),
     "salt of a wrong type": (dict(prompt=PROMPT, salt=3), TypeError, "salt must be a str.*int"),
     "no sample": (dict(prompt=PROMPT, n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tokenizers
+from differential import InjectedError, failing_forward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
@@ -286,6 +287,38 @@ def test_closing_a_stream_early_cancels_the_request(num_events):
     stream.close()
     assert not engine.has_work
     assert not engine.cache.allocator.ref_counts.any()
+    engine.check_integrity()
+
+
+def test_a_stream_whose_step_fails_takes_its_request_along():
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(40), greedy(6))
+    next(stream)
+    with failing_forward(engine), pytest.raises(InjectedError):
+        next(stream)
+    assert not engine.has_work and not list(stream)
+    engine.check_integrity()
+
+
+def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(40), greedy(6))
+    forward = engine._forward
+
+    def close(plan):
+        stream.close()
+        with pytest.raises(ValueError, match="already executing"):
+            next(stream)
+        return forward(plan)
+
+    monkeypatch.setattr(engine, "_forward", close)
+    first = next(stream)
+    monkeypatch.undo()
+    assert len(first.tokens) == 1
+    (last,) = stream
+    assert last.result.finish_reason == "cancelled"
+    assert last.result.generated_tokens == first.tokens
+    assert not engine.has_work
     engine.check_integrity()
 
 

@@ -105,22 +105,3 @@ def test_contradictions_are_refused(fields, message):
 
 def test_a_width_that_rope_cannot_rotate_may_stay_unrotated():
     build_hybrid_model(small_config("+", qk_pos_emb_head_dim=5, position_embedding_type="none"))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "fields"),
-    [
-        ("+-", {"qk_layernorm": True}),
-        ("+-", {"softmax_type": "learnable"}),
-        ("+*", {"layer_overrides": {"+": {"attention_output_gate": True}}}),
-        ("*+", {"layer_overrides": {"2": {"add_qkv_bias": True}}}),
-    ],
-)
-def test_what_only_other_attention_does_is_refused(pattern, fields):
-    with pytest.raises(ValueError, match=r"for layer \d \(\+\), but multi-head latent attention"):
-        small_config(pattern, **fields)
-
-
-def test_other_attention_beside_it_does_it():
-    config = small_config("+*", qk_layernorm=True)
-    assert config.for_layer(2).qk_layernorm

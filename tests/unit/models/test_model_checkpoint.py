@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_config, small_model
 from transformers import LlamaConfig
 
-from megatron_hybrid.models import tensor_files
+from megatron_hybrid.models import checkpoint, tensor_files
 from megatron_hybrid.models.checkpoint import (
     CheckpointError,
     full_state_dict,
@@ -87,14 +87,16 @@ def test_saving_over_a_checkpoint_replaces_it(tmp_path):
     assert same(again, snapshot(model))
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["_write_file", "replace_file"])
+def test_a_save_that_fails_leaves_the_old_checkpoint(what, tmp_path, monkeypatch):
+    """At the weights, or at the config."""
     old = small_model("M")
     save_checkpoint(old, tmp_path)
 
     def no_space(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tensor_files, "_write_file", no_space)
+    monkeypatch.setattr(tensor_files if what == "_write_file" else checkpoint, what, no_space)
     with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*No space"):
         save_checkpoint(small_model("-"), tmp_path)
     monkeypatch.undo()
