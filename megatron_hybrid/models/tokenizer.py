@@ -47,6 +47,7 @@ class Tokenizer:
         end_tokens: further ids that end an answer.
         settings: content of tokenizer_config.json, whose `bos_token`, ... chat templates use.
         chat_templates: by name; "default" is the usual one, "tool_use" that for tools.
+        generation_config: content of generation_config.json, which `save` hands on.
 
     Attributes:
         eod: see above.
@@ -62,10 +63,12 @@ class Tokenizer:
         end_tokens: Iterable[int] = (),
         settings: Mapping[str, Any] | None = None,
         chat_templates: Mapping[str, ChatTemplate] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
+        self._generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
         self._named = _named_tokens(self._settings)
@@ -117,13 +120,15 @@ class Tokenizer:
             end_tokens=_read_end_tokens(folder),
             settings=settings,
             chat_templates=templates,
+            generation_config=_read_generation_config(folder),
         )
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write what `from_folder` reads, here and in `transformers`.
+        """Write what `from_folder` reads, here and in `transformers`; generation_config.json as it
+        was, if there was one.
 
-        Save the model's config first: where neither it nor tokenizer_config.json says which tokens
-        end an answer, generation_config.json gets to say so.
+        Save the model's config first: where none of these files says which tokens end an answer,
+        generation_config.json gets to say so.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,11 +142,13 @@ class Tokenizer:
             path = _template_file(folder, name)
             path.parent.mkdir(exist_ok=True)
             path.write_text(template.source, encoding="utf-8")
+        path = folder / GENERATION_CONFIG_FILE
+        if self._generation_config:
+            _write_json(path, self._generation_config)
         name = self._named.get("eos_token")
         stated = [] if name is None else [self._tokenizer.token_to_id(name)]
         if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != self.end_tokens:
-            path = folder / GENERATION_CONFIG_FILE
-            values = _read_json(path) if path.exists() else {}
+            values = _read_generation_config(folder)
             _write_json(path, {**values, "eos_token_id": list(self.end_tokens)})
 
     @cached_property
@@ -385,6 +392,11 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
     if not sound:
         raise ValueError(f"{origin} must be a string or a list of {{name, template}}")
     return {name: ChatTemplate(source, origin) for name, source in sources.items()}
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / GENERATION_CONFIG_FILE
+    return _read_json(path) if path.exists() else {}
 
 
 def _read_end_tokens(folder: Path) -> list[int]:
