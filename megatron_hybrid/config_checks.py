@@ -171,7 +171,7 @@ def _check_following(config: HybridConfig, number: int, symbol: str, left_out: s
     fields = config.overrides_of(number)
     for group in KINDS[symbol].fields:
         for name, followers in _FOLLOWING.get(group, {}).items():
-            stale = [follower for follower in followers if follower in left_out - fields.keys()]
+            stale = [one for one in followers if one in left_out and one not in fields]
             if stale and fields.get(name, getattr(config, name)) != getattr(config, name):
                 raise ValueError(
                     f"layer_overrides sets {name}={fields[name]!r} for layer {number} ({symbol}), "
@@ -395,10 +395,9 @@ def check_routing(config: HybridConfig) -> None:
             f"moe_router_score_function is {config.moe_router_score_function!r}; "
             "use 'softmax' or 'sigmoid'."
         )
+    # A name, several or None; with a coefficient of 0 the others do nothing.
     balancing = config.moe_router_load_balancing_type
-    if "sinkhorn" in (
-        balancing or ()
-    ):  # a name or several; with a coefficient of 0 the others do nothing
+    if "sinkhorn" in (balancing or ()):
         raise ValueError(
             f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not support: "
             "balance the experts by moe_router_enable_expert_bias."
