@@ -478,23 +478,20 @@ class HybridConfig(TransformerConfig):
         Args:
             number: from 1, through the whole model.
         """
-        fields = self.overrides_of(number)
+        symbol = layer_symbols(self.layer_pattern)[number - 1]
+        fields = self.overrides_of(number, symbol)
         if not fields:
             return self
         config = copy.copy(self)
         config.layer_overrides = {}
         for name, value in fields.items():
             setattr(config, name, value)
-        check_kind(config, layer_symbols(self.layer_pattern)[number - 1])
+        check_kind(config, symbol)
         return config
 
-    def overrides_of(self, number: int) -> dict[str, Any]:
-        """What `layer_overrides` says of one layer, by its symbol and, first of all, by its number.
-
-        Args:
-            number: from 1, through the whole model.
-        """
-        symbol = layer_symbols(self.layer_pattern)[number - 1]
+    def overrides_of(self, number: int, symbol: str) -> dict[str, Any]:
+        """What `layer_overrides` says of one layer, by its symbol and, first of all, by its number
+        (from 1, through the whole model)."""
         return {
             **self.layer_overrides.get(symbol, {}),
             **self.layer_overrides.get(str(number), {}),

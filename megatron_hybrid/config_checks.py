@@ -162,13 +162,18 @@ _FOLLOWING = {
 
 def left_out_fields(config: HybridConfig) -> set[str]:
     """The fields that will follow from others. Call it before they do."""
-    of_group = (followers for fields in _FOLLOWING.values() for followers in fields.values())
-    return {name for followers in of_group for name in followers if getattr(config, name) is None}
+    return {
+        name
+        for followers_of in _FOLLOWING.values()
+        for followers in followers_of.values()
+        for name in followers
+        if getattr(config, name) is None
+    }
 
 
 def _check_following(config: HybridConfig, number: int, symbol: str, left_out: set[str]) -> None:
     """What has followed from the model's fields would stay when a layer overrides these."""
-    fields = config.overrides_of(number)
+    fields = config.overrides_of(number, symbol)
     for group in KINDS[symbol].fields:
         for name, followers in _FOLLOWING.get(group, {}).items():
             stale = [one for one in followers if one in left_out and one not in fields]

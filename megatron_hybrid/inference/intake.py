@@ -15,7 +15,6 @@ from megatron_hybrid.inference.sampling import SamplingParams
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""
 
-
 NO_TOKEN = -1
 """A `termination_id` that never comes, as in megatron-core."""
 

@@ -157,17 +157,15 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             ignored = [re.compile(pattern) for pattern in adapter.ignored]
             given = {adapter.text_name(name): name for name in files.names()}
             # A pattern may fit a tensor of a larger model of the architecture.
-            wanted = {name for tensor in adapter.tensors(config) for name in tensor.theirs}
+            tensor_maps = list(adapter.tensors(config))
+            wanted = {name for tensor_map in tensor_maps for name in tensor_map.theirs}
             given = {
                 name: file_name
                 for name, file_name in given.items()
                 if name in wanted or not any(pattern.fullmatch(name) for pattern in ignored)
             }
             shapes = {name: files.shape(file_name) for name, file_name in given.items()}
-            maps = [
-                adapter.as_found(tensor_map, config, shapes)
-                for tensor_map in adapter.tensors(config)
-            ]
+            maps = [adapter.as_found(tensor_map, config, shapes) for tensor_map in tensor_maps]
             embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
             if config.share_embeddings_and_output_weights and _HEAD in given:
                 if embedding in given:

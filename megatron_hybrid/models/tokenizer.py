@@ -120,7 +120,7 @@ class Tokenizer:
             end_tokens=_read_end_tokens(folder),
             settings=settings,
             chat_templates=templates,
-            generation_config=_read_generation_config(folder),
+            generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
         )
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -148,8 +148,7 @@ class Tokenizer:
         name = self._named.get("eos_token")
         stated = [] if name is None else [self._tokenizer.token_to_id(name)]
         if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != self.end_tokens:
-            values = _read_generation_config(folder)
-            _write_json(path, {**values, "eos_token_id": list(self.end_tokens)})
+            _write_json(path, {**_read_if_there(path), "eos_token_id": list(self.end_tokens)})
 
     @cached_property
     def vocab_size(self) -> int:
@@ -307,6 +306,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda path: path.write_text(text, encoding="utf-8"))
@@ -347,7 +350,7 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 def _read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json with what older checkpoints keep apart from it."""
     path = folder / TOKENIZER_CONFIG_FILE
-    settings = _read_json(path) if path.exists() else {}
+    settings = _read_if_there(path)
     older = folder / SPECIAL_TOKENS_FILE
     if "added_tokens_decoder" not in settings and older.exists():
         settings.update(_read_json(older))
@@ -394,16 +397,11 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
     return {name: ChatTemplate(source, origin) for name, source in sources.items()}
 
 
-def _read_generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / GENERATION_CONFIG_FILE
-    return _read_json(path) if path.exists() else {}
-
-
 def _read_end_tokens(folder: Path) -> list[int]:
     """Ids that end an answer: generation_config.json says, else config.json."""
     for name in (GENERATION_CONFIG_FILE, "config.json"):
         path = folder / name
-        values = _read_json(path) if path.exists() else {}
+        values = _read_if_there(path)
         ids = values.get("eos_token_id")
         if ids is None and isinstance(values.get("text_config"), dict):
             ids = values["text_config"].get("eos_token_id")

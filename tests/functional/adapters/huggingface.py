@@ -27,9 +27,10 @@ def read_values(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def build(name: str) -> PreTrainedModel:
-    """The model, each number of it drawn: no two tensors could be taken for one another."""
-    values = read_values(name)
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """The model, each number of it drawn: no two tensors could be taken for one another. changes:
+    of its config."""
+    values = {**read_values(name), **changes}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

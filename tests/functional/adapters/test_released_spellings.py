@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from huggingface import build
+from huggingface import Reference, build
 from safetensors import safe_open
 
 import megatron_hybrid as mh
@@ -47,6 +47,18 @@ OLMO = {**KIMI, "rope_parameters": {"rope_theta": None}}
 
 def config_of(model_type, **values):
     return adapters()[model_type].config(values)
+
+
+def test_a_layer_that_is_no_layer_in_a_smaller_model(tmp_path):
+    """The 62nd layer of DeepSeek-V3 is a head that predicts a second token, unless there are more
+    layers."""
+    theirs = build("deepseek_v3", num_hidden_layers=63, first_k_dense_replace=63)
+    theirs.save_pretrained(tmp_path)
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.arange(30).view(1, 30)
+    with torch.no_grad():
+        expected = Reference(theirs).logits(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
 
 def test_kimi_layers_by_number():

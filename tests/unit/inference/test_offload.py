@@ -55,26 +55,6 @@ def empty_pool(engine):
     poison(engine)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_tier_that_could_hold_nothing_is_refused_and_the_least_one_serves(
-    pattern, tier, tmp_path
-):
-    model, name = tiny_model(pattern), f"{tier}_cache_bytes"
-    folder = tmp_path / "cache"
-    with pytest.raises(ValueError, match=f"{name}=1 holds nothing") as error:
-        tiny_engine(model, **{**tier_fields(tier, folder), name: 1})
-    assert not folder.exists()
-    least = int(re.search(r"have (\d+) bytes", str(error.value))[1])
-    with pytest.raises(ValueError, match=f"{name}={least - 1} holds nothing"):
-        tiny_engine(model, **{**tier_fields(tier, folder), name: least - 1})
-    with tiny_engine(model, **{**tier_fields(tier, folder), name: least}) as engine:
-        prompt = random_tokens(engine.config.block_size_tokens)
-        answer(engine, prompt, 0)
-        empty_pool(engine)
-        assert answer(engine, [*prompt, 1], 1).prefix.fetched_tokens == len(prompt)
-
-
 def answer(engine, prompt, count=6):
     result = engine.generate([prompt], greedy(count))[0]
     engine.check_integrity()
@@ -152,6 +132,26 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
         assert again.prefix.fetched_tokens == 90
         assert again.generated_tokens == expected
     engine.close()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_that_could_hold_nothing_is_refused_and_the_least_one_serves(
+    pattern, tier, tmp_path
+):
+    model, name = tiny_model(pattern), f"{tier}_cache_bytes"
+    folder = tmp_path / "cache"
+    with pytest.raises(ValueError, match=f"{name}=1 holds nothing") as error:
+        tiny_engine(model, **{**tier_fields(tier, folder), name: 1})
+    assert not folder.exists()
+    least = int(re.search(r"have (\d+) bytes", str(error.value))[1])
+    with pytest.raises(ValueError, match=f"{name}={least - 1} holds nothing"):
+        tiny_engine(model, **{**tier_fields(tier, folder), name: least - 1})
+    with tiny_engine(model, **{**tier_fields(tier, folder), name: least}) as engine:
+        prompt = random_tokens(engine.config.block_size_tokens)
+        answer(engine, prompt, 0)
+        empty_pool(engine)
+        assert answer(engine, [*prompt, 1], 1).prefix.fetched_tokens == len(prompt)
 
 
 def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):

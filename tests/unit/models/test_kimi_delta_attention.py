@@ -56,8 +56,8 @@ NORMS = {
 @torch.no_grad()
 def test_equals_the_recurrence(negative, fields, zero_centered):
     model = small_model("K", linear_allow_neg_eigval=negative, linear_norm_epsilon=1e-2, **fields)
-    assert model.decoder.layers[0].self_attention.out_norm.zero_centered == zero_centered
     mixer = model.decoder.layers[0].self_attention
+    assert mixer.out_norm.zero_centered == zero_centered
     mixer.out_norm.weight.normal_(1.0, 0.3)
     mixer.dt_bias.normal_()
     x_Th = torch.randn(21, 48)
