@@ -237,7 +237,7 @@ def _plan(options: argparse.Namespace) -> int:
     config = read_model_config(options.model)
     result = plan(config, round(options.memory * GB), context, options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
-    return 0
+    return 0 if result.settings else 1
 
 
 def _profile(options: argparse.Namespace) -> int:

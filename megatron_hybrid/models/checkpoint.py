@@ -215,15 +215,23 @@ def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
     """The config of a checkpoint, ours or Hugging Face's; `overrides` are fields of this run.
 
     Raises:
-        CheckpointError: config.json is missing, unreadable or not a config.
+        CheckpointError: config.json is missing, unreadable or not a config, or the weights are
+            quantized.
         ValueError, TypeError: an override is not possible.
     """
     path = Path(folder) / CONFIG_FILE
-    return config_of(read_json(path), str(path), **overrides)
+    values = read_json(path)
+    if (method := quantization(values)) is not None:
+        raise CheckpointError(
+            f"{path} has a quantization_config of quant_method={method!r}; only unquantized "
+            "weights can be read: load them in transformers, dequantize, and save them again."
+        )
+    return config_of(with_dtype(values, path.parent), str(path), **overrides)
 
 
 def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
-    """The config that the content of a config.json describes.
+    """The config that the content of a config.json describes. What it says of the quantization of
+    weights is passed over: the model is as it would be with weights in floating point.
 
     Raises:
         CheckpointError: it is no usable config, or of an unknown architecture.
@@ -232,6 +240,11 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
     try:
         if _is_huggingface(values):
             return _huggingface_config(values, source, **overrides)
+        if "layer_pattern" not in values:
+            raise CheckpointError(
+                f"{source} has neither a layer_pattern, as ours have, nor a model_type, as those "
+                "of transformers have. Convert the model to one of these."
+            )
         return HybridConfig.from_dict(values, **overrides)
     except CheckpointError:
         raise
@@ -240,6 +253,38 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
             config_of(values, source)  # if that is usable, the fault is not the file's
             raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error
+
+
+def quantization(values: Mapping[str, Any]) -> str | None:
+    """How a config.json says that its weights are quantized ("fp8"); None: they are not."""
+    for part in _parts(values):
+        if isinstance(found := part.get("quantization_config"), Mapping) and found:
+            return str(found.get("quant_method"))
+    return None
+
+
+def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The content of a config.json, with a `dtype` where Hugging Face's names none: of quantized
+    weights bfloat16, else that of the folder's first floating-point tensor, as in
+    transformers. Without weights it stays as it is, which is float32."""
+    named = any(part.get(key) for part in _parts(values) for key in ("dtype", "torch_dtype"))
+    if named or not _is_huggingface(values):
+        return values
+    if quantization(values) is not None:
+        return {**values, "dtype": "bfloat16"}
+    try:
+        with TensorFiles.open(folder) as files:
+            dtypes = map(files.dtype, files.names())
+            found = next((dtype for dtype in dtypes if dtype in _FLOATS), None)
+    except CheckpointError:  # none are there, or who reads them will say what is wrong with them
+        found = None
+    return values if found is None else {**values, "dtype": str(found).removeprefix("torch.")}
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config.json, and the language model in it where it is a composite one."""
+    text = values.get("text_config")
+    return [values, text] if isinstance(text, Mapping) else [values]
 
 
 def read_json(path: Path) -> dict[str, Any]:

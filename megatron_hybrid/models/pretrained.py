@@ -63,9 +63,9 @@ def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
         tokenizer = Tokenizer.from_folder(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.base_vocab_size > vocab_size:
         raise CheckpointError(
-            f"{file} has {tokenizer.vocab_size} tokens, but the model's "
+            f"{file} has {tokenizer.base_vocab_size} tokens, but the model's "
             f"vocab_size is {vocab_size}. They do not belong together."
         )
     return tokenizer

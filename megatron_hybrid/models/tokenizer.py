@@ -155,6 +155,12 @@ class Tokenizer:
         """Number of token ids, up to the highest."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
+    @cached_property
+    def base_vocab_size(self) -> int:
+        """The same without added tokens: of these a model may lack some that it never uses, such as
+        the one for images in a model of text."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 

@@ -15,7 +15,13 @@ import torch
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
 from megatron_hybrid.inference.memory import cache_spec_of
-from megatron_hybrid.models.checkpoint import CONFIG_FILE, config_of, read_json
+from megatron_hybrid.models.checkpoint import (
+    CONFIG_FILE,
+    config_of,
+    quantization,
+    read_json,
+    with_dtype,
+)
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
@@ -61,15 +67,19 @@ class Plan:
     layer_pattern: str
     parameters: int
     weight_bytes: int
+    dtype: str
+    """Of weights and KV."""
+    quantization: str | None
+    """How the weights are published ("fp8"), where they have to be dequantized to be loaded."""
     memory_bytes: int
     cache_bytes: int
-    """What is left for live requests and cached prefixes."""
+    """What is left for live requests and cached prefixes; 0: the weights do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
     """The same model with full attention in place of every recurrent, window and chunked layer."""
-    settings: dict[str, Any]
-    """Recommended fields of InferenceConfig."""
+    settings: dict[str, Any] | None
+    """Recommended fields of InferenceConfig; None: there is no room for one request."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
@@ -82,14 +92,15 @@ class Plan:
 
 def read_model_config(path: str) -> HybridConfig:
     """The config of a checkpoint folder ("demo": the one in the package), or of a config.json
-    alone; ours or Hugging Face's.
+    alone; ours or Hugging Face's. Of quantized weights, the config that they have dequantized.
 
     Raises:
         CheckpointError: it cannot be read or used.
     """
     folder = model_folder(path)
     file = folder / CONFIG_FILE if folder.is_dir() else folder
-    return config_of(read_json(file), str(file), perform_initialization=False)
+    values = with_dtype(read_json(file), file.parent)
+    return config_of(values, str(file), perform_initialization=False)
 
 
 def parse_count(text: str) -> int:
@@ -117,44 +128,47 @@ def plan(
         state_encoding: of checkpoints, as in InferenceConfig.
 
     Raises:
-        ValueError: an unknown encoding, or the weights leave no room for one request.
+        ValueError: an unknown encoding.
     """
     with torch.device("meta"):
         model = build_hybrid_model(config)
     parameters = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    cache_bytes = int(memory_bytes * (1 - RESERVED)) - weight_bytes
+    cache_bytes = max(0, int(memory_bytes * (1 - RESERVED)) - weight_bytes)
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
     footprint = _footprint(spec, cache_bytes, context)
-    if cache_bytes < footprint.request_bytes:
-        raise ValueError(
-            f"the weights take {size(weight_bytes)} of {size(memory_bytes)}, which leaves no room "
-            f"for one request of {context} tokens "
-            f"({size(footprint.request_bytes)} beside {RESERVED:.0%} for activations). "
-            "Give more memory or a shorter context."
-        )
-    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
-    live = requests * (spec.state_bytes + spec.hidden_bytes)
     return Plan(
         layer_pattern=config.layer_pattern,
         parameters=sum(p.numel() for p in parameters),
         weight_bytes=weight_bytes,
+        dtype=str(config.params_dtype).removeprefix("torch."),
+        quantization=quantization(config.huggingface_config or {}),
         memory_bytes=memory_bytes,
         cache_bytes=cache_bytes,
         context=context,
         model=footprint,
         pure_attention=_footprint(_pure_attention(spec, config, model), cache_bytes, context),
-        # Half of the requests that would fit: prefixes live in the other half of the memory.
-        settings={
-            "prefix_caching": "restore",
-            "block_size_tokens": block,
-            "state_encoding": state_encoding,
-            "cache_bytes": cache_bytes - live,
-            "max_requests": requests,
-            "max_sequence_length": context,
-        },
+        settings=_settings(spec, footprint, cache_bytes, context, state_encoding),
     )
+
+
+def _settings(
+    spec: CacheSpec, footprint: Footprint, cache_bytes: int, context: int, state_encoding: str
+) -> dict[str, Any] | None:
+    """As in `Plan.settings`. Half of the requests that would fit: prefixes live in the other half
+    of the memory."""
+    if not footprint.largest_batch:
+        return None
+    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+    return {
+        "prefix_caching": "restore",
+        "block_size_tokens": spec.block_size_tokens,
+        "state_encoding": state_encoding,
+        "cache_bytes": cache_bytes - requests * (spec.state_bytes + spec.hidden_bytes),
+        "max_requests": requests,
+        "max_sequence_length": context,
+    }
 
 
 def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
@@ -190,9 +204,9 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
         checkpoint_bytes=checkpoint,
         break_even_tokens=math.ceil(checkpoint / per_token) if per_token and checkpoint else None,
         request_bytes=request,
-        largest_batch=max(0, cache_bytes // request),
-        cached_prefixes=max(0, cache_bytes // prefix),
-        checkpoints=max(0, cache_bytes // checkpoint) if checkpoint else None,
+        largest_batch=cache_bytes // request,
+        cached_prefixes=cache_bytes // prefix,
+        checkpoints=cache_bytes // checkpoint if checkpoint else None,
     )
 
 
@@ -235,17 +249,31 @@ def render(result: Plan) -> str:
     widths[1] = max(widths[1], len("this model"))
     widths[2] = max(widths[2], len("pure attention"))
     symbols = layer_symbols(result.layer_pattern)
+    if result.settings is None:
+        advice = (
+            f"no room: the weights take {size(result.weight_bytes)} of "
+            f"{size(result.memory_bytes)}, and one request of {result.context:,} tokens "
+            f"{size(ours.request_bytes)} beside {RESERVED:.0%} for activations. Give more memory "
+            "(that of all devices which share the model), or a shorter context"
+        )
+    else:
+        settings = ", ".join(f"{key}={value!r}" for key, value in result.settings.items())
+        advice = (
+            "recommended, half of the largest batch, so that prefixes have room: "
+            f"InferenceConfig({settings})"
+        )
+    published = ""
+    if result.quantization is not None:
+        published = f" (published as {result.quantization}; dequantize them to load them)"
     lines = [
         f"{len(symbols)} layers in the pattern, {result.parameters:,} parameters, "
-        f"weights {size(result.weight_bytes)}",
+        f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
         f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
         f"{size(result.cache_bytes)} for requests and cache; context {result.context:,} tokens",
         "",
         f"{'':{widths[0]}}  {'this model':>{widths[1]}}  {'pure attention':>{widths[2]}}",
         *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
         "",
-        "recommended, half of the largest batch, so that prefixes have room: InferenceConfig("
-        + ", ".join(f"{key}={value!r}" for key, value in result.settings.items())
-        + ")",
+        advice,
     ]
     return "\n".join(lines)

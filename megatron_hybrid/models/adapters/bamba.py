@@ -39,7 +39,7 @@ class Bamba(Adapter):
         symbols = ["*" if i in attention else "M" for i in range(required(hf, "num_hidden_layers"))]
         fields = {
             **model_fields(hf),
-            **attention_fields(hf),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
             **rotary_fields(hf, partial=True),
             **mamba2_fields(hf, hf["rms_norm_eps"]),
             "layer_pattern": "".join(f"{symbol}-" for symbol in symbols),

@@ -43,7 +43,7 @@ class FalconH1(Adapter):
             mamba_use_mlp=True,
         )
         gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
-        attention = attention_fields(hf)
+        attention = attention_fields({"num_key_value_heads": 8, **hf})
         return {
             **model_fields(hf),
             **attention,
@@ -59,7 +59,7 @@ class FalconH1(Adapter):
             "attention_output_multiplier": hf.get("attention_out_multiplier", 1.0),
             "mamba_input_multiplier": hf.get("ssm_in_multiplier", 1.0),
             "mamba_output_multiplier": hf.get("ssm_out_multiplier", 1.0),
-            "mamba_section_multipliers": hf.get("ssm_multipliers"),
+            "mamba_section_multipliers": hf.get("ssm_multipliers") or [1.0] * 5,
             "mamba_gated_norm": _gated_norm(hf),
             "ffn_hidden_size": required(hf, "intermediate_size"),
             "activation_func": activation(hf),

@@ -83,13 +83,7 @@ def activation(hf: Mapping[str, Any], key: str = "hidden_act", default: str = "s
 
 
 def model_fields(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any]:
-    """Sizes of the whole model; ValueError where its weights are not floating-point numbers."""
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"config.json has a quantization_config of quant_method={method!r}; only unquantized "
-            "weights can be read: load them in transformers, dequantize, and save them again"
-        )
+    """Sizes of the whole model."""
     only(hf, per_layer_config=(None, {}))
     return {
         "vocab_size": required(hf, "vocab_size"),

@@ -53,7 +53,7 @@ class GptOss(Adapter):
         has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
         return {
             **model_fields({"rms_norm_eps": 1e-5, **hf}),
-            **attention_fields({"head_dim": 64, **hf}),
+            **attention_fields({"head_dim": 64, "num_key_value_heads": 8, **hf}),
             **rotary_fields(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
             "layer_pattern": "".join(f"{symbol}E" for symbol in symbols),
             "sliding_window": hf.get("sliding_window", 128),

@@ -41,7 +41,7 @@ class GraniteMoeHybrid(Adapter):
         fields = {
             **model_fields(hf),
             **attention_fields(hf),
-            **mamba2_fields(hf, hf.get("rms_norm_eps", 1e-6)),
+            **(mamba2_fields(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
             "layer_pattern": "".join(symbol + mlp for symbol in symbols),
             "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
             "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),

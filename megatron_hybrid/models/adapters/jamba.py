@@ -46,7 +46,7 @@ class Jamba(Adapter):
         width = required(hf, "intermediate_size")
         fields = {
             **model_fields(hf),
-            **attention_fields(hf),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
             "position_embedding_type": "none",
             "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "mamba1_inner_size": hf.get("mamba_expand", 2) * required(hf, "hidden_size"),

@@ -66,7 +66,7 @@ def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     hf = {"norm_eps": 1e-5, **hf, "tie_word_embeddings": tied}
     return {
         **model_fields(hf, "norm_eps"),
-        **attention_fields(hf),
+        **attention_fields({"num_key_value_heads": 8, **hf}),
         **rotary_fields(hf, 1e6),
         "qk_layernorm": True,
         "short_conv_kernel": hf.get("conv_L_cache", 3),

@@ -45,7 +45,7 @@ class Llama4(Adapter):
         pattern = _pattern(hf)
         return {
             **model_fields({"rms_norm_eps": 1e-5, **hf}),
-            **attention_fields(hf),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
             **rotary_fields(hf, 500000.0),
             "layer_pattern": pattern,
             "layer_overrides": {"*": without_rope} if "*" in pattern else {},

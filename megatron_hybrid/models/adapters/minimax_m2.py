@@ -47,7 +47,7 @@ class MiniMaxM2(Adapter):
             only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
         topk = hf.get("num_experts_per_tok", 8)
         check_sigmoid_topk(topk)
-        heads = attention_fields({"head_dim": 128, **hf})
+        heads = attention_fields({"head_dim": 128, "num_key_value_heads": 8, **hf})
         if (rotary_dim := hf.get("rotary_dim")) is not None:
             hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}
         return {

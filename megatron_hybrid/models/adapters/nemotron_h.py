@@ -59,7 +59,7 @@ class NemotronH(Adapter):
         pattern = _pattern(hf)
         fields = {
             **model_fields(hf, "layer_norm_epsilon"),
-            **attention_fields(hf),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
             "position_embedding_type": "none",
             "layer_pattern": pattern,
             "mamba_num_heads": hf.get("mamba_num_heads", 128),

@@ -18,6 +18,8 @@ class Qwen35(Qwen3Next):
     model_types = ("qwen3_5_text",)
     composite_types = ("qwen3_5",)
     ignored = (r"mtp\..*", r"model\.visual\..*")
+    key_value_heads = 4
+    """Where config.json leaves them out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""

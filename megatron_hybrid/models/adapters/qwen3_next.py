@@ -34,6 +34,8 @@ class Qwen3Next(Adapter):
 
     model_types = ("qwen3_next",)
     ignored = (r"mtp\..*",)  # the head that predicts several tokens
+    key_value_heads = 2
+    """Where config.json leaves them out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
@@ -42,7 +44,9 @@ class Qwen3Next(Adapter):
         key_heads = hf.get("linear_num_key_heads", 16)
         return {
             **model_fields(hf),
-            **attention_fields({"head_dim": 256, **hf}),
+            **attention_fields(
+                {"head_dim": 256, "num_key_value_heads": self.key_value_heads, **hf}
+            ),
             **rotary_fields({"partial_rotary_factor": 0.25, **hf}, partial=True),
             **self._mlp_fields(hf),
             "layer_pattern": "".join(map("".join, zip(_mixers(hf), self._mlps(hf)))),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_hybrid.models.checkpoint import CheckpointError, config_of
-from megatron_hybrid.tools.plan import plan
+from megatron_hybrid.models.checkpoint import CheckpointError, config_of, read_config
+from megatron_hybrid.tools.plan import plan, read_model_config
 
 FOLDER = Path(__file__).parent / "hub_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -59,7 +59,7 @@ EXPECTED = {
     "gemma_3_27b": (spread("WWWWW*" * 10 + "WW", "-"), kv(10, 16, 128), 0),
     "gemma_3_4b": (spread("WWWWW*" * 5 + "WWWW", "-"), kv(5, 4, 256), 0),
     "gemma_4_31b": (spread("WWWWW*" * 10, "-"), kv(10, 4, 512), 0),
-    "gpt_oss_20b": ("WE*E" * 12, kv(12, 8, 64, 4), 0),
+    "gpt_oss_20b": ("WE*E" * 12, kv(12, 8, 64), 0),
     "granite_4_0_h_micro": (
         spread("MMMMM*" + "MMMMMMMMM*" * 3 + "MMMM", "-"),
         kv(4, 8, 64),
@@ -90,7 +90,7 @@ EXPECTED = {
     "llama_4_scout": ("LELELE*E" * 12, kv(12, 8, 128), 0),
     "mamba_130m": ("S" * 24, 0, 24 * mamba1(1536, 16, 4)),
     "mamba_codestral_7b": ("M" * 64, 0, 64 * mamba2(128, 64, 128, 8)),
-    "minimax_m2": ("*E" * 62, kv(62, 8, 128, 4), 0),
+    "minimax_m2": ("*E" * 62, kv(62, 8, 128), 0),
     "nemotron_3_nano_30b_a3b": (
         "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
         kv(6, 2, 128),
@@ -129,8 +129,9 @@ def config_here(values):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_and_sizes(name):
-    footprint = plan(config_here(read(name)), 10**13, 8192)
+    footprint = plan(read_model_config(FOLDER / f"{name}.json"), 10**13, 8192)
     pattern, kv_bytes, state_bytes = EXPECTED[name]
+    assert footprint.quantization == QUANTIZED.get(name)
     assert footprint.layer_pattern == pattern
     assert footprint.model.kv_bytes_per_token == kv_bytes
     assert footprint.model.state_bytes == state_bytes
@@ -153,17 +154,67 @@ def test_transformers_reads_it_alike(name):
     assert plan(ours, 10**13, 1024).parameters == parameters
 
 
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_is_left_out_is_refused_or_means_what_it_does_in_transformers(name):
+    """Each one in turn, but for those that say what is read at all."""
+    values = read(name)
+    kept = ("model_type", "architectures", "dtype", "torch_dtype", "vision_config")
+    num_compared = 0
+    for key in (values.get("text_config") or values).keys() - set(kept):
+        less = json.loads(json.dumps(values))
+        del less.get("text_config", less)[key]
+        try:
+            theirs = AutoConfig.for_model(**less)
+        except Exception:  # whatever it is, they cannot do without this key
+            continue
+        try:
+            ours = config_here(less)
+        except CheckpointError:
+            continue
+        written = json.loads(theirs.to_json_string(use_diff=False))
+        written["dtype"] = less.get("dtype") or less.get("torch_dtype")
+        assert layers(config_here(written)) == layers(ours), key
+        num_compared += 1
+    assert num_compared >= 5
+
+
+def layers(config):
+    """What a config says of each layer, however it says so."""
+    fields = config.to_dict()
+    del fields["huggingface_config"]
+    if not fields.pop("layer_overrides"):
+        return fields
+    each = [config.for_layer(number).to_dict() for number in range(config.num_layers)]
+    return [{**layer, "huggingface_config": None, "layer_overrides": None} for layer in each]
+
+
+def test_granite_of_attention_alone():
+    """It needs no sizes of Mamba layers."""
+    values = read("granite_4_0_h_micro")
+    values = {key: value for key, value in values.items() if not key.startswith("mamba")}
+    values["layer_types"] = ["attention"] * values["num_hidden_layers"]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    parameters = sum(parameter.numel() for parameter in theirs.parameters())
+    assert plan(config_here(values), 10**13, 1024).parameters == parameters
+
+
 @pytest.mark.parametrize(("name", "method"), QUANTIZED.items())
-def test_quantized_weights_are_refused(name, method):
-    values = json.loads((FOLDER / f"{name}.json").read_text())
+def test_quantized_weights_are_refused(name, method, tmp_path):
+    (tmp_path / "config.json").write_bytes((FOLDER / f"{name}.json").read_bytes())
     with pytest.raises(CheckpointError, match=f"quant_method='{method}'.*dequantize"):
-        config_here(values)
+        read_config(tmp_path)
 
 
-def test_quantized_weights_of_a_composite_model_are_refused():
-    quantized = {"quantization_config": {"quant_method": "compressed-tensors"}}
-    with pytest.raises(CheckpointError, match="quant_method='compressed-tensors'"):
-        config_here({**read("llama_4_scout"), **quantized})
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_quantized_weights_of_a_composite_model_are_refused(part, tmp_path):
+    values = read("llama_4_scout")
+    (values[part] if part else values)["quantization_config"] = {"quant_method": "modelopt"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
+        read_config(tmp_path)
+    assert plan(read_model_config(tmp_path), 10**13, 8192).quantization == "modelopt"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import megatron_hybrid as mh
 from megatron_hybrid.models import pretrained
 from megatron_hybrid.models.checkpoint import save_huggingface
 from megatron_hybrid.tools.convert import convert
+from megatron_hybrid.tools.plan import read_model_config
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
@@ -183,6 +184,18 @@ def test_some_tensors_in_fp32(folder):
     change_weights(folder, lambda t: t.update({K_PROJ: t[K_PROJ].double()}))
     with pytest.raises(mh.CheckpointError, match=f"{K_PROJ} is torch.float64"):
         mh.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dtype_that_is_left_out_is_that_of_the_weights(folder, dtype):
+    LlamaForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    change_config(folder, dtype=None)
+    model, _ = mh.load_pretrained(folder)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    assert model.config.params_dtype == theirs.dtype == dtype
+    assert read_model_config(folder).params_dtype == dtype
+    (folder / "model.safetensors").write_bytes(b"")  # it cannot tell, but who loads it will
+    assert read_model_config(folder).params_dtype == torch.float32
 
 
 def test_missing_shard(llama, tmp_path):

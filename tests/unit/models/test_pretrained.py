@@ -5,6 +5,7 @@ import tokenizers
 import torch
 from small_models import random_tokens, small_model
 
+from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint
 from megatron_hybrid.models.pretrained import load_pretrained
 from megatron_hybrid.models.tokenizer import Tokenizer
@@ -74,8 +75,23 @@ def test_unreadable_tokenizer(folder):
 
 def test_tokenizer_of_another_model(folder):
     byte_tokenizer(300).save(folder)
-    with pytest.raises(CheckpointError, match="has 300 tokens, but the model's vocab_size is 261"):
+    with pytest.raises(CheckpointError, match="has 299 tokens, but the model's vocab_size is 261"):
         load_pretrained(folder)
+
+
+def test_added_tokens_beyond_the_vocabulary(folder):
+    """As Gemma 3's tokenizer has one for images, which the models of text alone lack."""
+    path = folder / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.add_special_tokens(["<image>"])
+    inner.save(str(path))
+    model, tokenizer = load_pretrained(folder)
+    assert tokenizer.tokenize("a<image>")[1] == tokenizer.vocab_size - 1 == model.vocab_size
+    engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig())
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        engine.generate(["a<image>"])
+    [result] = engine.generate(["a"], SamplingParams(num_tokens_to_generate=3))
+    assert result.generated_tokens
 
 
 @pytest.mark.parametrize("text", ["Hello, world!", "  two  spaces\n\ttab ", "Zażółć 漢字 🙂", ""])

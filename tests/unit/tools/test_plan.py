@@ -98,14 +98,23 @@ def test_unknown_encoding():
 
 
 def test_no_room():
-    with pytest.raises(ValueError, match=r"the weights take 16\.2 GB of 17 GB"):
-        plan(NEMOTRON_H_8B, 17 * 10**9, 100_000)
+    """What a token and a state cost is told all the same."""
+    room, none, not_even_weights = (
+        plan(NEMOTRON_H_8B, gigabytes * 10**9, 100_000) for gigabytes in (80, 17, 10)
+    )
+    for result in (none, not_even_weights):
+        assert result.settings is None and result.model.largest_batch == 0
+        assert result.model.kv_bytes_per_token == room.model.kv_bytes_per_token
+        assert "16.38 kB" in render(result) and "InferenceConfig" not in render(result)
+    assert "no room: the weights take 16.2 GB of 17 GB" in render(none)
+    assert not_even_weights.cache_bytes == 0
 
 
 def test_table_and_json():
     result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
     text = render(result)
     assert "KV per token" in text and "16.38 kB" in text and "pure attention" in text
+    assert "weights 16.2 GB in bfloat16\n" in text
     assert json.loads(json.dumps(result.to_dict()))["model"]["kv_bytes_per_token"] == 16 << 10
 
 
@@ -128,6 +137,9 @@ def test_config_files(tmp_path):
         assert read_model_config(str(path)).to_dict() == NEMOTRON_H_8B.to_dict()
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):
+        read_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"d_model": 768, "ssm_cfg": {}}')
+    with pytest.raises(CheckpointError, match=r"has neither a layer_pattern.*nor a model_type"):
         read_model_config(str(tmp_path))
     with pytest.raises(CheckpointError, match="does not exist"):
         read_model_config(str(tmp_path / "no.json"))
