@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit(__doc__)
     on_gpu = torch.cuda.is_available()
     rank = int(os.environ["LOCAL_RANK"])
     if on_gpu:

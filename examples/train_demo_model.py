@@ -74,7 +74,7 @@ class Recipe:
 
     def learning_rate_at(self, step: int) -> float:
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        fall = min(1.0, (self.steps - step) / (self.steps - self.decay_start))
+        fall = min(1.0, (self.steps - step) / max(1, self.steps - self.decay_start))
         return self.learning_rate * min(warm, fall)
 
     def sequence_length_at(self, step: int) -> int:
@@ -376,10 +376,11 @@ def train(run: Run, text_folder: Path, save_minutes: float, eval_every: int):
     model = shape_model(recipe)
     weights = MasterWeights(model, recipe)
     step, seconds = 0, 0.0
+    losses: list[float] = []  # of the steps since the last line of the log
     if state := run.load():
         weights.load_state_dict(state["weights"])
         data.state = state["data"]
-        step, seconds = state["step"], state["seconds"]
+        step, seconds, losses = state["step"], state["seconds"], state["losses"]
     if not rank:
         run.cut_log(step)
     run.log(
@@ -394,7 +395,7 @@ def train(run: Run, text_folder: Path, save_minutes: float, eval_every: int):
         task = bar.add_task("training", total=recipe.steps, completed=step, note="")
         stop_signals = _stop_signals()
         last_save = last_log = time.monotonic()
-        losses: list[float] = []
+        timed_from = step
         while step < recipe.steps:
             length, step_loss = recipe.sequence_length_at(step), 0.0
             for index in range(recipe.micro_batches):
@@ -413,21 +414,28 @@ def train(run: Run, text_folder: Path, save_minutes: float, eval_every: int):
             bar.update(task, completed=step, note=f"loss {losses[-1]:.3f}")
             if step % 10 == 0 or step == recipe.steps:
                 now = time.monotonic()
-                seconds, rate = seconds + now - last_log, len(losses) * recipe.batch_tokens
+                tokens = (step - timed_from) * recipe.batch_tokens
+                seconds += now - last_log
                 run.log(
                     step=step,
                     loss=round(sum(losses) / len(losses), 4),
                     gradient_norm=round(norm, 3),
                     learning_rate=recipe.learning_rate_at(step - 1),
-                    tokens_per_second=round(rate / (now - last_log)),
+                    tokens_per_second=round(tokens / (now - last_log)),
                     seconds=round(seconds, 1),
                 )
-                losses, last_log = [], now
+                losses, last_log, timed_from = [], now, step
             if step % eval_every == 0 or step == recipe.steps:
                 run.log(step=step, **held_out_loss(model, evaluation, num_bytes))
             due = time.monotonic() - last_save > 60 * save_minutes
             if due or stop or step == recipe.steps:
-                run.save(step=step, seconds=seconds, data=data.state, weights=weights.state_dict())
+                run.save(
+                    step=step,
+                    seconds=seconds,
+                    losses=losses,
+                    data=data.state,
+                    weights=weights.state_dict(),
+                )
                 last_save = time.monotonic()
             if stop:
                 raise SystemExit(f"stopped and saved after step {step}; run again to go on")

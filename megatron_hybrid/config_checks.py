@@ -19,6 +19,10 @@ from megatron_hybrid.ops.activations import ACTIVATIONS
 if TYPE_CHECKING:
     from megatron_hybrid.config import HybridConfig
 
+_EXPERT_BIAS = (
+    "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
+)
+
 # Fields of TransformerConfig that HybridModel does not act upon: the one value it accepts, and what
 # to do instead. Without this table they would be ignored in silence.
 _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
@@ -40,8 +44,8 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "expert_model_parallel_size": (1, "shard by tensor_model_parallel_size"),
     "mtp_num_layers": (None, "train without multi-token prediction"),
     "moe_layer_freq": (1, "place the symbols E and - in layer_pattern"),
-    "moe_aux_loss_coeff": (0.0, "balance the experts by moe_router_enable_expert_bias"),
-    "moe_z_loss_coeff": (None, "balance the experts by moe_router_enable_expert_bias"),
+    "moe_aux_loss_coeff": (0.0, f"balance the experts by {_EXPERT_BIAS}"),
+    "moe_z_loss_coeff": (None, f"balance the experts by {_EXPERT_BIAS}"),
     "moe_input_jitter_eps": (None, "use hidden_dropout"),
     "moe_router_dtype": ("fp32", "route in fp32"),
     "moe_router_force_load_balancing": (False, "route by the router"),
@@ -221,7 +225,7 @@ def _require_divisible(config: HybridConfig, *fields: str) -> None:
         if value % size:
             raise ValueError(
                 f"{field} is {value}, which does not divide evenly over "
-                f"tensor_model_parallel_size={size}. Use a multiple of {size}."
+                f"tensor_model_parallel_size={size}. Use a multiple of {size}, or fewer ranks."
             )
 
 
@@ -405,7 +409,7 @@ def check_routing(config: HybridConfig) -> None:
     if "sinkhorn" in (balancing or ()):
         raise ValueError(
             f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not support: "
-            "balance the experts by moe_router_enable_expert_bias."
+            f"balance the experts by {_EXPERT_BIAS}."
         )
     softmax = config.moe_router_score_function == "softmax"
     if softmax and topk == 1 and not config.moe_router_pre_softmax:

@@ -127,10 +127,16 @@ def run(options: argparse.Namespace) -> None:
 def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[str]:
     """Those that are asked for and installed; says which are not."""
     names = options.engines or [name for name in ENGINES if options.full or name not in LEFT_OUT]
-    for name in names:
-        if not ENGINES[name].installed:
-            console.print(f"left out: {name} ({ENGINES[name].module} is not installed)")
-    installed = [name for name in names if ENGINES[name].installed]
+    missing = [name for name in names if not ENGINES[name].installed]
+    if missing and options.markdown:
+        raise ValueError(
+            f"{options.markdown} would lose its rows of {', '.join(missing)}, for which "
+            f"{ENGINES[missing[0]].module} is not installed: install it, name the engines that are "
+            "to be in the page with --engines, or leave --markdown out"
+        )
+    for name in missing:
+        console.print(f"left out: {name} ({ENGINES[name].module} is not installed)")
+    installed = [name for name in names if name not in missing]
     if not installed:
         raise ValueError("none of the engines is installed: name another one with --engines")
     return installed

@@ -178,6 +178,13 @@ def test_json_round_trip(activation):
     assert again.params_dtype == torch.bfloat16
 
 
+def test_each_field_of_its_own_is_saved_or_said_to_be_of_one_run():
+    """One that is neither would have its default again after `save_checkpoint` and back."""
+    of_one_run = {"layer_spec", "use_cpu_initialization", "hidden_dropout"}
+    fixed = {"attention_dropout", "moe_router_dtype"}
+    assert HybridConfig.__annotations__.keys() - config().to_dict().keys() == of_one_run | fixed
+
+
 def test_overrides_are_fields_of_the_run():
     values = config(mamba_num_groups=2, linear_num_key_heads=2).to_dict()
     again = HybridConfig.from_dict(values, tensor_model_parallel_size=2, hidden_dropout=0.1)

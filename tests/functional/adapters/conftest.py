@@ -1,7 +1,8 @@
 """`pytest tests/functional/adapters --models-table` writes the table in docs/models.md."""
 
 import pytest
-from models_table import TABLE, write_rows
+from huggingface import config_names
+from models_table import TABLE, merge_rows
 
 _ROWS = pytest.StashKey[list]()
 
@@ -18,4 +19,4 @@ def record_row(request):
 
 def pytest_sessionfinish(session, exitstatus):
     if session.config.getoption("--models-table") and exitstatus == 0:
-        write_rows(TABLE, sorted(session.config.stash[_ROWS], key=lambda row: row.name))
+        merge_rows(TABLE, session.config.stash.get(_ROWS, []), config_names())

@@ -42,6 +42,13 @@ class Row:
         )
 
 
+def merge_rows(path: Path, rows: list[Row], names: list[str]) -> None:
+    """Puts rows in place of the table's of the same names, so that a run of some models leaves the
+    others as they were. names: of all models, in order; rows of others go."""
+    known = {row.name: row for row in [*read_rows(path), *rows]}
+    write_rows(path, [known[name] for name in names if name in known])
+
+
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Puts rows in place of the table's."""
     names = [field.name.replace("_", " ") for field in fields(Row)]

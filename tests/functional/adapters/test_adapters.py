@@ -7,14 +7,14 @@ what is compared is always its full forward pass, the one path of it that is rig
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface import Reference, build, config_names, read_values
-from models_table import TABLE, Row, read_rows
+from models_table import TABLE, Row, merge_rows, read_rows
 from reference import greedy, tiny_engine
 from transformers import AutoModelForCausalLM
 
@@ -148,6 +148,15 @@ def test_our_own_checkpoint_of_it(pair, tmp_path):
 def test_every_adapter_is_tried():
     tried = {read_values(name)["model_type"] for name in config_names()}
     assert {adapter.model_types[0] for adapter in adapters().values()} <= tried
+
+
+def test_a_run_of_some_models_keeps_the_rows_of_the_others(tmp_path):
+    page = tmp_path / "models.md"
+    page.write_text(TABLE.read_text())
+    before, names = read_rows(page), config_names()
+    new = replace(before[3], max_logit_difference="1.0e+00")
+    merge_rows(page, [new], [name for name in names if name != names[1]])
+    assert read_rows(page) == [before[0], before[2], new, *before[4:]]
 
 
 def test_the_table_in_the_docs_is_of_these_models():

@@ -3,12 +3,14 @@
 import gc
 import json
 import sys
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 
 from benchmarks.replay.__main__ import main
+from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import deep_size, footprint
 from benchmarks.replay.sweep import Cell
@@ -263,6 +265,15 @@ def test_a_page_without_marks_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="results: begin"):
         main([*ARGUMENTS, "--engines", "ceiling", "--markdown", str(page)])
     assert page.read_text() == "nothing here"
+
+
+def test_a_page_does_not_lose_the_rows_of_engines_that_are_not_installed(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(results := f"{BEGIN}\n| vllm | 50.0 |\n{END}\n")
+    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module="nowhere"))
+    with pytest.raises(SystemExit, match="would lose its rows of vllm, for which nowhere is not"):
+        main([*ARGUMENTS, "--engines", "ceiling", "vllm", "--markdown", str(page)])
+    assert page.read_text() == results
 
 
 def test_plots_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
