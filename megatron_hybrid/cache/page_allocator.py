@@ -67,13 +67,12 @@ class PageAllocator:
         at = indices(pages)
         refs = self.ref_counts[at]
         unheld = at.size - int(np.count_nonzero(refs))
-        if unheld:
-            if np.count_nonzero(refs | self.cached_counts[at]) < at.size:
-                raise RuntimeError(f"retain of a free page among {pages.tolist()}")
-            self.num_evictable -= unheld
+        if unheld and np.count_nonzero(refs | self.cached_counts[at]) < at.size:
+            raise RuntimeError(f"retain of a free page among {pages.tolist()}")
         refs += 1
         if np.count_nonzero(refs < 0):
             raise RuntimeError(f"more than 32,767 requests hold a page among {pages.tolist()}")
+        self.num_evictable -= unheld
         self.ref_counts[at] = refs
 
     def release(self, pages: np.ndarray) -> None:

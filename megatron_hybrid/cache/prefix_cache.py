@@ -8,6 +8,7 @@ the life of a request in calls.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -56,15 +57,13 @@ from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
 this many per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
-KNOWN_TOKENS = 1.5
+KNOWN_TOKENS = 1.4
 """Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
 without KV about 2); what was dropped still teaches where prompts part. A sequence counts as
 `SEQUENCE_TOKENS` more."""
 MIN_KNOWN_TOKENS = 1 << 24
 """Tokens that it may know in any case (64 MiB): a small pool's sessions are away for longer than
 their tokens would be known, and a session that comes back as a stranger teaches nothing."""
-COUNTED_AT_ONCE = 2048
-"""Watched positions whose time at risk one request counts at most: about two milliseconds."""
 ORDERED_AT_ONCE = 512
 """Values of states, and where KV alone resumes as many of tails, that one request computes anew at
 most: two to four milliseconds."""
@@ -98,7 +97,6 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._tick = 0
-        self._learning = Rounds(least=16, share=16, at_once=COUNTED_AT_ONCE)
         self._ordering = Rounds(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
@@ -179,8 +177,12 @@ class PrefixCache:
             always fits, if need be at the cost of what it would have restored.
         Raises:
             ValueError: no tokens, or not one-dimensional integers.
+            TypeError: a number of tokens or a position is no whole number.
         """
         tokens = as_tokens(tokens)
+        check_whole(capacity_tokens, chunk_tokens)
+        declared, messages = list(declared), list(messages)
+        check_whole(*declared, *messages)
         hit = self._look_up(tokens, salt, recompute_reason)
         known = hit.path.known
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
@@ -229,6 +231,7 @@ class PrefixCache:
         fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
+        check_whole(capacity_tokens, chunk_tokens)
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
@@ -273,6 +276,7 @@ class PrefixCache:
         None: it does not fit now, and nothing changed.
         """
         check_live(lease)
+        check_whole(num_tokens, capacity_tokens)
         if num_tokens != lease.done:
             raise ValueError(f"fork at token {num_tokens} of a lease that is at {lease.done}")
         prompt = min(num_tokens, lease.prompt_tokens)
@@ -316,6 +320,7 @@ class PrefixCache:
         is pending and `fits` says yes, it always fits.
         """
         check_live(lease)
+        check_whole(capacity_tokens, chunk_tokens)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
@@ -396,6 +401,7 @@ class PrefixCache:
         Raises ValueError if the position is behind lease.done or beyond the room.
         """
         check_live(lease)
+        check_whole(position)
         limit = min(lease.capacity_tokens, lease.local_end)
         if not max(1, lease.done) <= position <= limit:
             raise ValueError(
@@ -687,6 +693,8 @@ class PrefixCache:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
             checkpoint.kind, checkpoint.turn = kind, lease.turn
         checkpoint.refused |= position in lease.refused
+        if checkpoint.visit is None:
+            self._reuse.watch(checkpoint)
         return checkpoint
 
     def _kind(self, lease: Lease, position: int) -> Kind:
@@ -723,13 +731,9 @@ class PrefixCache:
         self._want(lease, wanted)
 
     def _keep_up(self) -> None:
-        """Now and then, learn from what became of all states and order them anew."""
-        now = self._reuse.now
-        if part := self._learning.due(now, self._index.num_watched):
-            self._reuse.count(self._index.next_watched(part))
-            if not self._learning.left:
-                self._reuse.learn()
-        if part := self._ordering.due(now, self._evictor.num_values()):
+        """Learn from what became of states, and now and then order them anew."""
+        self._reuse.keep_up(self._index.num_watched)
+        if part := self._ordering.due(self._reuse.now, self._evictor.num_values()):
             self._evictor.refresh(part)
 
     def _make_room_for_state(
@@ -787,6 +791,14 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
         raise ValueError(f"tokens go up to {array.max()}; they must fit in int32")
     return narrow
+
+
+def check_whole(*numbers: int | None) -> None:
+    """Raises TypeError where one is neither a whole number nor None: pages and positions would be
+    counted in what it is."""
+    for number in numbers:
+        if number is not None:
+            operator.index(number)
 
 
 def check_live(lease: Lease) -> None:

@@ -7,7 +7,7 @@ the eviction policy says what to drop. What an edge is, and the invariant of a p
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,8 +21,6 @@ MAX_EMPTY_ROOTS = 256
 SEQUENCE_TOKENS = 512
 """What an edge that ends in nothing but known tokens, with the positions that are watched on it,
 takes besides its tokens, in tokens (2 KiB)."""
-MAX_FORGOTTEN = 64
-"""Forgotten positions that are still in the rotation of all, beyond as many as are watched."""
 MAX_WATCHED = 32
 """Positions without a stored state that one edge remembers; the longest unused goes first."""
 
@@ -45,8 +43,6 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
-        # In rotation; among them some that are forgotten. 8 bytes each, which a dict would exceed.
-        self._watched: deque[Checkpoint] = deque()
         self._cuts = 0  # edges that lost their end; others may follow in its place
         self.num_tokens = 0
         self.num_held_tokens = 0
@@ -270,25 +266,12 @@ class PrefixIndex:
             self._trim_watched(edge, MAX_WATCHED - 1)
             checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
             self.num_watched += 1
-            if len(self._watched) > 2 * self.num_watched + MAX_FORGOTTEN:
-                self._watched = deque(c for c in self._watched if c.edge is not None)
-            self._watched.append(checkpoint)
         return checkpoint
 
     def _unwatch(self, checkpoint: Checkpoint) -> None:
         del checkpoint.edge.checkpoints[checkpoint.position]
         checkpoint.edge = None
         self.num_watched -= 1
-
-    def next_watched(self, most: int) -> list[Checkpoint]:
-        """The next checkpoints in rotation, each once at most."""
-        found = []
-        while self._watched and len(found) < most:
-            checkpoint = self._watched.popleft()
-            if checkpoint.edge is not None:
-                found.append(checkpoint)
-        self._watched.extend(found)
-        return found
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
         """Forget positions without a state, the longest unused first, beyond the limit. It looks at
@@ -463,7 +446,6 @@ class PrefixIndex:
             edge.parent = None
         self._roots.clear()
         self._forgettable.clear()
-        self._watched.clear()
         self.num_tokens = self.num_held_tokens = self.num_checkpoints = self.num_watched = 0
 
     def check_integrity(self) -> np.ndarray:
@@ -520,10 +502,8 @@ class PrefixIndex:
             for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
-        watched = sorted(id(each) for each in self.checkpoints())
-        turns = sorted(id(each) for each in self._watched if each.edge is not None)
-        if turns != watched or self.num_watched != len(watched):
-            raise RuntimeError("a checkpoint has no turn in the rotation, or two, or is miscounted")
+        if self.num_watched != sum(1 for _ in self.checkpoints()):
+            raise RuntimeError(f"there are not {self.num_watched} checkpoints, as counted")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(

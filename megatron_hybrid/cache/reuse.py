@@ -13,8 +13,6 @@ Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from megatron_hybrid.cache.hazards import (
@@ -30,6 +28,7 @@ from megatron_hybrid.cache.hazards import (
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind, Path
+from megatron_hybrid.cache.visits import Visits
 
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
@@ -41,6 +40,12 @@ _AGE_WEIGHT = 3.0
 """Uses that speak for the hazard of younger ones of a class in the hazard at an age."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
+
+_LEARNING = 16, 128
+"""Requests from one time that rates are brought up to date to the next: at first, and at most; in
+between a sixteenth of all so far."""
+_COUNTED_AT_ONCE = 2048
+"""Spans of time at risk that wait to be counted, about: more would hold one request up."""
 
 _REPEATED = 8 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
@@ -98,6 +103,7 @@ class ReuseModel:
         """Requests admitted so far."""
         self.distances = TailDistances()
         self._learnt = 0
+        self._visits = Visits()
         self._uses_CA, self._risk_CA = np.zeros((2, CLASSES, AGES))
         # Yet to be counted, flat: (class, age) and (class, from age, to age).
         self._uses: list[float] = []
@@ -187,6 +193,11 @@ class ReuseModel:
                 checkpoint.stand_in, checkpoint.missed = resumed.position, 0
             checkpoint.missed += 1
         checkpoint.last_use = checkpoint.counted = self.now
+        self._visits.add(checkpoint, self.now)
+
+    def watch(self, checkpoint: Checkpoint) -> None:
+        """It is new."""
+        self._visits.add(checkpoint, self.now)
 
     def passed(self, checkpoint: Checkpoint) -> None:
         """A request went past it."""
@@ -204,12 +215,17 @@ class ReuseModel:
         self._spans += (cls, start, end)
         checkpoint.counted = self.now
 
-    def count(self, watched: Iterable[Checkpoint]) -> None:
-        """The time at risk of these checkpoints is counted up to now. Before `learn`, each whose
-        tokens are known has its turn."""
-        for checkpoint in watched:
+    def keep_up(self, num_watched: int) -> None:
+        """Once per request: count the time at risk of those whose turn it is, and learn now and
+        then. num_watched: how many checkpoints are watched."""
+        for checkpoint in self._visits.due(self.now):
             self.changes(checkpoint)
-        self.counts()
+        if len(self._spans) > 3 * _COUNTED_AT_ONCE:
+            self.counts()
+        first, most = _LEARNING
+        if self.now - self._learnt >= min(max(first, self.now // 16), most):
+            self._visits.adapt(num_watched)
+            self.learn()
 
     def learn(self) -> None:
         """Bring the rates up to date with what was counted."""

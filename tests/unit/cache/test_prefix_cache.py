@@ -7,7 +7,7 @@ import pytest
 from settled import settled
 from simulator import Simulator
 
-from megatron_hybrid.cache import eviction, prefix_cache
+from megatron_hybrid.cache import eviction, prefix_cache, visits
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -738,7 +738,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """However much is known, a request looks at so many states at most, and still each has its turn
     in time."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
-    monkeypatch.setattr(prefix_cache, "COUNTED_AT_ONCE", 64)
+    monkeypatch.setattr(visits, "AT_ONCE", 64)
     monkeypatch.setattr(prefix_cache, "ORDERED_AT_ONCE", 64)
     for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "changes")):
         call = getattr(where, name)
@@ -751,10 +751,36 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
         most, _ = max(most, len(looked_at)), looked_at.clear()
     watched = list(cache._index.checkpoints())
     assert len(watched) > 2000
-    assert most < 64 + 64 + 4 * MAX_RISEN  # parts of two rounds, and its own business
-    round_takes = len(watched) // 16 + len(watched) // 64
-    assert min(checkpoint.counted for checkpoint in watched) > 1500 - 2 * round_takes
+    assert most < 64 + 64 + 4 * MAX_RISEN  # visits, a part of a round, and its own business
+    assert min(checkpoint.counted for checkpoint in watched) > 1500 - 2 * visits.LEAST_LONGEST
     cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"capacity_tokens": 60.0},
+        {"capacity_tokens": "60"},
+        {"capacity_tokens": 60, "chunk_tokens": "16"},
+        {"capacity_tokens": 60, "declared": [10.5]},
+        {"capacity_tokens": 60, "declared": ["10"]},
+        {"capacity_tokens": 60, "messages": 10},
+    ],
+)
+def test_what_is_no_number_of_tokens_changes_nothing(arguments):
+    cache = PrefixCache(HYBRID, 100)
+    before = cache.stats()
+    with pytest.raises(TypeError):
+        cache.acquire(tokens(40), **arguments)
+    assert cache.stats() == before
+    lease = cache.acquire(tokens(40), capacity_tokens=60)
+    with pytest.raises(TypeError):
+        cache.extend(lease, 100.5)
+    with pytest.raises(TypeError):
+        cache.reserve_checkpoint(lease, 40.0)
+    cache.check_integrity()
+    cache.release(lease)
+    assert cache.allocator.num_free == 99
 
 
 def test_a_preempted_request_ends_no_answer():

@@ -8,7 +8,6 @@ from megatron_hybrid.cache.packed_tokens import PackedTokens
 from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.cache.prefix_index import (
     MAX_EMPTY_ROOTS,
-    MAX_FORGOTTEN,
     MAX_WATCHED,
     PrefixIndex,
 )
@@ -458,26 +457,21 @@ def test_a_dropped_checkpoint_leaves_its_position():
     assert tree.walk(counting(40)).missed_state(above=0) is None
 
 
-def test_each_checkpoint_has_its_turn_until_it_is_forgotten():
+def test_checkpoints_are_watched_until_they_are_forgotten():
     tree = Tree()
     tree.add(counting(40))
-    a, b, c = (tree.watch(counting(p)) for p in (10, 20, 30))
-    assert tree.index.next_watched(2) == [a, b]
-    d = tree.watch(counting(35))  # new ones come last
-    assert tree.index.next_watched(3) == [c, a, b]
+    watched = [tree.watch(counting(position)) for position in (10, 20, 30, 35)]
     assert tree.index.num_watched == 4
-    assert tree.index.next_watched(9) == [d, c, a, b]
     tree.drop(counting(40), 20)
     tree.index.forget(20)
     assert tree.index.num_watched == 2
-    assert tree.index.next_watched(1) == [a]
-    assert tree.index.next_watched(9) == [b, a]
+    assert [each.edge is None for each in watched] == [False, False, True, True]
     tree.index.clear()
     assert tree.index.num_watched == 0
-    assert tree.index.next_watched(9) == []
+    assert all(each.edge is None for each in watched)
 
 
-def test_forgotten_checkpoints_do_not_pile_up():
+def test_one_edge_watches_so_many_positions():
     tree = Tree()
     tree.add(counting(4000))
     leaf = tree.leaf(counting(4000))
@@ -485,7 +479,6 @@ def test_forgotten_checkpoints_do_not_pile_up():
         tree.index.watch(leaf, position, Kind.RUNG, now=position)
     tree.check()
     assert tree.index.num_watched == len(leaf.checkpoints) == MAX_WATCHED
-    assert len(tree.index._watched) <= 2 * MAX_WATCHED + MAX_FORGOTTEN + 1
 
 
 def test_watching_a_position_again_finds_its_record():

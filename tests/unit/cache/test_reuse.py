@@ -22,6 +22,7 @@ from megatron_hybrid.cache.reuse import (
 )
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tree import Checkpoint, Edge
+from megatron_hybrid.cache.visits import AT_ONCE
 
 REPEATED = 48  # the first class of those that were used at least twice: 8 for each of 6 kinds
 OWN_GAPS = list(range(REPEATED, REPEATED + 4))
@@ -274,6 +275,37 @@ def test_learning_counts_half_after_a_thousand_requests():
     assert (model._uses_CA[0][3], model._risk_CA[0][3]) == (4, 400)
     model.learn()
     assert model._uses_CA[0][3] == 4
+
+
+def test_new_traffic_is_learnt_however_much_is_known():
+    """30,000 prompts that never came back, then documents, each asked again after 5 requests."""
+    model = ReuseModel()
+    for _ in range(30_000):
+        model.now += 1
+        model.watch(checkpoint(Kind.PROMPT_END, now=model.now))
+        model.keep_up(model.now)
+    assert model.new_rate(Kind.TAIL, 0) < 1e-3
+    documents = []
+    for _ in range(200):
+        model.now += 1
+        documents.append(checkpoint(Kind.TAIL, now=model.now))
+        model.watch(documents[-1])
+        for state in documents[-6:-5]:
+            model.used(state)
+        model.keep_up(30_000)
+    assert model.new_rate(Kind.TAIL, 0) > 0.02
+
+
+def test_no_request_counts_all_that_is_watched():
+    """However many come of age at once."""
+    model, most = ReuseModel(), 0
+    for _ in range(20_000):
+        model.watch(checkpoint(Kind.RUNG))
+    for _ in range(400):
+        model.now += 1
+        model.keep_up(20_000)
+        most = max(most, len(model._spans) // 3)
+    assert AT_ONCE <= most <= 2 * AT_ONCE
 
 
 def sessions_of(model, turn, share, wait):
@@ -569,7 +601,8 @@ SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=80_000, hidden_bytes=64)
 def after_chats(num_pages):
     cache = PrefixCache(SPEC, num_pages)
     chats(cache, 60, seed=1)
-    cache._reuse.count(cache._index.checkpoints())
+    for state in cache._index.checkpoints():
+        cache._reuse.changes(state)
     cache._reuse.learn()
     cache.check_integrity()
     return cache
