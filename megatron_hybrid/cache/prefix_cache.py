@@ -320,10 +320,10 @@ class PrefixCache:
         is pending and `fits` says yes, it always fits.
         """
         check_live(lease)
-        check_whole(capacity_tokens, chunk_tokens)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
+        check_whole(capacity_tokens, chunk_tokens)
         if not self._pages.has_room(lease, capacity_tokens, end):
             self._stats.refused += 1
             return False
@@ -558,8 +558,10 @@ class PrefixCache:
         return self._digest
 
     def check_integrity(self) -> None:
-        """Recount the holders of every page. Raises RuntimeError on a broken invariant."""
+        """Recount the holders of every page, and what is watched. Raises RuntimeError on a broken
+        invariant."""
         self.allocator.check_integrity()
+        self._reuse.check_integrity(self._index.checkpoints())
         refs = np.zeros_like(self.allocator.ref_counts)
         for lease in self._leases:
             for pages in held_pages(lease):

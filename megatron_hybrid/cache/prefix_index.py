@@ -451,12 +451,13 @@ class PrefixIndex:
     def check_integrity(self) -> np.ndarray:
         """Raises RuntimeError on a broken tree; returns int32 [num_pages], each page's holders."""
         counts = np.zeros_like(self._allocator.cached_counts)
-        num_tokens = num_held = num_checkpoints = 0
+        num_tokens = num_held = num_checkpoints = num_watched = 0
         for edge in self.edges():
             num_tokens += edge.end - edge.start
             num_held += edge.held_end - edge.start
             stored = [c for c in edge.checkpoints.values() if c.pages is not None]
             num_checkpoints += len(stored)
+            num_watched += len(edge.checkpoints)
             pages = edge.pages(self._block_size)
             forgettable = not edge.children and self._needed_end(edge) < edge.end
             problems = {
@@ -502,8 +503,8 @@ class PrefixIndex:
             for checkpoint in stored:
                 for held in checkpoint.page_lists():
                     np.add.at(counts, held, 1)
-        if self.num_watched != sum(1 for _ in self.checkpoints()):
-            raise RuntimeError(f"there are not {self.num_watched} checkpoints, as counted")
+        if self.num_watched != num_watched:
+            raise RuntimeError(f"{num_watched} checkpoints are watched, counted {self.num_watched}")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(

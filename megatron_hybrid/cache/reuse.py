@@ -13,6 +13,8 @@ Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from megatron_hybrid.cache.hazards import (
@@ -28,7 +30,7 @@ from megatron_hybrid.cache.hazards import (
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind, Path
-from megatron_hybrid.cache.visits import Visits
+from megatron_hybrid.cache.visits import AT_ONCE, Visits
 
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
@@ -44,8 +46,6 @@ _MEMORY = 1000
 _LEARNING = 16, 128
 """Requests from one time that rates are brought up to date to the next: at first, and at most; in
 between a sixteenth of all so far."""
-_COUNTED_AT_ONCE = 2048
-"""Spans of time at risk that wait to be counted, about: more would hold one request up."""
 
 _REPEATED = 8 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
@@ -220,12 +220,17 @@ class ReuseModel:
         then. num_watched: how many checkpoints are watched."""
         for checkpoint in self._visits.due(self.now):
             self.changes(checkpoint)
-        if len(self._spans) > 3 * _COUNTED_AT_ONCE:
+        if len(self._spans) > 3 * AT_ONCE:  # all at once, they would hold one request up
             self.counts()
         first, most = _LEARNING
         if self.now - self._learnt >= min(max(first, self.now // 16), most):
             self._visits.adapt(num_watched)
             self.learn()
+
+    def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
+        """Raises RuntimeError unless the time at risk of each of these will be counted. watched:
+        all that are in the tree."""
+        self._visits.check_integrity(watched)
 
     def learn(self) -> None:
         """Bring the rates up to date with what was counted."""

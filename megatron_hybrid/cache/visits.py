@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_hybrid.cache.tree import Checkpoint
 
 LEAST_WAIT = 8
@@ -35,7 +37,7 @@ class Visits:
         """Visit it when its age has doubled or after the longest wait, and not before."""
         wait = min(self._longest, max(LEAST_WAIT, now - checkpoint.last_use))
         bits = max(0, wait.bit_length() - 1 - _MOMENTS)
-        self._enter(checkpoint, ((now + wait - 1) >> bits) + 1 << bits)
+        self._enter(checkpoint, (((now + wait - 1) >> bits) + 1) << bits)
 
     def _enter(self, checkpoint: Checkpoint, moment: int) -> None:
         # The list stands for the moment: a number in each checkpoint would take 32 bytes.
@@ -68,3 +70,14 @@ class Visits:
                 each for each in waiting if each.edge is not None and each.visit is waiting
             ]
         self._num = sum(map(len, self._due.values()))
+
+    def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
+        """Raises RuntimeError unless each of these has a visit to come, and nothing else has."""
+        coming = {
+            id(each)
+            for waiting in self._due.values()
+            for each in waiting
+            if each.edge is not None and each.visit is waiting
+        }
+        if coming != set(map(id, watched)):
+            raise RuntimeError("a checkpoint has no visit to come, or is not in the tree")

@@ -6,6 +6,7 @@ All numbers follow from the config: the model is built without storage, and aske
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,7 @@ class Plan:
         }
 
 
-def read_model_config(path: str) -> HybridConfig:
+def read_model_config(path: str | os.PathLike) -> HybridConfig:
     """The config of a checkpoint folder ("demo": the one in the package), or of a config.json
     alone; ours or Hugging Face's. Of quantized weights, the config that they have dequantized.
 

@@ -185,7 +185,8 @@ def layers(config):
     del fields["huggingface_config"]
     if not fields.pop("layer_overrides"):
         return fields
-    each = [config.for_layer(number).to_dict() for number in range(config.num_layers)]
+    numbers = range(1, config.num_layers + 1)
+    each = [config.for_layer(number).to_dict() for number in numbers]
     return [{**layer, "huggingface_config": None, "layer_overrides": None} for layer in each]
 
 

@@ -4,6 +4,8 @@ import random
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_hybrid.cache.visits import _GONE, AT_ONCE, LEAST_LONGEST, LEAST_WAIT, SHARE, Visits
 
 
@@ -66,6 +68,7 @@ def test_each_is_visited_once_however_often_it_was_used():
             gone.edge = None
             del expected[id(gone)]
         visits.adapt(len(states))
+        visits.check_integrity(states)
         assert visits._num == sum(map(len, visits._due.values())) <= 1.25 * len(states) + _GONE
 
 
@@ -90,3 +93,13 @@ def test_what_is_forgotten_is_let_go():
     visits.adapt(10)
     assert visits._num == 10
     assert visits.due(LEAST_WAIT) == states[:10]
+
+
+def test_a_checkpoint_without_a_visit_is_noticed():
+    visits, states = Visits(), [watched() for _ in range(3)]
+    for state in states[:2]:
+        visits.add(state, 0)
+    visits.check_integrity(states[:2])
+    for wrong in (states, states[:1]):
+        with pytest.raises(RuntimeError, match="has no visit to come, or is not in the tree"):
+            visits.check_integrity(wrong)
