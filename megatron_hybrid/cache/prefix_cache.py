@@ -690,13 +690,14 @@ class PrefixCache:
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
-        checkpoint = self._index.watch(edge, position, kind, self._reuse.now, lease.turn)
-        if kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
+        checkpoint = edge.checkpoints.get(position)
+        if checkpoint is None:
+            checkpoint = self._index.watch(edge, position, kind, self._reuse.now, lease.turn)
+            self._reuse.watch(checkpoint)
+        elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             self._reuse.changes(checkpoint)  # the answer happened to stop there
             checkpoint.kind, checkpoint.turn = kind, lease.turn
         checkpoint.refused |= position in lease.refused
-        if checkpoint.visit is None:
-            self._reuse.watch(checkpoint)
         return checkpoint
 
     def _kind(self, lease: Lease, position: int) -> Kind:

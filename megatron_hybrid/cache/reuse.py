@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_hybrid.cache.hazards import (
     AGES,
+    LEAST,
     age_class,
     best_rates,
     beyond,
@@ -30,16 +31,17 @@ from megatron_hybrid.cache.hazards import (
 from megatron_hybrid.cache.sessions import TURN_CLASSES, session_hazards, turn_class
 from megatron_hybrid.cache.tail_distances import TailDistances
 from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind, Path
-from megatron_hybrid.cache.visits import AT_ONCE, Visits
+from megatron_hybrid.cache.visits import Visits
 
 _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
 _TYPICAL_GAP = 100.0
 """Requests between uses that a state which was used once is credited with."""
-_CLASS_WEIGHT = 0.25
-"""Uses that speak for the mean of all classes in the mean of one class."""
+_CLASS_WEIGHT = 0.5
+"""Uses that speak for a class being like the one that differs only in being covered."""
 _AGE_WEIGHT = 3.0
-"""Uses that speak for the hazard of younger ones of a class in the hazard at an age."""
+"""Uses that speak, at each age, for what is expected there: from younger ones, and from the class
+that differs only in being covered."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
 
@@ -47,11 +49,13 @@ _LEARNING = 16, 128
 """Requests from one time that rates are brought up to date to the next: at first, and at most; in
 between a sixteenth of all so far."""
 
-_REPEATED = 8 * len(Kind)
+_LATER = 8 * len(Kind)
+_REPEATED = _LATER + 2 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
 _SESSION_GROUPS = 8
 _SESSIONS = slice(_OWN_GAPS.stop, _OWN_GAPS.stop + _SESSION_GROUPS * TURN_CLASSES)
-"""By kind, what their request went on from, covered; within each such group by number of turns."""
+"""Ends: by kind, what their request went on from, covered; within each such group by number of
+turns."""
 CLASSES = _SESSIONS.stop
 
 
@@ -60,10 +64,11 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
     shall be, stored beneath it (`ReuseModel.is_covered`).
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
-    deeper state is stored beneath it. The ends of prompts and answers that were neither used nor
-    passed also by the turns before them, and by where their request went on from: who continues
-    prompts, not answers (a chat that drops its thinking) does it again. Used more often: its own
-    rate tells more than what it is; see `time_scale`.
+    deeper state is stored beneath it. Those that were neither used nor passed also by whether their
+    request went on from another: where chats and agents do, documents that are asked again have
+    just begun. The ends of prompts and answers also by the turns before them, and by where their
+    request went on from: who continues prompts, not answers (a chat that drops its thinking) does
+    it again. Used more often: its own rate tells more than what it is; see `time_scale`.
     """
     if checkpoint.uses >= 2:
         return _REPEATED + 2 * checkpoint.passed + covered
@@ -73,9 +78,11 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
 
 
 def _new_class(kind: int, turn: int, covered: bool) -> int:
-    """Of a state that was neither used nor passed. turn: as in `Lease.turn`; it tells of ends."""
-    if not turn or kind > Kind.ANSWER_END:
+    """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
+    if not turn:
         return 8 * kind + covered
+    if kind > Kind.ANSWER_END:
+        return _LATER + 2 * kind + covered
     group = 4 * kind + 2 * (turn % 2) + covered
     return _SESSIONS.start + TURN_CLASSES * group + turn_class(turn // 2)
 
@@ -193,11 +200,11 @@ class ReuseModel:
                 checkpoint.stand_in, checkpoint.missed = resumed.position, 0
             checkpoint.missed += 1
         checkpoint.last_use = checkpoint.counted = self.now
-        self._visits.add(checkpoint, self.now)
+        self._visits.add(checkpoint)
 
     def watch(self, checkpoint: Checkpoint) -> None:
         """It is new."""
-        self._visits.add(checkpoint, self.now)
+        self._visits.add(checkpoint)
 
     def passed(self, checkpoint: Checkpoint) -> None:
         """A request went past it."""
@@ -207,24 +214,29 @@ class ReuseModel:
 
     def changes(self, checkpoint: Checkpoint) -> None:
         """Call it before its class changes: its time at risk so far is counted."""
-        if checkpoint.counted == self.now:
+        self._count(checkpoint, self.now)
+
+    def _count(self, checkpoint: Checkpoint, until: int) -> None:
+        """Count its time at risk from when it was counted until; what is too much is taken back."""
+        if checkpoint.counted == until:
             return
         cls, scale = class_of(checkpoint, self.is_covered(checkpoint)), time_scale(checkpoint)
         start = (checkpoint.counted - checkpoint.last_use) * scale
-        end = (self.now - checkpoint.last_use) * scale
+        end = (until - checkpoint.last_use) * scale
         self._spans += (cls, start, end)
-        checkpoint.counted = self.now
+        checkpoint.counted = until
 
     def keep_up(self, num_watched: int) -> None:
         """Once per request: count the time at risk of those whose turn it is, and learn now and
         then. num_watched: how many checkpoints are watched."""
-        for checkpoint in self._visits.due(self.now):
-            self.changes(checkpoint)
-        if len(self._spans) > 3 * AT_ONCE:  # all at once, they would hold one request up
-            self.counts()
+        for age, checkpoints in self._visits.due(self.now):
+            # The next visit comes after as many requests again. Half of them are counted in
+            # advance: then what is counted of all together is neither late nor early.
+            for checkpoint in checkpoints:
+                self._count(checkpoint, self.now + age // 2)
         first, most = _LEARNING
         if self.now - self._learnt >= min(max(first, self.now // 16), most):
-            self._visits.adapt(num_watched)
+            self._visits.let_go(num_watched)
             self.learn()
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
@@ -234,7 +246,9 @@ class ReuseModel:
 
     def learn(self) -> None:
         """Bring the rates up to date with what was counted."""
-        uses_CA, risk_CA = self.counts()
+        uses_CA, counted_CA = self.counts()
+        # What is taken back may weigh more by now than when it was counted in advance.
+        risk_CA = np.maximum(counted_CA, 0)
         mean = mean_rate(uses_CA, risk_CA)
         hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)
         hazard_CA[plain] = class_hazards(uses_CA[plain], risk_CA[plain], mean)
@@ -247,7 +261,7 @@ class ReuseModel:
         self._rate_CA = best_rates(hazard_CA).tolist()
         kept = _MEMORY / (_MEMORY + self.now - self._learnt)
         uses_CA *= kept
-        risk_CA *= kept
+        counted_CA *= kept
         self._learnt = self.now
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -278,11 +292,16 @@ def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
-    """Uses per request at risk, [C, A]. A class with few observations leans on the one that differs
-    only in being covered, and this one on the mean of all."""
-    uses_C, risk_C = in_order(uses_CA.T), in_order(risk_CA.T)
-    other_C = np.arange(len(uses_C)) ^ 1
-    base_C = leaning(uses_C[other_C], risk_C[other_C], mean, 1)
+    """Uses per request at risk, [C, A]. How it changes with age is told by a class together with
+    the one that differs only in being covered; by how much it is higher or lower than in both, by
+    the class alone (proportional hazards, Cox 1972); where that has seen many uses or much time of
+    one age, they speak for themselves."""
+    other_C = np.arange(len(uses_CA)) ^ 1
+    both_uses_CA, both_risk_CA = uses_CA + uses_CA[other_C], risk_CA + risk_CA[other_C]
+    base_C = np.full(len(uses_CA), mean)
     base_C[_OWN_GAPS] = 1 / 32  # in units of its own mean gap / 32
-    mean_C = leaning(uses_C, risk_C, base_C, _CLASS_WEIGHT)
-    return hazards(uses_CA, risk_CA, mean_C, _AGE_WEIGHT)
+    mean_C = leaning(in_order(both_uses_CA.T), in_order(both_risk_CA.T), base_C, 1)
+    both_CA = hazards(both_uses_CA, both_risk_CA, mean_C, _AGE_WEIGHT)
+    higher_C = leaning(in_order(uses_CA.T), in_order((risk_CA * both_CA).T), 1, _CLASS_WEIGHT)
+    prior_CA = np.maximum(both_CA * higher_C[:, None], LEAST)
+    return leaning(uses_CA, risk_CA, prior_CA, _AGE_WEIGHT)

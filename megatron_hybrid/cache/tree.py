@@ -59,7 +59,6 @@ class Checkpoint:
         "stand_in",
         "turn",
         "uses",
-        "visit",
         "was_stored",
     )
 
@@ -77,7 +76,6 @@ class Checkpoint:
         self.missed = 0  # uses that this one served
         self.passed = False
         self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
-        self.visit: list[Checkpoint] | None = None  # see visits.py: all that are visited when it is
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
