@@ -60,9 +60,9 @@ def room_at_any_price(cache, *_) -> bool:
     return cache._evictor.make_room_for(cache.spec.checkpoint_pages, math.inf)
 
 
-def no_fork_again(model, path, resumed, observe=reuse.ReuseModel.observe) -> tuple[int, int]:
+def no_fork_again(*arguments, observe=reuse.ReuseModel.observe) -> tuple[int, int]:
     """`ReuseModel.observe` that asks for no lost state at a fork."""
-    return observe(model, path, resumed)[0], 0
+    return observe(*arguments)[0], 0
 
 
 def class_of_once(checkpoint, covered, class_of=reuse.class_of) -> int:
@@ -79,10 +79,10 @@ def class_uncovered(checkpoint, covered, class_of=reuse.class_of) -> int:
     return class_of(checkpoint, False)
 
 
-def told_of_turns(mask: int) -> Callable[[int, int, bool], int]:
-    """`_new_class` that is told only these bits of `Lease.turn`."""
+def told_of(what: Callable[[int], int]) -> Callable[[int, int, bool], int]:
+    """`_new_class` that is told only this much of `Lease.turn`."""
     new_class = reuse._new_class
-    return lambda kind, turn, covered: new_class(kind, turn & mask, covered)
+    return lambda kind, turn, covered: new_class(kind, what(turn), covered)
 
 
 PARTS = {
@@ -162,12 +162,16 @@ PARTS = {
         "states told apart by whether a deeper one is stored", {"reuse.class_of": class_uncovered}
     ),
     "turns": Part(
-        "ends of sessions told apart by turns, and by what they went on from",
-        {"reuse._new_class": told_of_turns(0)},
+        "sessions told apart by turns, and by what they went on from",
+        {"reuse._new_class": told_of(lambda turn: turn if turn < 2 else 0)},
     ),
     "went on from": Part(
-        "ends of sessions told apart by what they went on from",
-        {"reuse._new_class": told_of_turns(~1)},
+        "sessions told apart by what they went on from",
+        {"reuse._new_class": told_of(lambda turn: turn if turn < 2 else turn & ~1)},
+    ),
+    "found more": Part(
+        "requests told apart by whether they found more than they brought",
+        {"reuse._new_class": told_of(lambda turn: turn if turn > 1 else 0)},
     ),
     "turns' own waits": Part(
         "a turn's own waits beside those of all turns", {"sessions._OWN_WEIGHT": 1e9}

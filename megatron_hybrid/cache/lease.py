@@ -86,7 +86,8 @@ class Lease:
     """The next position in the answer whose state should be saved; > done."""
     turn: int = 0
     """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
-    turns in a row came before it; 0: it goes on from neither."""
+    turns in a row came before it. Where it goes on from neither, 1 if it found more tokens known
+    than it brought new ones and somebody forked there before; 0 if not."""
     again: int = 0
     """A position in (p, q] whose state is gone and was used often, which `acquire` may want; 0:
     there is none."""

@@ -641,7 +641,7 @@ class PrefixCache:
             return None
         self._tick += 1
         if comes:
-            lease.turn, lease.again = self._reuse.observe(path, checkpoint)
+            lease.turn, lease.again = self._reuse.observe(path, checkpoint, lease.prompt_tokens)
             self._keep_up()
         self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:

@@ -37,7 +37,7 @@ _AT_FIRST = 1e-3
 """Uses per request of a state before anything is known."""
 _TYPICAL_GAP = 100.0
 """Requests between uses that a state which was used once is credited with."""
-_CLASS_WEIGHT = 0.5
+_CLASS_WEIGHT = 0.6
 """Uses that speak for a class being like the one that differs only in being covered."""
 _AGE_WEIGHT = 3.0
 """Uses that speak, at each age, for what is expected there: from younger ones, and from the class
@@ -49,7 +49,8 @@ _LEARNING = 16, 128
 """Requests from one time that rates are brought up to date to the next: at first, and at most; in
 between a sixteenth of all so far."""
 
-_LATER = 8 * len(Kind)
+_FOUND = 8 * len(Kind)
+_LATER = _FOUND + 2 * len(Kind)
 _REPEATED = _LATER + 2 * len(Kind)
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
 _SESSION_GROUPS = 8
@@ -65,10 +66,11 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
     deeper state is stored beneath it. Those that were neither used nor passed also by whether their
-    request went on from another: where chats and agents do, documents that are asked again have
-    just begun. The ends of prompts and answers also by the turns before them, and by where their
-    request went on from: who continues prompts, not answers (a chat that drops its thinking) does
-    it again. Used more often: its own rate tells more than what it is; see `time_scale`.
+    request brought more than it found (a document that others will ask) or less (a question to a
+    known one), or went on from another request. Ends of prompts and answers then also by the turns
+    before them, and by where their request went on from: who continues prompts, not answers (a chat
+    that drops its thinking) does it again. Used more often: its own rate tells more than what it
+    is; see `time_scale`.
     """
     if checkpoint.uses >= 2:
         return _REPEATED + 2 * checkpoint.passed + covered
@@ -79,8 +81,8 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
 
 def _new_class(kind: int, turn: int, covered: bool) -> int:
     """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
-    if not turn:
-        return 8 * kind + covered
+    if turn < 2:
+        return (_FOUND + 2 * kind if turn else 8 * kind) + covered
     if kind > Kind.ANSWER_END:
         return _LATER + 2 * kind + covered
     group = 4 * kind + 2 * (turn % 2) + covered
@@ -119,7 +121,9 @@ class ReuseModel:
         self._rate_CA: list[list[float]] = []  # it is looked up one by one, numpy is slow at that
         self.learn()
 
-    def observe(self, path: Path, resumed: Checkpoint | None) -> tuple[int, int]:
+    def observe(
+        self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
+    ) -> tuple[int, int]:
         """A prompt was admitted. Counts which states it used or would have used, and how far before
         the end of another prompt it left that one. Call it before the path changes.
 
@@ -127,7 +131,9 @@ class ReuseModel:
         fork beyond the one that did: a system prompt's, say, behind which every chat lost its own.
 
         Args:
-            resumed: the state that the prompt is restored from.
+            path: what is known of the prompt.
+            resumed: the state that it is restored from.
+            prompt_tokens: how long it is.
 
         Returns:
             What the prompt goes on from (`Lease.turn`), and the most valuable lost one of these
@@ -155,7 +161,7 @@ class ReuseModel:
                         again, most = checkpoint.position, saved
             self.passed(checkpoint)
         if deepest.kind > Kind.ANSWER_END:
-            return 0, again
+            return int(2 * path.known > prompt_tokens), again
         return 2 * (deepest.turn // 2 + 1) + deepest.kind, again
 
     def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:

@@ -23,12 +23,15 @@ from megatron_hybrid.cache.reuse import (
 from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 
-LATER = 48  # the first class of later turns' other positions: 8 for each of 6 kinds before it
-REPEATED = 60  # the first class of those that were used at least twice
+FOUND = 48  # the first class of requests that found more than they brought; 8 for each kind before
+LATER = 60  # the first class of later turns' other positions
+REPEATED = 72  # the first class of those that were used at least twice
 OWN_GAPS = list(range(REPEATED, REPEATED + 4))
 PLAIN = [c for c in range(CLASSES) if c not in OWN_GAPS]
 TURNS = (2, 3, 4, 15, 40, 2000)
 """As in `Lease.turn`: 1, 1, 2, 7, 20 and 1,000 turns before; odd ones go on from an answer."""
+FOUND_MORE = 1
+"""As in `Lease.turn`."""
 
 
 def checkpoint(kind=Kind.PROMPT_END, turn=0, uses=0, passed=False, covered=False, now=0):
@@ -50,12 +53,14 @@ def fate(state):
 
 def test_classes():
     """Kinds, used or not, passed or not, covered or not are told apart while few uses are known;
-    until they are used or passed also whether their request went on from another, and the ends of
-    prompts and answers by the turns before them and by where it went on from. Used twice, only
-    whether it was passed and is covered matters."""
+    until they are used or passed also whether their request brought more than it found, or less, or
+    went on from another; the ends of prompts and answers then by the turns before them and by where
+    it went on from. Used twice, only whether it was passed and is covered matters."""
     flags = [(u, p, c) for u in (0, 1) for p in (False, True) for c in (False, True)]
     plain = [fate(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
-    assert sorted(plain) == list(range(LATER))
+    assert sorted(plain) == list(range(FOUND))
+    found = [fate(checkpoint(k, FOUND_MORE, covered=c)) for k in Kind for c in (False, True)]
+    assert found == list(range(FOUND, LATER))
     others = [kind for kind in Kind if kind > Kind.ANSWER_END]
     for turn in TURNS:
         later = [fate(checkpoint(k, turn, covered=c)) for k in others for c in (False, True)]
@@ -68,7 +73,7 @@ def test_classes():
         for covered in (False, True)
     ]
     assert sorted(turns) == list(range(REPEATED + 4, CLASSES))
-    for turn in TURNS:
+    for turn in (FOUND_MORE, *TURNS):
         for uses, passed in ((1, False), (0, True), (1, True)):
             for kind in Kind:
                 with_turn = fate(checkpoint(kind, turn, uses, passed))
@@ -443,7 +448,7 @@ def test_rates_are_at_the_age_since_the_last_use():
         expected = rates[class_of(used, is_covered), age_class(7 * scale)] * scale
         assert model.rate(used, is_covered) == expected
     for kind in Kind:
-        for turn in (0, *TURNS):
+        for turn in (0, FOUND_MORE, *TURNS):
             assert model.new_rate(kind, turn) == rates[fate(checkpoint(kind, turn)), 0]
 
 
@@ -475,7 +480,7 @@ class Tree:
         return self.index.walk("", np.array(tokens, np.int32))
 
     def observe(self, tokens, resumed=None):
-        return self.model.observe(self.walk(tokens), resumed)
+        return self.model.observe(self.walk(tokens), resumed, len(tokens))
 
 
 def counting(n, start=0):
@@ -486,7 +491,7 @@ def test_a_prompt_uses_the_deepest_known_state_and_passes_the_others():
     tree = Tree()
     tree.add(counting(100))
     states = [tree.watch(counting(n)) for n in (20, 50, 80, 100)]
-    assert tree.observe([*counting(90), 7]) == (0, 0)
+    assert tree.observe([*counting(90), 7]) == (1, 0)
     assert [state.uses for state in states] == [0, 0, 1, 0]
     assert [state.passed for state in states] == [True, True, False, False]
     assert tree.model.now == 1
@@ -524,18 +529,18 @@ def test_again_is_the_fork_that_would_save_most():
     for n in (20, 60, 80):
         tree.add([*counting(n), 7])
     states = {n: tree.watch(counting(n)) for n in (20, 60, 80, 100)}
-    assert tree.observe(counting(100)) == (0, 0)  # once is not often
-    assert tree.observe(counting(100)) == (0, 80)  # all alike: the deepest fork saves most
+    assert tree.observe(counting(100)) == (1, 0)  # once is not often
+    assert tree.observe(counting(100)) == (1, 80)  # all alike: the deepest fork saves most
     states[60].uses = 1000  # used far more often than the others
-    assert tree.observe(counting(100)) == (0, 60)
-    assert tree.observe(counting(100), resumed=states[60]) == (0, 80)
-    assert tree.observe(counting(100), resumed=states[80]) == (0, 0)
+    assert tree.observe(counting(100)) == (1, 60)
+    assert tree.observe(counting(100), resumed=states[60]) == (1, 80)
+    assert tree.observe(counting(100), resumed=states[80]) == (1, 0)
 
 
 @pytest.mark.parametrize(
     ("kind", "turn"),
-    [(Kind.PROMPT_END, 2), (Kind.ANSWER_END, 3), (Kind.JUNCTION, 0), (Kind.TAIL, 0),
-     (Kind.RUNG, 0)],
+    [(Kind.PROMPT_END, 2), (Kind.ANSWER_END, 3), (Kind.JUNCTION, 1), (Kind.TAIL, 1),
+     (Kind.RUNG, 1)],
 )  # fmt: skip
 def test_turn_says_what_a_prompt_goes_on_from(kind, turn):
     tree = Tree()
@@ -543,8 +548,12 @@ def test_turn_says_what_a_prompt_goes_on_from(kind, turn):
     tree.watch(counting(20), Kind.PROMPT_END)
     tree.watch(counting(60), kind)
     assert tree.observe(counting(70))[0] == turn
-    assert tree.observe(counting(10))[0] == 0
+    assert tree.observe([*counting(70), *range(200, 270)])[0] == (turn if turn > 1 else 0)
+    assert tree.observe(counting(10))[0] == 0  # nothing is watched there
     assert tree.observe([99])[0] == 0
+    tree.watch(counting(10))
+    assert tree.observe([*counting(10), *range(200, 209)])[0] == 1
+    assert tree.observe([*counting(10), *range(200, 210)])[0] == 0
 
 
 def test_turns_are_counted():
