@@ -733,6 +733,27 @@ def test_a_state_with_uses_of_its_own_stays():
     assert set(skipped[10:]) == {610}, skipped
 
 
+def test_new_documents_are_there_for_their_second_question():
+    """Thirty popular documents are replaced by others, twice, in pure attention. Most of what
+    is asked belongs to known documents and is never used again: that says nothing about a new
+    one."""
+    engine, rng, seeds = Ours(PURE, 1500 * PURE.page_bytes), np.random.default_rng(0), count()
+    often, preamble, hits = 1 / np.arange(1, 31) ** 0.8, tokens(40, next(seeds)), []
+    for phase in range(3):
+        documents = [
+            joined(preamble, tokens(length, next(seeds))) for length in rng.integers(200, 1200, 30)
+        ]
+        asked = np.zeros(30, int)
+        for k in rng.choice(30, 400, p=often / often.sum()):
+            question, answer = (tokens(n, next(seeds)) for n in (rng.integers(8, 30), 10))
+            skipped = serve(engine, joined(documents[k], question), answer)
+            asked[k] += 1
+            if phase and asked[k] == 2:
+                hits.append(skipped >= len(documents[k]) - 16)
+    assert len(hits) > 50
+    assert np.mean(hits) > 0.8
+
+
 @pytest.mark.parametrize("spec", [HYBRID, PURE])
 def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """However much is known, a request looks at so many states at most, and still each has its turn
