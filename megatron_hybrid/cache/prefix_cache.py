@@ -792,7 +792,9 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
         return array
     narrow = array.astype(np.int32)
     if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
-        raise ValueError(f"tokens go up to {array.max()}; they must fit in int32")
+        raise ValueError(
+            f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
+        )
     return narrow
 
 

@@ -58,8 +58,10 @@ def test_a_prompt_is_a_row_of_integers(bad):
 
 def test_a_token_that_would_wrap_is_refused():
     cache = PrefixCache(HYBRID, 10)
-    with pytest.raises(ValueError, match="tokens go up to 4294967297; they must fit in int32"):
-        cache.match(np.array([2**32 + 1]))
+    for far in (2**32 + 1, -(2**31) - 1):
+        low, high = sorted((far, 7))
+        with pytest.raises(ValueError, match=f"tokens reach from {low} to {high}; they must fit"):
+            cache.match(np.array([7, far]))
     assert cache.match([1, 2]).prompt_tokens == 2
 
 
