@@ -52,6 +52,9 @@ between a sixteenth of all so far."""
 _FOUND = 8 * len(Kind)
 _LATER = _FOUND + 2 * len(Kind)
 _REPEATED = _LATER + 2 * len(Kind)
+"""Where classes begin. From 0 on by kind, whether used, passed and covered; what was neither used
+nor passed by kind and covered, of requests that found more than they brought, and of those that go
+on from another (their ends have classes of their own: `_SESSIONS`); what was used repeatedly."""
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
 _SESSION_GROUPS = 8
 _SESSIONS = slice(_OWN_GAPS.stop, _OWN_GAPS.stop + _SESSION_GROUPS * TURN_CLASSES)
@@ -81,8 +84,10 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
 
 def _new_class(kind: int, turn: int, covered: bool) -> int:
     """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
-    if turn < 2:
-        return (_FOUND + 2 * kind if turn else 8 * kind) + covered
+    if turn == 0:
+        return 8 * kind + covered
+    if turn == 1:
+        return _FOUND + 2 * kind + covered
     if kind > Kind.ANSWER_END:
         return _LATER + 2 * kind + covered
     group = 4 * kind + 2 * (turn % 2) + covered

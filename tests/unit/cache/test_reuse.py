@@ -327,17 +327,6 @@ def test_new_traffic_is_learnt_however_much_is_known():
     assert model.new_rate(Kind.TAIL, 0) > 0.02
 
 
-def keeping_up(model, num_requests, num_watched):
-    """The most spans that one of so many requests counted."""
-    most = 0
-    for _ in range(num_requests):
-        model.now += 1
-        before = len(model._spans)
-        model.keep_up(num_watched)
-        most = max(most, (len(model._spans) - before) // 3)
-    return most
-
-
 def test_time_at_risk_is_neither_late_nor_early():
     """Of 2,000 states whose last use lies up to 2,000 requests back, half of them used once: as
     much as there was, where all is counted; before that, within a few per cent, also of each age
@@ -371,7 +360,10 @@ def test_a_request_visits_the_more_the_longer_is_known_but_by_octaves():
     model, most = ReuseModel(), 0
     for _ in range(30_000):
         model.watch(checkpoint(Kind.RUNG, now=model.now))
-        most = max(most, keeping_up(model, 1, model.now))
+        model.now += 1
+        before = len(model._spans)
+        model.keep_up(model.now)
+        most = max(most, (len(model._spans) - before) // 3)
     assert most == 12  # ages of 8 to 8 * 2^11 = 16,384
 
 
