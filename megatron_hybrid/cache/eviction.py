@@ -152,6 +152,11 @@ def checkpoint_value(
     return value_per_page(reuse.rate(checkpoint, covered), work, pages)
 
 
+def is_gone(item: Edge | Checkpoint) -> bool:
+    """Whether it is no edge of the tree, or no stored state, any more."""
+    return (item.parent if isinstance(item, Edge) else item.pages) is None
+
+
 def kv_pages(tokens: int, spec: CacheSpec) -> int:
     """Pages of full-attention KV of so many tokens, rounded."""
     return tokens * spec.kv_pages_per_block // spec.block_size_tokens
@@ -299,6 +304,7 @@ class Evictor:
         # the queues until that is let go, or each search for room would come across it again.
         self._held: dict[Edge | Checkpoint, tuple[Key, int]] = {}
         self._num_let_go = 0
+        self._clean_at = MAX_STALE
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -314,11 +320,18 @@ class Evictor:
         what lies under it.
         """
         self._enter_let_go()
+        in_order = None  # what is held: a heap, once it is known that some of it has to go
         while self._allocator.num_free < num_pages:
             queue, key = self._next()
             forced = queue is None and force and bool(self._held)
             if forced:
-                item = min(self._held, key=self._held.get)
+                if in_order is None:
+                    in_order = [
+                        (entry, i, item) for i, (item, entry) in enumerate(self._held.items())
+                    ]
+                    heapq.heapify(in_order)
+                    num_held = len(in_order)
+                item = heapq.heappop(in_order)[2]
                 del self._held[item]
             elif queue is None or (below is not None and key >= below):
                 break
@@ -330,12 +343,18 @@ class Evictor:
                 self.add(item)
                 raise
             if not gone:
-                self._held[item] = key, self._last_page(item)
+                self._held[item] = entry = key, self._last_page(item)
+                if in_order is not None:
+                    num_held += 1
+                    heapq.heappush(in_order, (entry, num_held, item))
         return self._allocator.num_free >= num_pages
 
     def _enter_let_go(self) -> None:
         """What requests held and have let go of is in the queues again. Whatever else makes an item
         droppable enters it anew where it happens."""
+        if len(self._held) > self._clean_at:  # edges that were joined, states that went with KV
+            self._held = {item: e for item, e in self._held.items() if not is_gone(item)}
+            self._clean_at = 2 * len(self._held) + MAX_STALE
         if not self._held or self._allocator.num_let_go == self._num_let_go:
             return
         self._num_let_go = self._allocator.num_let_go

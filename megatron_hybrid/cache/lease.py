@@ -114,6 +114,11 @@ class Lease:
         return self.report.prompt_tokens
 
     @property
+    def saves_more(self) -> bool:
+        """Whether a state of its prompt, or one with a reservation, is still to be saved."""
+        return bool(self.reservations) or next(reversed(self.wanted), 0) > self.done
+
+    @property
     def writable_from(self) -> int:
         """KV of full attention is written for positions >= this only (it equals q)."""
         return self.shared_tokens

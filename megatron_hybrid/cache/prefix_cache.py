@@ -96,12 +96,14 @@ class PrefixCache:
         )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
+        self._saving: dict[Lease, None] = {}  # those that `saves_more`, and a few that did
         self._tick = 0
         self._ordering = Rounds(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._first_blocks = FirstBlocks(spec.block_size_tokens)
         self._answers = AnswerLengths()
+        self._held_back = 0  # attempts in a row that were
         known = TOKENS_PER_PAGE * num_pages
         if spec.kv_pages_per_block:
             fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
@@ -356,6 +358,8 @@ class PrefixCache:
             )
         lease.done, lease.tokens, lease.answered = num_tokens_done, tokens, answered
         flush = flush or answered
+        if before < lease.prompt_tokens:
+            self._note_saving(lease)
         if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
             return
         if answered and self.mode == "restore":
@@ -378,7 +382,7 @@ class PrefixCache:
         those of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then publish.
         """
         found = []
-        if next(reversed(lease.wanted), 0) > lease.done:  # else a decode step would look at all
+        if lease.saves_more:  # else a decode step would look at all
             found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self._rung_tokens)
@@ -431,6 +435,7 @@ class PrefixCache:
             self.allocator.retain(rows)
         reservation = Reservation(lease, position, kind, self.allocator.allocate(pages), local_rows)
         lease.reservations.append(reservation)
+        self._note_saving(lease)
         self._record(RESERVED, position)
         return reservation
 
@@ -473,6 +478,7 @@ class PrefixCache:
         time."""
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
+        self._note_saving(reservation.lease)
         self.allocator.release(reservation.pages)
         for pages in reservation.local_pages:
             self.allocator.release(pages)
@@ -488,6 +494,7 @@ class PrefixCache:
         if lease.answered:
             self._answers.observe(lease.done - lease.prompt_tokens)
         del self._leases[lease]
+        self._saving.pop(lease, None)
         lease.released = True
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
@@ -564,6 +571,8 @@ class PrefixCache:
         self._reuse.check_integrity(self._index.checkpoints())
         refs = np.zeros_like(self.allocator.ref_counts)
         for lease in self._leases:
+            if lease.saves_more and lease not in self._saving:
+                raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
             for pages in held_pages(lease):
                 np.add.at(refs, pages, 1)
             for reservation in lease.reservations:
@@ -584,7 +593,7 @@ class PrefixCache:
 
     def _look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
         return look_up(
-            self._index, self._leases, self.spec, self.mode, tokens, salt, recompute_reason
+            self._index, self._saving, self.spec, self.mode, tokens, salt, recompute_reason
         )
 
     def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
@@ -641,6 +650,7 @@ class PrefixCache:
             return None
         self._tick += 1
         if comes:
+            self._held_back = 0
             lease.turn, lease.again = self._reuse.observe(path, checkpoint, lease.prompt_tokens)
             self._keep_up()
         self._index.touch(path, self._tick)  # eviction may change the path
@@ -657,9 +667,10 @@ class PrefixCache:
             return True
         # Per page of all, not of those that are missing: what goes in several attempts together is
         # worth no more either.
-        worth = saved_by_one_more(running, self._answers.mean)
+        worth = saved_by_one_more(running, self._answers.mean + self._held_back)
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
+        self._held_back += 1
         self._stats.held_back += 1
         return False
 
@@ -713,7 +724,15 @@ class PrefixCache:
     def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
         """These are the positions that a prefill should save."""
         lease.wanted = dict(sorted(wanted.items()))
+        self._note_saving(lease)
         lease.unwatched.update((p, kind) for p, kind in wanted.items() if p > lease.done)
+
+    def _note_saving(self, lease: Lease) -> None:
+        """What the lease has yet to save changed: look-ups ask only those with something left."""
+        if lease.saves_more:
+            self._saving[lease] = None
+        else:
+            self._saving.pop(lease, None)
 
     def _place(
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]

@@ -34,9 +34,9 @@ _ENOUGH = 3
 """Uses from which on turns are told apart."""
 _WAIT_WEIGHT = 6.0
 """Uses that speak for the hazard of shorter waits in that of longer ones."""
-_TURN_WEIGHT = 6.0
+_TURN_WEIGHT = 2.0
 """Uses that speak for the mean of all turns in the share of one."""
-_OWN_WEIGHT = 20.0
+_OWN_WEIGHT = 40.0
 """Uses that speak for the hazard that follows from waits and shares, beside those of a turn itself:
 where long waits and short ones mix, some turns have more of the one than others."""
 
@@ -69,19 +69,16 @@ def session_hazards(
     back_KA = np.where(unknown, 1.0, back_KA)
     wait_A = _waits(uses_A, in_order(risk_KA * back_KA, -2), mean)
     back_JA, longer_A = _will_be_back(_SHARES, wait_A)
-    expected_KJ = np.zeros((*uses_KA.shape[:-1], len(_SHARES)))
-    for age in range(AGES):
-        hazard_J = back_JA[..., age] * wait_A[..., age, None]
-        expected_KJ += risk_KA[..., age, None] * hazard_J[..., None, :]
-    uses_K = in_order(uses_KA, -1)
-    share = _shares(in_order(expected_KJ, -2)[..., None, :], in_order(uses_K, -1)[..., None])
+    hazard_JA = back_JA * wait_A[..., None, :]
+    share = _shares(uses_A[..., None, :], in_order(risk_KA, -2)[..., None, :], back_JA, hazard_JA)
     # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
     # all who come back had come.
     away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
-    mean_back_A = _will_be_back(share, wait_A)[0][..., 0, :]
-    prior_J = in_order((away_A * wait_A)[..., None, :] * back_JA, -1)
-    prior_J *= _TURN_WEIGHT / in_order(away_A * mean_back_A * wait_A, -1)[..., None]
-    shares_K = _shares(expected_KJ + prior_J[..., None, :], uses_K + _TURN_WEIGHT)
+    came_A = away_A * _will_be_back(share, wait_A)[0][..., 0, :] * wait_A
+    more = _TURN_WEIGHT / in_order(came_A, -1)[..., None]
+    uses_more_KA = uses_KA + (more * came_A)[..., None, :]
+    risk_more_KA = risk_KA + (more * away_A)[..., None, :]
+    shares_K = _shares(uses_more_KA, risk_more_KA, back_JA, hazard_JA)
     known_KA, _ = _will_be_back(shares_K, wait_A)
     expected_KA = np.maximum(known_KA * wait_A[..., None, :], LEAST)
     hazard_KA = leaning(uses_KA, risk_KA, expected_KA, _OWN_WEIGHT)
@@ -108,11 +105,26 @@ def _will_be_back(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray,
     return s * mean_A / (1 - s + s * mean_A), longer_A
 
 
-def _shares(expected_KJ: np.ndarray, uses_K: np.ndarray) -> np.ndarray:
-    """The shares s at which as many uses are expected as were seen, [..., K]."""
-    j_K = np.clip((expected_KJ < uses_K[..., None]).sum(-1), 1, len(_SHARES) - 1)
+def _shares(
+    uses_KA: np.ndarray, risk_KA: np.ndarray, back_JA: np.ndarray, hazard_JA: np.ndarray
+) -> np.ndarray:
+    """The most likely shares s, [..., K].
+
+    With hazard_JA = h_a s G_a / (1 - s + s G_a), the derivative of the logarithm of the likelihood
+    by s is that of (uses - risk x hazard) / (s (1 - s + s G_a)) summed over ages. Who is still away
+    when nearly all who come back have come says most, and that nobody is says as much, however long
+    it took. back_JA: s G_a / (1 - s + s G_a).
+    """
+    score_KJ = np.zeros((*uses_KA.shape[:-1], len(_SHARES)))
+    for age in range(AGES):
+        weight_J = (1 - back_JA[..., age]) / (1 - _SHARES)
+        unexpected_KJ = (
+            uses_KA[..., age, None] - risk_KA[..., age, None] * hazard_JA[..., None, :, age]
+        )
+        score_KJ += weight_J[..., None, :] * unexpected_KJ
+    j_K = np.clip((score_KJ > 0).sum(-1), 1, len(_SHARES) - 1)
     low_K, high_K = (
-        np.take_along_axis(expected_KJ, at_K[..., None], -1)[..., 0] for at_K in (j_K - 1, j_K)
+        np.take_along_axis(score_KJ, at_K[..., None], -1)[..., 0] for at_K in (j_K - 1, j_K)
     )
-    part_K = np.clip((uses_K - low_K) / np.maximum(high_K - low_K, 1e-12), 0, 1)
+    part_K = np.clip(low_K / np.maximum(low_K - high_K, 1e-12), 0, 1)
     return _SHARES[j_K - 1] + part_K * (_SHARES[j_K] - _SHARES[j_K - 1])

@@ -83,6 +83,38 @@ def test_beyond_some_number_requests_wait_rather_than_push_out_what_others_use()
     cache.check_integrity()
 
 
+def test_a_long_answer_holds_nobody_back_for_long():
+    """One request decodes and decodes; what has to go for a large stranger is worth much. But each
+    step in which it waits is one that both could have shared."""
+    cache = served()
+    cache._answers.mean = 1.0
+    decoding = cache.acquire(tokens(16, 9), capacity_tokens=16)
+    large = tokens(16 * (PAGES // 2), 50_000)
+    attempts = 1
+    while cache.acquire(large, capacity_tokens=len(large)) is None:
+        attempts += 1
+        assert attempts < 1000
+    assert attempts > 1
+    assert cache.stats()["held_back"] == attempts - 1
+    cache.release(decoding)
+
+
+def test_whoever_starts_begins_the_count_of_attempts_anew():
+    cache = served()
+    start_strangers(cache)
+    held_back = cache.stats()["held_back"]
+    small = cache.acquire(tokens(3, 77), capacity_tokens=3)
+    assert small is not None
+    counts = []
+    for _ in range(2):
+        while (lease := cache.acquire(tokens(480, 60_000), capacity_tokens=480)) is None:
+            pass
+        counts.append(cache.stats()["held_back"] - held_back)
+        held_back = cache.stats()["held_back"]
+        cache.release(lease)
+    assert counts[0] > 0
+
+
 def test_without_room_nothing_is_held_back_but_refused():
     cache = served()
     lease = cache.acquire(tokens(480, 1), capacity_tokens=16 * (PAGES - 60))

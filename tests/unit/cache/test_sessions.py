@@ -89,6 +89,19 @@ def test_a_turn_without_observations_has_the_mean_share():
     assert hazard[9, :18] == pytest.approx(np.delete(hazard, 9, axis=0).mean(0)[:18], rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_that_nobody_is_still_away_tells_more_than_how_long_it_took(seed):
+    """At one turn all of 40 came back, if half as late again as at others; at most of these a tenth
+    did not."""
+    uses, risk = drawn(lambda k: 0.9 if k < 10 else 1.0, 0.03, 2000, seed=7)
+    slow_uses, slow_risk = drawn(lambda k: 1.0, 0.02, 40, seed)
+    uses[5], risk[5] = slow_uses[5], slow_risk[5]
+    _, back = learnt(uses, risk, times=20)
+    late = age_class(100)
+    assert back[5, late] > 0.6
+    assert np.delete(back[:10], 5, axis=0)[:, late].max() < 0.5
+
+
 def test_few_uses_tell_no_turns_apart():
     uses, risk = np.zeros((TURN_CLASSES, AGES)), np.zeros((TURN_CLASSES, AGES))
     uses[3, 2], risk[3, :4], risk[4, :12] = 2, 5, 10 * WIDTH_A[:12]
