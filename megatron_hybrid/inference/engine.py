@@ -386,7 +386,8 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     def cancel(self, request: Request) -> None:
         """Ends a request with all its samples; those that are answered keep their answer. What was
-        computed stays cached. A request that has ended already is left as it is.
+        computed stays cached, with the state that it stopped at if that is worth its room: the next
+        turn goes on from there. A request that has ended already is left as it is.
 
         Raises:
             ValueError: another engine's request; nothing has changed.

@@ -353,22 +353,29 @@ class Scheduler:
             request.status = RequestStatus.CLOSING
             return
         if keeps_state:
-            reservation = self.cache.reserve_checkpoint(request.lease, request.num_computed)
-            if reservation is not None:
-                self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
-                self.cache.commit(
-                    request.lease, request.tokens, request.num_computed, answered=True
-                )
-                self.cache.publish_checkpoint(reservation)
+            self._save_live_slot(request, answered=True)
         self._retire(request)
 
+    def _save_live_slot(self, request: Request, *, answered: bool) -> None:
+        """Keeps the state after the tokens that are computed, if it is worth its room."""
+        done = request.num_computed
+        if not done:
+            return
+        reservation = self.cache.reserve_checkpoint(request.lease, done)
+        if reservation is not None:
+            self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
+            self.cache.commit(request.lease, request.tokens, done, flush=True, answered=answered)
+            self.cache.publish_checkpoint(reservation)
+
     def cancel(self, request: Request) -> None:
-        """Takes the request out; what it computed stays cached."""
+        """Takes the request out; what it computed stays cached, with its last state if that is
+        worth its room."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request.fetch is not None:
             self.offload.leave(request.fetch)
         if request.lease is not None:
+            self._save_live_slot(request, answered=False)
             self._retire(request)
         request.parked = None
         request.status = RequestStatus.CANCELLED

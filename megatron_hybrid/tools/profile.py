@@ -103,7 +103,9 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
     """
     tokenizer, folder = None, model_folder(model)
 
-    def tokenize(text: str | list) -> tuple[list[int], list[int]]:
+    def tokenize(
+        text: str | list, *, tools: list[dict] | None, is_answer: bool
+    ) -> tuple[list[int], list[int]]:
         nonlocal tokenizer
         if tokenizer is None:
             if not folder.is_dir() or find_tokenizer(folder) is None:
@@ -113,9 +115,9 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
                 )
             tokenizer = Tokenizer.from_folder(folder)
         if isinstance(text, str):
-            return tokenizer.tokenize(text), []
+            return tokenizer.tokenize(text, add_special_tokens=not is_answer), []
         check_messages(text)
-        return tokenizer.chat_prompt(text)
+        return tokenizer.chat_prompt(text, tools=tools)
 
     return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))
 

@@ -5,6 +5,7 @@
 | `prompt` | text, a list of token ids, or the messages of a chat |
 | `messages` | the same, messages |
 | `tokens`, `prompt_tokens` | the same, token ids |
+| `tools` | with messages, if the chat has them: JSON schemas of functions |
 | `output` or `completion` | if known: the answer, text or token ids |
 | `session` | if known: a string or a number; turns of one session follow each other |
 | `turn`, `arrival` | if known: a number from 0; seconds |
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,8 +28,16 @@ from megatron_hybrid.tools.replay.request import Request
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")
-Tokenize = Callable[[str | list], tuple[Sequence[int], Sequence[int]]]
-"""Text, or the messages of a chat, to token ids and the positions where messages start."""
+
+
+class Tokenize(Protocol):
+    """Token ids, and the positions where messages start."""
+
+    def __call__(
+        self, text: str | list, *, tools: list[dict] | None, is_answer: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Of a prompt's text, of the messages of a chat with the schemas of its tools, or of an
+        answer, which goes on from other tokens."""
 
 
 def load_jsonl(
@@ -119,7 +128,14 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
         raise ValueError(f"there is no prompt: add one of the fields {names}")
     if field not in ("prompt", "messages") and isinstance(prompt, str):
         raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
-    tokens, message_starts = _tokens(field, prompt, tokenize, vocab)
+    tools = row.get("tools")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise ValueError(
+            f"`tools` is {_shown(tools)}: give a list of JSON schemas, or leave it out"
+        )
+    tokens, message_starts = _tokens(field, prompt, tokenize, vocab, tools)
     if not len(tokens):
         raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
     output_field, output = _one_of(row, OUTPUT_FIELDS)
@@ -147,18 +163,23 @@ def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]
 
 
 def _tokens(
-    field: str, value: Any, tokenize: Tokenize | None, vocab: int
+    field: str,
+    value: Any,
+    tokenize: Tokenize | None,
+    vocab: int,
+    tools: list[dict] | None = None,
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """int32 [n] of text or a list of ids; where messages start."""
     starts: Sequence[int] = ()
     is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
+    is_answer = field in OUTPUT_FIELDS
     # An answer is no prompt: rendered as a chat it would end with what opens the next answer.
-    if isinstance(value, str) or (is_chat and field not in OUTPUT_FIELDS):
+    if isinstance(value, str) or (is_chat and not is_answer):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
         check_text(f"`{field}`", json.dumps(value, ensure_ascii=False))
         try:
-            value, starts = tokenize(value)
+            value, starts = tokenize(value, tools=tools, is_answer=is_answer)
         except TypeError as error:  # of a message
             raise ValueError(str(error)) from error
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:

@@ -543,8 +543,24 @@ def test_cancel_while_waiting_for_a_running_prefill():
     engine.cancel(first)  # the third waits for nobody any more
     finish(engine, third)
     assert is_greedy(MODEL, random_tokens(100), third.generated_tokens)
-    # The blocks that the first had computed are there, its state is not.
-    assert (third.report.shared_tokens, third.report.skipped_tokens) == (32, 0)
+    # What the first had computed is there, with the state that it stopped at.
+    assert (third.report.shared_tokens, third.report.skipped_tokens) == (32, 32)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("answered", [1, 5])
+def test_the_next_turn_resumes_where_an_answer_was_cancelled(answered):
+    engine = tiny_engine()
+    request = engine.add_request(random_tokens(40), greedy(30))
+    while len(request.generated_tokens) < answered:
+        engine.step()
+    engine.cancel(request)
+    next_turn = random_tokens(40) + request.generated_tokens + [7, 8, 9]
+    later = engine.add_request(next_turn, greedy(4))
+    finish(engine, later)
+    # The last token was drawn and not computed: the state lies before it.
+    assert later.report.skipped_tokens == 40 + answered - 1
+    assert is_greedy(MODEL, next_turn, later.generated_tokens)
     assert_idle(engine)
 
 

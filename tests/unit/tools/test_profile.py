@@ -7,7 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from reference import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from megatron_hybrid.models.pretrained import DEMO_FOLDER
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.profile import OURS, profile, read_requests
 from megatron_hybrid.tools.profile_report import draw, render
@@ -170,6 +173,46 @@ def test_the_picture(tmp_path):
 def test_bad_settings(memory, encoding, message):
     with pytest.raises(ValueError, match=message):
         profile(requests(tokens(10)), CONFIG, memory, encoding)
+
+
+@pytest.fixture
+def with_bos(tmp_path):
+    """A folder with the demo's tokenizer, which begins every prompt with its token 0."""
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    bos = tokenizer.id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for tool in tools or [] %}{{ tool.name }} {% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    settings = {"bos_token": bos, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def read_row(folder, **row):
+    path = folder / "prompts.jsonl"
+    path.write_text(json.dumps(row))
+    (request,) = read_requests(path, folder, 1 << 20)
+    return request
+
+
+def test_a_prompt_begins_with_what_the_tokenizer_puts_there_and_an_answer_goes_on(with_bos):
+    request = read_row(with_bos, prompt="once upon a time", output=" there was a king")
+    assert request.prompt[0] == 0
+    assert 0 not in request.output
+    whole = read_row(with_bos, prompt="once upon a time there was a king").prompt
+    assert whole.tolist() == [*request.prompt, *request.output]
+
+
+def test_the_tools_of_a_chat_are_part_of_its_prompt(with_bos):
+    messages = [{"role": "user", "content": "once upon a time"}]
+    plain = read_row(with_bos, messages=messages)
+    with_tools = read_row(with_bos, messages=messages, tools=[{"name": "a long story"}])
+    assert len(with_tools.prompt) > len(plain.prompt)
+    with pytest.raises(ValueError, match="line 1: `tools` is 7: give a list of JSON schemas"):
+        read_row(with_bos, messages=messages, tools=7)
 
 
 def test_text_needs_the_models_folder(tmp_path):

@@ -13,7 +13,7 @@ def write(tmp_path, *lines):
     return path
 
 
-def spelled(text):
+def spelled(text, **_):
     return [ord(letter) for letter in text], []
 
 
@@ -112,7 +112,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_half_of_a_character(tmp_path, prompt):
     path = write(tmp_path, {"prompt": prompt})
     with pytest.raises(ValueError, match=r"line 1: `prompt` has \\ud83d, half of a character: "):
-        list(load_jsonl(path, tokenize=lambda text: ([7], [])))
+        list(load_jsonl(path, tokenize=lambda text, **_: ([7], [])))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -124,7 +124,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_a_chat_says_where_its_messages_start(tmp_path):
     chat = [{"role": "user", "content": "b"}]
     path = write(tmp_path, {"messages": chat}, {"prompt": [1]})
-    one, two = load_jsonl(path, tokenize=lambda chat: ([7, 8, 9], [1, 2]))
+    one, two = load_jsonl(path, tokenize=lambda chat, **_: ([7, 8, 9], [1, 2]))
     assert (one.prompt.tolist(), one.message_starts) == ([7, 8, 9], (1, 2))
     assert two.message_starts == ()
 
@@ -132,7 +132,7 @@ def test_a_chat_says_where_its_messages_start(tmp_path):
 def test_an_answer_is_no_chat(tmp_path):
     path = write(tmp_path, {"prompt": [1], "output": [{"role": "assistant", "content": "b"}]})
     with pytest.raises(ValueError, match=r"line 1: `output` is \[\{.* give text, or a flat list"):
-        list(load_jsonl(path, tokenize=lambda chat: ([7], [])))
+        list(load_jsonl(path, tokenize=lambda chat, **_: ([7], [])))
 
 
 def test_an_empty_file(tmp_path):
