@@ -20,7 +20,8 @@ _MEMORY = 64
 def saved_by_one_more(running: int, answer_tokens: float) -> float:
     """Work per request, in tokens, that is saved if one more runs beside `running` others: of its
     steps, one for the prompt and one for each token of the answer, a request's part falls from
-    1 / running to 1 / (running + 1)."""
+    1 / running to 1 / (running + 1). Steps in which it waited already count as its own: whoever has
+    waited for as much as its start costs waits no more, however long those that run go on."""
     return STEP_TOKENS * (answer_tokens + 1) / (running * (running + 1))
 
 

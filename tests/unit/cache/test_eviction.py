@@ -1044,6 +1044,30 @@ def test_pinned_things_are_passed_over():
     sim.check()
 
 
+def test_what_is_held_and_gone_is_not_remembered_for_ever():
+    """A system prompt that always some request holds; behind it edges come, are joined and go."""
+    cache = PrefixCache(CacheSpec(16, (KVGroup(2, 64),), state_bytes=0, hidden_bytes=64), 100)
+    text = np.array(prompt(2000, 1), np.int32)
+
+    def start(tokens):
+        lease = cache.acquire(tokens, capacity_tokens=len(tokens))
+        cache.restored(lease)
+        cache.commit(lease, tokens, len(tokens))
+        return lease
+
+    holding, most = start(text[:512]), 0
+    for i in range(200):
+        following = start(text[:512])
+        cache.release(holding)
+        holding = following
+        for length in (612 + i % 300, 1000):
+            cache.release(start(text[:length]))
+            cache.evict(60)
+        most = max(most, len(cache._evictor._held))
+    assert 0 < most < 150
+    cache.check_integrity()
+
+
 def test_the_blocks_of_running_requests_stay_in_the_tree():
     sim = simulator()
     tokens = prompt(160, 1)
