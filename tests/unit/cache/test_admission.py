@@ -100,19 +100,24 @@ def test_a_long_answer_holds_nobody_back_for_long():
 
 
 def test_whoever_starts_begins_the_count_of_attempts_anew():
-    cache = served()
-    start_strangers(cache)
-    held_back = cache.stats()["held_back"]
-    small = cache.acquire(tokens(3, 77), capacity_tokens=3)
-    assert small is not None
-    counts = []
-    for _ in range(2):
-        while (lease := cache.acquire(tokens(480, 60_000), capacity_tokens=480)) is None:
-            pass
-        counts.append(cache.stats()["held_back"] - held_back)
-        held_back = cache.stats()["held_back"]
-        cache.release(lease)
-    assert counts[0] > 0
+    """Between two strangers a small request starts: the second one is held back as if no step had
+    passed."""
+    stranger = tokens(480, 60_000)
+
+    def attempts(cache):
+        count = 1
+        while cache.acquire(stranger, capacity_tokens=480) is None:
+            count += 1
+        return count
+
+    first, later = served(), served()
+    for cache in (first, later):
+        start_strangers(cache)
+    for _ in range(8):
+        assert later.acquire(stranger, capacity_tokens=480) is None
+    for cache in (first, later):
+        assert cache.acquire(tokens(3, 77), capacity_tokens=3) is not None
+    assert attempts(first) == attempts(later) > 8
 
 
 def test_without_room_nothing_is_held_back_but_refused():
