@@ -331,7 +331,9 @@ class Evictor:
                     ]
                     heapq.heapify(in_order)
                     num_held = len(in_order)
-                item = heapq.heappop(in_order)[2]
+                entry, _, item = heapq.heappop(in_order)
+                if self._held.get(item) is not entry:  # it was in a queue, too: it has another now
+                    continue
                 del self._held[item]
             elif queue is None or (below is not None and key >= below):
                 break
