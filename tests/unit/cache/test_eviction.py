@@ -1068,6 +1068,32 @@ def test_what_is_held_and_gone_is_not_remembered_for_ever():
     cache.check_integrity()
 
 
+def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
+    """As an edge whose last child with KV is forced out."""
+    cache = PrefixCache(CacheSpec(16, (KVGroup(2, 64),), state_bytes=0, hidden_bytes=64), 100)
+    for seed in range(3):
+        tokens = np.array(prompt(320, seed), np.int32)
+        lease = cache.acquire(tokens, capacity_tokens=320)
+        cache.restored(lease)
+        cache.commit(lease, tokens, 320)
+    evictor = cache._evictor
+    assert not evictor.make_room(99)
+    first, second, _ = edges = sorted(evictor._held, key=evictor._held.get)
+    gone = []
+
+    class Again:
+        def blocks_leave(self, edge, end):
+            gone.append(edge)
+            if edge is first:
+                evictor.add(second)
+
+    cache.watch_evictions(Again())
+    assert not evictor.make_room(99, force=True)  # the requests keep their pages
+    assert gone == edges
+    assert not evictor._held
+    cache.check_integrity()
+
+
 def test_the_blocks_of_running_requests_stay_in_the_tree():
     sim = simulator()
     tokens = prompt(160, 1)
