@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -165,9 +166,12 @@ class PrefixIndex:
             edge.last_access = tick
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])
-        for edge in edges[:-1]:
-            if len(edge.children) == 1:
-                self._merge(edge)
+        run: list[Edge] = []  # in which each leads to the next alone
+        for edge in edges:
+            run.append(edge)
+            if len(edge.children) != 1 or edge is edges[-1]:
+                self._join(run)
+                run = []
         path.edges = [edge for edge in edges if edge.parent is not None]
 
     def _extend(self, path: Path, tokens: np.ndarray, pages: np.ndarray) -> None:
@@ -392,38 +396,43 @@ class PrefixIndex:
         if len(parent.children) == 1:
             (child,) = parent.children.values()
             if child.last_access == parent.last_access:
-                self._merge(parent)
+                self._join([parent, child])
         self._fades(parent)
         self.on_tail(parent)
 
-    def _merge(self, edge: Edge) -> None:
-        """Join an edge with its only child, which takes its place."""
-        (child,) = edge.children.values()
-        size = self._block_size
-        rows, below = edge.pages(size), child.pages(size)
-        if len(below):
-            shared = child.first_block - edge.first_block
-            self._allocator.uncache(rows[shared:])
-            child._pages = np.concatenate([rows[:shared], below])
-        else:
-            child._pages = rows.copy()
-            child.held_end = edge.held_end
-        tokens = child._tokens = np.concatenate([edge.tokens, child.tokens])
-        child.start, child.first_block, child.parent = edge.start, edge.first_block, edge.parent
-        child.num_stored = edge.num_stored
-        child.parent.children[int(tokens[0])] = child
-        child.pack()
-        for checkpoint in edge.checkpoints.values():
-            checkpoint.edge = child
-        child.checkpoints = {**edge.checkpoints, **child.checkpoints}
-        child.stored = edge.stored + child.stored
-        self._trim_watched(child)
-        edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, []
-        edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
-        edge.end = edge.held_end = edge.start
-        self._forgettable.pop(edge, None)
-        self._fades(child)
-        self.on_tail(child)
+    def _join(self, run: list[Edge]) -> None:
+        """Join edges of which each has the next as its only child: the last one takes the place of
+        all."""
+        *joined, last = run
+        if not joined:
+            return
+        first, size = run[0], self._block_size
+        held = [edge for edge in run if edge.held_end > edge.start]
+        rows = [edge.pages(size) for edge in held or run[:1]]
+        for i, (edge, deeper) in enumerate(pairwise(held)):
+            # Of two that hold one block the deeper one's page counts.
+            rows[i], twice = np.split(rows[i], [deeper.first_block - edge.first_block])
+            self._allocator.uncache(twice)
+        last._pages = np.concatenate(rows)
+        last.held_end = held[-1].held_end if held else first.start
+        tokens = last._tokens = np.concatenate([edge.tokens for edge in run])
+        last.start, last.first_block, last.parent = first.start, first.first_block, first.parent
+        last.num_stored = first.num_stored
+        last.parent.children[int(tokens[0])] = last
+        last.pack()
+        for edge in joined:
+            for checkpoint in edge.checkpoints.values():
+                checkpoint.edge = last
+        last.checkpoints = {p: c for edge in run for p, c in edge.checkpoints.items()}
+        last.stored = [position for edge in run for position in edge.stored]
+        self._trim_watched(last)
+        for edge in joined:
+            edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, []
+            edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
+            edge.end = edge.held_end = edge.start
+            self._forgettable.pop(edge, None)
+        self._fades(last)
+        self.on_tail(last)
 
     def _forget_old_roots(self) -> None:
         """Now and then, when the salts have doubled: it looks at all of them."""

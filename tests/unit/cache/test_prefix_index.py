@@ -230,6 +230,30 @@ def test_edges_used_apart_stay_apart_and_used_together_are_joined():
     assert tree.spans() == [(0, 60)]
 
 
+@pytest.mark.parametrize("kept", [0, 100, 1000, None])
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_any_number_of_edges_is_joined_at_once(kept, columns):
+    """Cut into 200, of one token to several blocks, with KV up to any of them."""
+    ends = np.cumsum(np.random.default_rng(0).integers(1, 40, size=200)).tolist()
+    tree, whole = Tree(pages_per_block=columns), counting(ends[-1])
+    pages = tree.add(whole)
+    states = [] if kept is not None or not columns else [tree.save(whole[:n]) for n in ends[::9]]
+    for tick, end in enumerate(ends[::-1], start=50):
+        tree.index.touch(tree.walk(whole[:end]), tick)
+    assert tree.spans() == list(zip([0, *ends], ends))
+    for end in [end for end in ends[::-1] if columns and kept is not None and end > kept]:
+        tree.index.drop_kv(tree.leaf(whole[:end]), kept)
+    held = min(ends[-1], kept) if columns and kept is not None else ends[-1]
+    tree.touch(whole, 10_000)
+    assert tree.held() == [(0, held, ends[-1])]
+    (edge,) = tree.index.edges()
+    assert edge.stored == [state.position for state in states]
+    assert all(state.edge is edge for state in states)
+    rows = pages[: -(-held // B)]
+    assert np.array_equal(edge.pages(B), rows)
+    assert tree.pool.cached_counts.sum() == rows.size + len(states)
+
+
 def test_a_fork_is_where_prompts_part():
     tree = Tree()
     tree.add(LEFT)
