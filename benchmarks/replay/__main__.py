@@ -70,8 +70,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def whole_number(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few: give a whole number from 1 on")
+    if not text.isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return number
 
 

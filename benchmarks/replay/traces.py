@@ -45,20 +45,21 @@ def load_mooncake(path: str | Path, limit: int | None = None) -> Iterator[Reques
     ones. Outputs and sessions are not recorded: every output is new, every request its own session.
 
     Raises:
-        ValueError: a row is wrong; names file, line and remedy.
+        ValueError: a row is wrong, or earlier than the one before; names file, line and remedy.
     """
-    rng = np.random.default_rng(1)
+    rng, latest = np.random.default_rng(1), 0.0
     for i, (number, row) in enumerate(islice(rows(path), limit)):
         try:
-            _check_mooncake(row)
+            _check_mooncake(row, latest)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
+        latest = row["timestamp"]
         output = draw_tokens(rng, max(1, row["output_length"]))
         blocks = np.concatenate([block_tokens(block_id) for block_id in row["hash_ids"]])
         yield Request(blocks[: row["input_length"]], output, i, 0, row["timestamp"] / 1000)
 
 
-def _check_mooncake(row: dict[str, Any]) -> None:
+def _check_mooncake(row: dict[str, Any], latest: float) -> None:
     ids = row.get("hash_ids")
     if not isinstance(ids, list) or not ids or not all(_whole(i, 0, MOST_BLOCK_ID) for i in ids):
         raise ValueError(
@@ -78,6 +79,11 @@ def _check_mooncake(row: dict[str, Any]) -> None:
     time = row.get("timestamp")
     if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
         raise ValueError(f"`timestamp` is {time!r}: give milliseconds from 0 on")
+    if time < latest:
+        raise ValueError(
+            f"`timestamp` is {time}, after {latest}: requests are replayed in the order of the "
+            f"file, sort it by `timestamp`"
+        )
 
 
 def _whole(value: Any, least: int, most: int) -> bool:

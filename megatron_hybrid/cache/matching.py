@@ -53,9 +53,9 @@ def look_up(
         return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
     path = index.walk(salt, tokens)
     shared = path.depth if spec.kv_pages_per_block else 0
-    forced = MissReason.MODE if mode == "memory_only" else None
-    if recompute_reason is not None:
-        forced = MissReason(recompute_reason)
+    forced = None if recompute_reason is None else MissReason(recompute_reason)
+    if mode == "memory_only":
+        forced = MissReason.MODE
     if forced:
         reason = miss_reason(path, tokens, 0, in_flight(leases, tokens, salt, 0))
         if reason is not MissReason.NO_SHARED_PREFIX:  # it could not have been used

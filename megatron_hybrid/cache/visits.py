@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from megatron_hybrid.cache.tree import Checkpoint
 
 FIRST_AGE = 8
 """Requests from the last use of a checkpoint to the first visit; the next ones come as its age
 doubles."""
+_AT_ONCE = 2048
+"""Groups of those that were used last by one request, of which those are let go of at a time."""
 _GONE = 64
 """Entries of what was used again since, or is forgotten, beyond a quarter of the others, before
 they are let go of."""
@@ -42,12 +45,14 @@ class Visits:
 
     def let_go(self, num_watched: int) -> None:
         """Now and then: so many are watched. What is not any more, and what was used since, goes
-        where it is too much."""
+        where it is too much, a part at a time."""
         if self._num <= 5 * num_watched // 4 + _GONE:
             return
-        groups = {last_use: self._all_of(last_use) for last_use in self._used_at}
-        self._used_at = {last_use: group for last_use, group in groups.items() if group}
-        self._num = sum(map(len, self._used_at.values()))
+        for last_use in list(islice(self._used_at, _AT_ONCE)):
+            kept = self._all_of(last_use)
+            self._num += len(kept) - len(self._used_at.pop(last_use))
+            if kept:
+                self._used_at[last_use] = kept  # behind those that are yet to be looked at
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
         """Raises RuntimeError unless these are the ones that will be visited."""

@@ -561,11 +561,12 @@ class DiskStore:
         """Writes again if it had failed.
 
         Raises:
-            OSError: it fails again.
+            OSError: it fails again, or the folder's files were removed or replaced.
         """
         self._wait_for_jobs()
         if self._error is not None:
             self._mend()
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
 
     def _mend(self) -> None:
         try:

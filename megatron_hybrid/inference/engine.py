@@ -288,7 +288,8 @@ class DynamicInferenceEngine:
         """
         if isinstance(prompts, Tensor):
             prompts = prompts.tolist()
-        if not isinstance(prompts, (Sequence, np.ndarray)):
+        is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+        if not (is_array or isinstance(prompts, Sequence)):
             raise TypeError(
                 f"prompts is one prompt or a sequence of prompts, got {type(prompts).__name__}"
             )

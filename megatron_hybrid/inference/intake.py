@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +16,8 @@ from megatron_hybrid.inference.sampling import SamplingParams
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""
 
+MAX_BREAKPOINTS = 4096
+"""Positions that one request may declare; each is looked at several times."""
 NO_TOKEN = -1
 """A `termination_id` that never comes, as in megatron-core."""
 
@@ -214,7 +217,12 @@ class Intake:
                 "cache_breakpoints must be a sequence of ints, got "
                 f"{type(breakpoints).__name__}: leave it out for none"
             )
-        breakpoints = tuple(breakpoints)
+        breakpoints = tuple(islice(breakpoints, MAX_BREAKPOINTS + 1))
+        if len(breakpoints) > MAX_BREAKPOINTS:
+            raise ValueError(
+                f"cache_breakpoints has more than {MAX_BREAKPOINTS} positions: declare those where "
+                f"other prompts part from this one"
+            )
         for position in breakpoints:
             if not is_int(position) or not 0 < position <= length:
                 raise ValueError(

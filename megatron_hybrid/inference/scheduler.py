@@ -6,7 +6,7 @@ decision follows from the order of requests and from numbers equal on all ranks.
 """
 
 from bisect import insort
-from collections import deque
+from collections import OrderedDict
 from itertools import islice
 
 import numpy as np
@@ -53,14 +53,14 @@ class Scheduler:
         # rungs do) and the live slots at most.
         state_bytes, kv_bytes = self.memory.slots.shape[1], cache.spec.kv_bytes_per_token
         self.max_captures = max(MIN_CAPTURES, max_requests) + max_tokens * kv_bytes // state_bytes
-        self.waiting: deque[Request] = deque()
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # the first in line first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.num_preemptions = 0
         self.num_forward_tokens = 0
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting[request] = None
 
     @property
     def has_work(self) -> bool:
@@ -168,7 +168,7 @@ class Scheduler:
         if request.fetch is not None:
             lease.report.fetched_tokens = self.offload.count(request.fetch, lease.skipped_tokens)
             request.fetch = None
-        self.waiting.remove(request)
+        del self.waiting[request]
         self._start(request, lease)
         if lease.checkpoint_pages is not None:
             self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
@@ -229,7 +229,7 @@ class Scheduler:
                 if found is None:
                     return False
                 request.fetch = found
-            self.offload.read(request.fetch, is_first=request is self.waiting[0])
+            self.offload.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
                 self.offload.bring(request.fetch, len(tokens), self._budget(plan))
             if not request.fetch.has_failed:
@@ -311,7 +311,7 @@ class Scheduler:
 
         Those that find no room are queued and start from the cache later. Returns the others.
         """
-        started, num_queued = [], 0
+        started, queued = [], []
         while request.siblings:
             sibling = request.siblings[0]
             if sibling.closed:  # cancelled before it began
@@ -322,8 +322,7 @@ class Scheduler:
             if self.free_slots:
                 lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
             if lease is None:
-                self.waiting.insert(num_queued, request.siblings.pop(0))
-                num_queued += 1
+                queued.append(request.siblings.pop(0))
                 continue
             self._start(sibling, lease)
             request.siblings.pop(0)
@@ -332,6 +331,8 @@ class Scheduler:
             sibling.num_computed = request.num_computed
             sibling.status = RequestStatus.DECODE
             started.append(sibling)
+        for sibling in reversed(queued):
+            self._put_first(sibling)
         return started
 
     def abort(self) -> None:
@@ -370,8 +371,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Takes the request out; what it computed stays cached, with its last state if that is
         worth its room."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.pop(request, None)
         if request.fetch is not None:
             self.offload.leave(request.fetch)
         if request.lease is not None:
@@ -432,7 +432,11 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        self.waiting.appendleft(request)
+        self._put_first(request)
+
+    def _put_first(self, request: Request) -> None:
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
 
     def _resume_parked(self, request: Request, chunk_tokens: int) -> bool:
         """Re-admits a preempted request at the very token where it stopped. False: no room."""
@@ -446,7 +450,7 @@ class Scheduler:
         )
         if lease is None:
             return False
-        self.waiting.remove(request)
+        del self.waiting[request]
         self._start(request, lease)
         self.memory.unpark(
             parked,

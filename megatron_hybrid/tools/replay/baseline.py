@@ -127,3 +127,4 @@ class Baseline:
             if node is not None:
                 self.tree.pin(node, -1)
             self.tree.pin(handle.node, -1)
+            self._shrink()  # what it held may be what was in the way

@@ -8,7 +8,7 @@
 | `tools` | with messages, if the chat has them: JSON schemas of functions |
 | `output` or `completion` | if known: the answer, text or token ids |
 | `session` | if known: a string or a number; turns of one session follow each other |
-| `turn`, `arrival` | if known: a number from 0; seconds |
+| `turn`, `arrival` | if known: a whole number from 0; seconds |
 
 Other fields are ignored, a field that is null is not there, empty lines are skipped.
 """
@@ -144,11 +144,14 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
         session = index
     if isinstance(session, bool) or not isinstance(session, (str, int, float)):
         raise ValueError(f"`session` is {session!r}: give a string or a number, or leave it out")
+    turn = _number(row, "turn", 0)
+    if turn < 0 or turn != int(turn):
+        raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
     return Request(
         tokens,
         _tokens(output_field, output, tokenize, vocab)[0] if output_field else tokens[:0],
         session,
-        int(_number(row, "turn", 0)),
+        int(turn),
         float(_number(row, "arrival", index)),
         message_starts,
     )

@@ -27,6 +27,11 @@ class Ours:
     """One `PrefixCache`; `cache` is open to whoever wants its counters."""
 
     def __init__(self, spec: CacheSpec, budget_bytes: float):
+        if budget_bytes < spec.page_bytes:
+            raise ValueError(
+                f"a budget of {budget_bytes:.0f} bytes holds no page of {spec.page_bytes} bytes: "
+                f"give more"
+            )
         # Page 0 is scratch and never handed out: it is not part of the budget.
         self.cache = PrefixCache(spec, num_pages=int(budget_bytes // spec.page_bytes) + 1)
         # The length of a forward costs memory in local groups alone.

@@ -76,6 +76,7 @@ def test_prompt_log_probs():
     ("mode", "recompute", "reason"),
     [
         ("memory_only", None, MissReason.MODE),
+        ("memory_only", "prompt_log_probs", MissReason.MODE),
         ("restore", "prompt_log_probs", MissReason.PROMPT_LOG_PROBS),
     ],
 )

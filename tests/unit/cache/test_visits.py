@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_hybrid.cache import visits as visits_module
 from megatron_hybrid.cache.visits import _GONE, FIRST_AGE, Visits
 
 
@@ -67,6 +68,22 @@ def test_what_is_forgotten_is_let_go():
     assert len(visits._used_at) == 10
     for now, state in enumerate(states[:10]):
         assert visits.due(now + FIRST_AGE)[0] == (FIRST_AGE, [state])
+
+
+def test_what_is_let_go_of_at_a_time_is_bounded(monkeypatch):
+    monkeypatch.setattr(visits_module, "_AT_ONCE", 100)
+    visits = Visits()
+    states = [watched(now) for now in range(1000)]
+    for state in states:
+        visits.add(state)
+    for state in states[::2]:
+        state.edge = None
+    left = []
+    for _ in range(11):
+        visits.let_go(0)
+        left.append(visits._num)
+    assert left == [*range(950, 499, -50), 500]
+    visits.check_integrity(states[1::2])
 
 
 def test_a_checkpoint_without_a_visit_is_noticed():

@@ -110,6 +110,11 @@ BAD_REQUESTS = {
         ValueError,
         "cache_breakpoints.*got 21",
     ),
+    "too many breakpoints": (
+        dict(prompt=PROMPT, cache_breakpoints=[5] * 4097),
+        ValueError,
+        "cache_breakpoints has more than 4096 positions: declare those where other prompts part",
+    ),
     "breakpoints of a wrong type": (
         dict(prompt=PROMPT, cache_breakpoints=5),
         TypeError,

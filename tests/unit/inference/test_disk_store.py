@@ -337,8 +337,9 @@ def test_a_folder_that_was_removed_is_told(filled, by_another):
         other.store.flush()
         before = listing(filled)
     assert Prompt(10).keep_in(tier)
-    with pytest.raises(OSError, match=r"lock was removed or replaced.*close the engine"):
-        tier.store.flush()
+    for fails in (tier.store.mend, tier.store.flush):
+        with pytest.raises(OSError, match=r"lock was removed or replaced.*close the engine"):
+            fails()
     with pytest.raises(OSError, match="lock was removed or replaced"):
         tier.store.is_for({**MADE_FOR, "weights": "third"})
     if by_another:

@@ -158,6 +158,16 @@ def test_marconi_keeps_to_its_budget(alpha):
     assert skipped > 0
 
 
+def test_marconi_keeps_to_its_budget_where_answers_are_empty():
+    """The state after the prompt has no room: nor has it when the request ends at the prompt."""
+    prompt = np.arange(300, dtype=np.int32)
+    engine = Marconi(NEMOTRON, NEMOTRON.state_bytes(), NEMOTRON.state_bytes() / 10, alpha=1.0)
+    for _ in range(2):
+        engine.finish(engine.begin(prompt), prompt)
+        assert engine.bytes_held <= engine.budget
+        check(engine)
+
+
 def test_marconi_weighs_work_against_recency():
     """A long sequence, the least recently used one, goes if alpha is 0 and stays if it is large."""
     rng = np.random.default_rng(0)

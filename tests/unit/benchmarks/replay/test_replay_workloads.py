@@ -134,7 +134,7 @@ def test_blank_lines_before_the_first_row(tmp_path):
     assert [request.prompt.tolist() for request in traces.load(path)] == [[1, 2, 3]]
 
 
-GOOD = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [5, 6]}
+GOOD = {"timestamp": 7, "input_length": 700, "output_length": 3, "hash_ids": [5, 6]}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,7 @@ GOOD = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [5,
         ({"input_length": 0}, "`input_length` is 0"),
         ({"output_length": None}, "`output_length` is None: give a whole number from 0"),
         ({"timestamp": "now"}, "`timestamp` is 'now': give milliseconds from 0 on"),
+        ({"timestamp": 5}, "`timestamp` is 5, after 7: .* sort it by `timestamp`"),
     ],
 )
 def test_a_bad_mooncake_row_is_named(tmp_path, wrong, message):

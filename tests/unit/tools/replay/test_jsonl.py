@@ -38,6 +38,8 @@ def test_fields(tmp_path, row, prompt, output):
     [
         ({"turn": 2}, "`turn` is 2, after 3 of its session: write the lines in order of arrival"),
         ({"turn": 4, "arrival": 0.25}, "`arrival` is 0.25, after 0.5: write the lines in order"),
+        ({"turn": 4.9}, "`turn` is 4.9: give a whole number from 0 on, or leave it out"),
+        ({"turn": -1}, "`turn` is -1: give a whole number from 0 on"),
         ({"turn": 3, "arrival": 0.5}, None),  # samples of one prompt
         ({"session": "b", "turn": 0}, None),
         ({}, None),
