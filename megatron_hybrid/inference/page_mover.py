@@ -50,11 +50,12 @@ class PageMover:
         """Copies of the pages of each list (int32 [n]); the pages may change at once."""
         if not page_lists:
             return []
+        # Each by itself: a record that goes must not wait for others to free its bytes.
+        if not self._on_cuda:
+            copies = [self._pool.index_select(0, self._ids(pages)) for pages in page_lists]
+            return [HostPages(data) for data in copies]
         sizes = [len(pages) for pages in page_lists]
         gathered = self._pool[self._ids(np.concatenate(page_lists))]
-        if not self._on_cuda:
-            # Cloned one by one: a record that goes must not wait for the others to free its bytes.
-            return [HostPages(part.clone()) for part in gathered.split(sizes)]
         self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         gathered.record_stream(self._stream)
         parts = []
