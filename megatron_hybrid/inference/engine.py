@@ -160,7 +160,7 @@ class DynamicInferenceEngine:
             params: how to sample; default `SamplingParams()`.
             salt: prefixes are shared among requests of equal salt only (tenants, adapters).
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
-                such as the end of a system prompt.
+                such as the end of a system prompt; 4,096 at most.
             n: samples of this prompt; they share one prefill. Results in `result().samples`.
 
         Raises:

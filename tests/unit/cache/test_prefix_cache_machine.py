@@ -355,10 +355,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert reason is not None
         if self.cache.mode == "off":
             assert reason is MissReason.MODE
-        elif log_probs and report.shared_tokens:
-            assert reason is MissReason.PROMPT_LOG_PROBS
         elif self.cache.mode == "memory_only" and report.shared_tokens:
             assert reason is MissReason.MODE
+        elif log_probs and report.shared_tokens:
+            assert reason is MissReason.PROMPT_LOG_PROBS
 
     @staticmethod
     def check_only_evicted(before, after):

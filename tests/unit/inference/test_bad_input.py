@@ -175,6 +175,7 @@ def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, me
         (dict(prompts=None), "sequence of prompts, got NoneType"),
         (dict(prompts=5), "sequence of prompts, got int"),
         (dict(prompts={}), "sequence of prompts, got dict"),
+        (dict(prompts=np.array(5)), "sequence of prompts, got ndarray"),
         (dict(prompts=iter([PROMPT])), "sequence of prompts, got list_iterator"),
         (dict(prompts=[None]), "prompt 0: .*NoneType"),
         (dict(prompts=[1.5, 2.5]), "prompt 0: .*float"),
