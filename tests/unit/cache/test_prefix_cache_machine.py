@@ -353,12 +353,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert reason is None
         elif report.skipped_tokens < report.shared_tokens or not report.shared_tokens:
             assert reason is not None
-        if self.cache.mode == "off":
-            assert reason is MissReason.MODE
-        elif self.cache.mode == "memory_only" and report.shared_tokens:
-            assert reason is MissReason.MODE
-        elif log_probs and report.shared_tokens:
-            assert reason is MissReason.PROMPT_LOG_PROBS
+        if report.shared_tokens or self.cache.mode == "off":
+            if self.cache.mode != "restore":
+                assert reason is MissReason.MODE
+            elif log_probs:
+                assert reason is MissReason.PROMPT_LOG_PROBS
 
     @staticmethod
     def check_only_evicted(before, after):
