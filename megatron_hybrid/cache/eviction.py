@@ -263,6 +263,60 @@ class EvictionQueue:
         self._items.clear()
 
 
+class Held:
+    """What could not go since a request holds it: out of the queues until that lets go of it, or
+    each search for room would come across it again."""
+
+    def __init__(self, allocator: PageAllocator):
+        self.entries: dict[Edge | Checkpoint, tuple[Key, int]] = {}
+        """The key that each had, and a page of it."""
+        self._allocator = allocator
+        self._heap: list[tuple[tuple[Key, int], int, Edge | Checkpoint]] = []
+        self._added = 0
+        self._clean_at = MAX_STALE
+        self._num_let_go = 0
+
+    def add(self, item: Edge | Checkpoint, key: Key, page: int) -> None:
+        """Enter an item; one that is in gets this key."""
+        entry = self.entries[item] = key, page
+        self._added += 1  # breaks ties in order of arrival
+        heapq.heappush(self._heap, (entry, self._added, item))
+        if len(self._heap) > self._clean_at:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Away with edges that were joined, states that went with KV, and entries of the past."""
+        self.entries = {item: entry for item, entry in self.entries.items() if not is_gone(item)}
+        self._heap = [each for each in self._heap if self.entries.get(each[2]) is each[0]]
+        heapq.heapify(self._heap)
+        self._clean_at = 2 * len(self._heap) + MAX_STALE
+
+    def pop(self) -> Edge | Checkpoint | None:
+        """Take out the item of the least key; None: there is none."""
+        while self._heap:
+            entry, _, item = heapq.heappop(self._heap)
+            if self.entries.get(item) is entry:
+                del self.entries[item]
+                return item
+        return None
+
+    def let_go(self) -> list[Edge | Checkpoint]:
+        """Take out what no request holds any more."""
+        if not self.entries or self._allocator.num_let_go == self._num_let_go:
+            return []
+        self._num_let_go = self._allocator.num_let_go
+        pages = np.fromiter((page for _, page in self.entries.values()), np.intp, len(self.entries))
+        items = list(self.entries)
+        free = [items[i] for i in np.flatnonzero(self._allocator.ref_counts[pages] == 0).tolist()]
+        for item in free:
+            del self.entries[item]
+        return free
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self._heap.clear()
+
+
 class Leaving(Protocol):
     """Told what leaves the pool while its pages still hold it."""
 
@@ -300,11 +354,7 @@ class Evictor:
         self._stats = stats
         self._reuse = reuse
         self._record = record
-        # What could not go since a request holds it, with the key that it had and a page: out of
-        # the queues until that is let go, or each search for room would come across it again.
-        self._held: dict[Edge | Checkpoint, tuple[Key, int]] = {}
-        self._num_let_go = 0
-        self._clean_at = MAX_STALE
+        self._held = Held(allocator)
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
@@ -319,52 +369,26 @@ class Evictor:
         take even that out of the index (the lease keeps its pages): it may be the only way to
         what lies under it.
         """
-        self._enter_let_go()
-        in_order = None  # what is held: a heap, once it is known that some of it has to go
+        # Whatever else makes an item droppable enters it anew where it happens.
+        for item in self._held.let_go():
+            self.add(item)
         while self._allocator.num_free < num_pages:
-            queue, key = self._next()
-            forced = queue is None and force and bool(self._held)
+            item, (queue, key) = None, self._next()
+            forced = queue is None and force
             if forced:
-                if in_order is None:
-                    in_order = [
-                        (entry, i, item) for i, (item, entry) in enumerate(self._held.items())
-                    ]
-                    heapq.heapify(in_order)
-                    num_held = len(in_order)
-                entry, _, item = heapq.heappop(in_order)
-                if self._held.get(item) is not entry:  # it was in a queue, too: it has another now
-                    continue
-                del self._held[item]
-            elif queue is None or (below is not None and key >= below):
-                break
-            else:
+                item = self._held.pop()
+            elif queue is not None and (below is None or key < below):
                 item = queue.pop()
+            if item is None:
+                break
             try:
                 gone = self._drop(item, num_pages, forced)
             except BaseException:  # `leaving` failed
                 self.add(item)
                 raise
             if not gone:
-                self._held[item] = entry = key, self._last_page(item)
-                if in_order is not None:
-                    num_held += 1
-                    heapq.heappush(in_order, (entry, num_held, item))
+                self._held.add(item, key, self._last_page(item))
         return self._allocator.num_free >= num_pages
-
-    def _enter_let_go(self) -> None:
-        """What requests held and have let go of is in the queues again. Whatever else makes an item
-        droppable enters it anew where it happens."""
-        if len(self._held) > self._clean_at:  # edges that were joined, states that went with KV
-            self._held = {item: e for item, e in self._held.items() if not is_gone(item)}
-            self._clean_at = 2 * len(self._held) + MAX_STALE
-        if not self._held or self._allocator.num_let_go == self._num_let_go:
-            return
-        self._num_let_go = self._allocator.num_let_go
-        pages = np.fromiter((page for _, page in self._held.values()), np.intp, len(self._held))
-        items = list(self._held)
-        for i in np.flatnonzero(self._allocator.ref_counts[pages] == 0).tolist():
-            del self._held[items[i]]
-            self.add(items[i])
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
         """A page that a request holds if it holds a stored state, or an edge's last block."""

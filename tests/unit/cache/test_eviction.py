@@ -1063,7 +1063,7 @@ def test_what_is_held_and_gone_is_not_remembered_for_ever():
         for length in (612 + i % 300, 1000):
             cache.release(start(text[:length]))
             cache.evict(60)
-        most = max(most, len(cache._evictor._held))
+        most = max(most, len(cache._evictor._held.entries))
     assert 0 < most < 150
     cache.check_integrity()
 
@@ -1078,7 +1078,8 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
         cache.commit(lease, tokens, 320)
     evictor = cache._evictor
     assert not evictor.make_room(99)
-    first, second, _ = edges = sorted(evictor._held, key=evictor._held.get)
+    held = evictor._held.entries
+    first, second, _ = edges = sorted(held, key=held.get)
     gone = []
 
     class Again:
@@ -1090,7 +1091,7 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     cache.watch_evictions(Again())
     assert not evictor.make_room(99, force=True)  # the requests keep their pages
     assert gone == edges
-    assert not evictor._held
+    assert not evictor._held.entries
     cache.check_integrity()
 
 
