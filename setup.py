@@ -41,7 +41,7 @@ setup(
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
-            "transformers>=5.23",
+            "transformers>=5.24",
             "prometheus_client>=0.20",
             "matplotlib>=3.8",
         ],

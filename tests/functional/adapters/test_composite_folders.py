@@ -166,7 +166,9 @@ def test_language_model_inside_another(tmp_path, name, renamed):
     model, _ = mh.load_pretrained(tmp_path)
     tokens = torch.randint(3, text["vocab_size"], (2, 50))
     with torch.no_grad():
-        expected = theirs(tokens, use_cache=False).logits
+        # Of Llama 4 the part alone: whole, transformers 5.24 fails to hand its logits out.
+        reference = theirs.language_model if name == "llama4" else theirs
+        expected = reference(tokens, use_cache=False).logits
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
     save_huggingface(model, tmp_path / "text")

@@ -155,13 +155,13 @@ def test_kimi_delta_attention(length):
         assert_near(final, expected_final)
 
 
-def in_pieces(module, config, forward, hidden, ends=(33, 49, 50), cache_name="cache_params"):
+def in_pieces(module, config, forward, hidden, ends=(33, 49, 50)):
     """The module with its cache, and `forward(rows, states, layout)`, both cut at `ends`."""
     cache, states, first = DynamicCache(config=config), (None, None), 0
     for end in ends:
         layout = RaggedLayout((end - first,), (first,))
         with torch.no_grad():
-            expected = module(hidden[:, first:end], **{cache_name: cache})
+            expected = module(hidden[:, first:end], cache=cache)
             actual, states = forward(hidden[0, first:end], states, layout)
         assert_near(actual, expected.view_as(actual))
         first = end
@@ -292,4 +292,4 @@ def test_whole_short_convolution():
         y, tail, _ = causal_conv1d(B * x, weight, layer.conv.bias, states[0], layout, None)
         return layer.out_proj(C * y), (tail, None)
 
-    in_pieces(layer, config, forward, torch.randn(1, 50, 16), cache_name="past_key_values")
+    in_pieces(layer, config, forward, torch.randn(1, 50, 16))
