@@ -405,7 +405,8 @@ class HybridConfig(TransformerConfig):
     second where Transformer Engine is installed and the model is built on a CUDA device."""
 
     recurrent_state_dtype: torch.dtype = torch.float32
-    """What recurrent states are stored in between calls; arithmetic on them is always fp32."""
+    """What recurrent states are stored in between calls; arithmetic on them is always fp32. With
+    bfloat16 a state is rounded wherever a forward ends, so answers depend on where that is."""
 
     # TransformerConfig fields with other defaults here: a present-day decoder that runs anywhere.
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
@@ -458,6 +459,7 @@ class HybridConfig(TransformerConfig):
         replace_deprecated_defaults(self)
         left_out = left_out_fields(self)
         super().__post_init__()
+        check_fixed_fields(self)  # core's older names for some of them have become these
         for symbol in dict.fromkeys(symbols):
             check_kind(self, symbol)
         check_overrides(self, symbols, _LAYER_FIELDS, left_out)

@@ -108,6 +108,10 @@ def test_a_pattern_without_attention_needs_no_heads():
         ),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, which Hybrid"),
         ({"enable_autocast": True}, "enable_autocast is True, which HybridModel does not support"),
+        (
+            {"enable_cuda_graph": True},
+            "cuda_graph_impl is 'local', which HybridModel does not supp",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
         (
