@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument(
         "prompts",
-        help="JSONL: `prompt` (text, token ids or a chat's messages) in each line, if known "
-        "`output`, `session` and `arrival`",
+        help="JSONL: `prompt` (text, token ids or a chat's messages, with `tools` if it has any) "
+        "in each line, if known `output`, `session`, `turn` and `arrival`",
     )
     profile.add_argument("--model", required=True, help="model folder or config.json")
     profile.add_argument(
