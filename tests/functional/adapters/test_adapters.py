@@ -73,6 +73,11 @@ def test_logits_of_a_full_forward(pair, record_row):
     record_row(Row.of(pair.name, pair.model, error))
 
 
+def test_its_row_in_the_docs(pair):
+    row = next(row for row in read_rows(TABLE) if row.name == pair.name)
+    assert Row.of(pair.name, pair.model, row.max_logit_difference) == row
+
+
 def test_greedy_tokens(pair):
     engine = pair.engine()
     for length in (1, 37, LONG):
