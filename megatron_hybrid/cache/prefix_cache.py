@@ -141,11 +141,13 @@ class PrefixCache:
         tokens = as_tokens(tokens)
         return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
 
-    def explain(self, tokens: np.ndarray, salt: str = "") -> Explanation:
+    def explain(
+        self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
+    ) -> Explanation:
         """What `match` answers, and why: what is known of the prompt, where states are and were.
         No side effects."""
         tokens = as_tokens(tokens)
-        hit = self._look_up(tokens, salt, None)
+        hit = self._look_up(tokens, salt, recompute_reason)
         elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
         return explain(hit.path, hit.match(len(tokens)), elsewhere)
 

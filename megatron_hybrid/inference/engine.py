@@ -29,7 +29,7 @@ from megatron_hybrid.inference.metrics import prometheus_text
 from megatron_hybrid.inference.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
-from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream, StreamEvent
@@ -506,16 +506,26 @@ class DynamicInferenceEngine:
 
     # Inspection --------------------------------------------------------------------------------
 
-    def explain(self, prompt: Prompt, salt: str = "") -> Explanation:
+    def explain(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+    ) -> Explanation:
         """What of a prompt would be reused now, and why not more. `print` it. For who runs the
         engine, not for tenants: it says whether another salt knows the prompt.
 
+        params: as for `add_request`: with `add_BOS` text has one token more, and with log-probs of
+        the prompt all of it is computed.
+
         Raises:
-            TypeError, ValueError: it is no prompt.
+            TypeError, ValueError: a request like that would be refused for its prompt, parameters
+                or salt.
         """
         check_salt(salt)
-        tokens = self.intake.tokens_of(prompt, SamplingParams())
-        explanation = self.cache.explain(tokens, salt)
+        params = self.intake.check_params(params)
+        tokens = self.intake.tokens_of(prompt, params)
+        reason = recompute_reason(params)
+        explanation = self.cache.explain(tokens, salt, recompute_reason=reason)
+        if reason is not None:
+            return explanation
         found = self.offload.find(tokens, salt, explanation.match.skipped_tokens)
         if found is None:
             return explanation

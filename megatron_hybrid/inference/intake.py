@@ -68,7 +68,7 @@ class Intake:
         Raises:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
-        params = self._check_params(params)
+        params = self.check_params(params)
         message_starts = ()
         if is_chat(prompt):
             prompt, message_starts = self._render(prompt)
@@ -109,7 +109,7 @@ class Intake:
         samples[0].samples = samples
         return samples
 
-    def _check_params(self, params: SamplingParams | None) -> SamplingParams:
+    def check_params(self, params: SamplingParams | None) -> SamplingParams:
         if params is None:
             return SamplingParams()
         if not isinstance(params, SamplingParams):

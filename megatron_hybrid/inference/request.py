@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 
 from megatron_hybrid.cache.lease import Lease
-from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.memory import ParkedRequest
 from megatron_hybrid.inference.offload import Fetch
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
@@ -168,3 +168,8 @@ class Request:
             error=self.error,
             other_samples=[request.result() for request in self.samples if request is not self],
         )
+
+
+def recompute_reason(params: SamplingParams) -> MissReason | None:
+    """Why all of a prompt has to be computed, however much of it is cached; None: it has not."""
+    return MissReason.PROMPT_LOG_PROBS if params.needs_prompt_logits else None

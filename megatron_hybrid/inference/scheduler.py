@@ -14,11 +14,10 @@ import numpy as np
 from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.cache.tree import common_prefix
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.offload import Offload
-from megatron_hybrid.inference.request import Request, RequestStatus
+from megatron_hybrid.inference.request import Request, RequestStatus, recompute_reason
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
@@ -152,7 +151,6 @@ class Scheduler:
                 return False
             self._plan_work(plan, request)
             return True
-        reason = MissReason.PROMPT_LOG_PROBS if request.params.needs_prompt_logits else None
         lease = self.cache.acquire(
             tokens,
             request.salt,
@@ -160,7 +158,7 @@ class Scheduler:
             chunk_tokens=self._budget(plan),
             declared=request.cache_breakpoints,
             messages=request.message_starts,
-            recompute_reason=reason,
+            recompute_reason=recompute_reason(request.params),
             readmitted=request.report is not None,
         )
         if lease is None:

@@ -1011,6 +1011,20 @@ def test_explain_tells_what_is_known_and_changes_nothing():
         engine.explain([10**9])
 
 
+def test_explain_answers_for_the_parameters_of_the_request():
+    engine = tiny_engine(MODEL)
+    prompt, params = random_tokens(100), SamplingParams(top_k=1, return_log_probs=True)
+    engine.generate([prompt], greedy(3))
+    explanation = engine.explain(prompt, params)
+    report = engine.generate([prompt], params)[0].prefix
+    assert explanation.match.skipped_tokens == report.skipped_tokens == 0
+    assert explanation.match.shared_tokens == report.shared_tokens == 100
+    assert explanation.reason is report.miss_reason is MissReason.PROMPT_LOG_PROBS
+    assert str(explanation).endswith("log-probs of the prompt need every token")
+    with pytest.raises(TypeError, match="params must be SamplingParams, got str"):
+        engine.explain(prompt, "a salt")
+
+
 def test_explain_refuses_a_salt_that_is_none():
     with pytest.raises(TypeError, match="salt must be a str, got int"):
         tiny_engine(MODEL).explain(random_tokens(40), salt=3)

@@ -197,6 +197,15 @@ def test_explain_tells_what_can_be_fetched():
     assert engine.stats()["fetches"] == 0
 
 
+def test_explain_promises_nothing_to_a_request_that_computes_all_of_its_prompt():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt)
+    empty_pool(engine)
+    assert engine.explain(prompt).below == ("host", 100)
+    assert engine.explain(prompt, SamplingParams(return_log_probs=True)).below is None
+
+
 def test_explain_where_the_last_token_is_computed_for_its_logits():
     engine = tiny_engine(tiny_model("*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(100)

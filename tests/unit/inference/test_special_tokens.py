@@ -43,3 +43,4 @@ def test_add_bos_adds_one(monkeypatch, adds_bos_itself):
         monkeypatch.setattr(ByteTokenizer, "tokenize", lambda self, text: [BOS, 0])
     params = SamplingParams(num_tokens_to_generate=1, seed=1, add_BOS=True)
     assert engine.generate("a", params)[0].prompt_tokens == [BOS, 0]
+    assert engine.explain("a", params).match.prompt_tokens == 2
