@@ -1,8 +1,8 @@
 """LeasePages: which pages a lease holds, from the first reference to the last.
 
 A lease starts by holding what it found (`hold`), then gets room for what it will write (`open`,
-`grow`); local blocks that no later token sees are given back (`roll`); in the end everything is let
-go. Each step is done whole: whether there is room is asked before anything changes (`has_room`).
+`grow`); local blocks that no later token sees are given back (`roll`); in the end everything is
+released. Whether there is room is asked before anything changes (`has_room`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class LeasePages:
                 lease.local_tables[i] = table
                 lease.local_first[i] = first
 
-    def let_go(self, lease: Lease) -> None:
+    def release(self, lease: Lease) -> None:
         """Drop every reference of a lease; its reservations are settled."""
         self._allocator.release(np.concatenate(list(held_pages(lease))))
 

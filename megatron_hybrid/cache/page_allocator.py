@@ -15,7 +15,8 @@ NULL_PAGE = 0
 class PageAllocator:
     """A pool of num_pages pages, ids 1 .. num_pages - 1 to hand out.
 
-    Page lists are int32 arrays of any shape without repeated ids (a call counts each id once).
+    Page lists are int32 arrays of any shape without repeated ids (a call counts each id once). A
+    call allocates what it needs before it changes anything: without memory nothing has changed.
 
     Raises:
         ValueError: fewer than two pages.
@@ -52,13 +53,13 @@ class PageAllocator:
         end = self._num_returned
         again = min(n, end)
         pages = self._returned[end - again : end][::-1].copy()
-        self._num_returned -= again
         if again < n:
             fresh = np.arange(self._fresh, self._fresh + n - again, dtype=np.int32)
             pages = np.append(pages, fresh)
-            self._fresh += n - again
-        self.num_free -= n
         self.ref_counts[indices(pages)] = 1
+        self._num_returned -= again
+        self._fresh += n - again
+        self.num_free -= n
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
@@ -72,8 +73,8 @@ class PageAllocator:
         refs += 1
         if np.count_nonzero(refs < 0):
             raise RuntimeError(f"more than 32,767 requests hold a page among {pages.tolist()}")
-        self.num_evictable -= unheld
         self.ref_counts[at] = refs
+        self.num_evictable -= unheld
 
     def release(self, pages: np.ndarray) -> None:
         """One request reference less on each page. Raises RuntimeError if one has none."""
@@ -82,16 +83,15 @@ class PageAllocator:
         if np.count_nonzero(refs) < at.size:
             raise RuntimeError(f"release of a page that no request holds among {pages.tolist()}")
         refs -= 1
+        unheld = at[refs == 0] if np.count_nonzero(refs) else at
+        cached = self.cached_counts[unheld]
+        num_cached = int(np.count_nonzero(cached))
+        free = unheld[cached == 0] if num_cached else unheld
+        self._make_room(free.size)
         self.ref_counts[at] = refs
-        num_held = np.count_nonzero(refs)
-        if num_held < at.size:
-            unheld = at[refs == 0] if num_held else at
-            cached = self.cached_counts[unheld]
-            num_cached = int(np.count_nonzero(cached))
-            self.num_evictable += num_cached
-            self.num_let_go += num_cached > 0
-            if num_cached < unheld.size:
-                self._push(unheld[cached == 0] if num_cached else unheld)
+        self.num_evictable += num_cached
+        self.num_let_go += num_cached > 0
+        self._push(free)
 
     def cache(self, pages: np.ndarray) -> None:
         """One more index reference on each page. Raises RuntimeError if one is free."""
@@ -108,17 +108,33 @@ class PageAllocator:
         if np.count_nonzero(counts) < at.size:
             raise RuntimeError(f"uncache of a page that is not cached among {pages.tolist()}")
         counts -= 1
+        held = counts | self.ref_counts[at]
+        free = at[held == 0] if np.count_nonzero(held) else at
+        self._make_room(free.size)
         self.cached_counts[at] = counts
-        counts |= self.ref_counts[at]
-        free = at[counts == 0] if np.count_nonzero(counts) else at
         self.num_evictable -= free.size
         self._push(free)
 
+    def _make_room(self, n: int) -> None:
+        """Room for n more pages that are given back."""
+        used = self._num_returned
+        self._returned = with_room(self._returned, used, used + n)
+
     def _push(self, pages: np.ndarray) -> None:
         start, self._num_returned = self._num_returned, self._num_returned + pages.size
-        self._returned = with_room(self._returned, start, self._num_returned)
         self._returned[start : self._num_returned] = pages[::-1]
         self.num_free += pages.size
+
+    def recount(self, ref_counts: np.ndarray, cached_counts: np.ndarray) -> None:
+        """Takes these for each page's counts, int [num_pages], and all else from them."""
+        held = (ref_counts > 0) | (cached_counts > 0)
+        returned = np.flatnonzero(~held[1 : self._fresh]).astype(np.int32)[::-1] + 1
+        evictable = (ref_counts == 0) & (cached_counts > 0)
+        self.ref_counts[:], self.cached_counts[:] = ref_counts, cached_counts
+        self._returned, self._num_returned = returned, returned.size
+        self.num_free = returned.size + self.num_pages - self._fresh
+        self.num_evictable = int(np.count_nonzero(evictable))
+        self.num_let_go += 1
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + held = all and the running counts are right."""

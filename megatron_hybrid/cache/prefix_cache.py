@@ -3,6 +3,9 @@
 The tree knows what is cached, the allocator who holds a page, the evictor what goes next; here they
 are put together so that an operation happens whole or not at all. README.md beside this file shows
 the life of a request in calls.
+
+Leases, their reservations and the tree are the truth; page counts follow from them. An operation
+that raises, wherever, is rolled back by counting anew (`rolled_back`).
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import wraps
 
 import numpy as np
 
@@ -69,6 +74,27 @@ ORDERED_AT_ONCE = 512
 most: two to four milliseconds."""
 
 
+def rolled_back(operation: Callable) -> Callable:
+    """An operation of `PrefixCache` that raises leaves no new lease and no page unheld."""
+
+    @wraps(operation)
+    def whole(self, *args, **kwargs):
+        if self._is_miscounted:
+            self._recover()
+        num_leases = len(self._leases)
+        try:
+            return operation(self, *args, **kwargs)
+        except BaseException:
+            self._is_miscounted = True
+            while len(self._leases) > num_leases:
+                self._end(next(reversed(self._leases)))
+            with suppress(MemoryError):  # else before the next operation
+                self._recover()
+            raise
+
+    return whole
+
+
 class PrefixCache:
     """Shares KV blocks and checkpoints between requests.
 
@@ -97,6 +123,7 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._saving: dict[Lease, None] = {}  # those that `saves_more`, and a few that did
+        self._is_miscounted = False  # an operation broke off; pages are yet to be counted anew
         self._tick = 0
         self._ordering = Rounds(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._digest = 0
@@ -151,6 +178,7 @@ class PrefixCache:
         elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
         return explain(hit.path, hit.match(len(tokens)), elsewhere)
 
+    @rolled_back
     def acquire(
         self,
         tokens: np.ndarray,
@@ -217,6 +245,7 @@ class PrefixCache:
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
         return lease
 
+    @rolled_back
     def adopt(
         self,
         tokens: np.ndarray,
@@ -244,6 +273,7 @@ class PrefixCache:
             self._stats.refused += 1
         return lease
 
+    @rolled_back
     def resume(
         self,
         before: Lease,
@@ -265,6 +295,7 @@ class PrefixCache:
             self._want(lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)})
         return lease
 
+    @rolled_back
     def fork(
         self,
         lease: Lease,
@@ -298,7 +329,7 @@ class PrefixCache:
         self._pages.hold(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
         capacity_tokens = capacity_tokens or num_tokens + 1
         if not self._pages.has_room(new, capacity_tokens, capacity_tokens):
-            self._pages.let_go(new)
+            self._pages.release(new)
             self._stats.refused += 1
             return None
         self._open(new, capacity_tokens, capacity_tokens)
@@ -307,6 +338,7 @@ class PrefixCache:
 
     # ---- while it runs ----
 
+    @rolled_back
     def restored(self, lease: Lease) -> None:
         """lease.copies and the scatter of lease.checkpoint_pages have been issued: their sources
         are unpinned, and both fields become empty."""
@@ -315,6 +347,7 @@ class PrefixCache:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
+    @rolled_back
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Room for KV of tokens < capacity_tokens, and in local groups for a forward of
         chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
@@ -334,6 +367,7 @@ class PrefixCache:
         self._pages.grow(lease, capacity_tokens, end)
         return True
 
+    @rolled_back
     def commit(
         self,
         lease: Lease,
@@ -358,26 +392,30 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
-        lease.done, lease.tokens, lease.answered = num_tokens_done, tokens, answered
-        flush = flush or answered
+        size, lease.tokens = self.spec.block_size_tokens, tokens
+        flush = flush or answered or num_tokens_done - before > 1
+        flush = flush or num_tokens_done >= lease.next_flush
+        if flush:
+            if answered and self.mode == "restore":
+                is_prompt = num_tokens_done == lease.prompt_tokens
+                end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
+                lease.unwatched.setdefault(num_tokens_done, end)
+            while lease.next_rung <= num_tokens_done:
+                lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
+                lease.next_rung += self._rung_tokens
+            if num_tokens_done and self.mode != "off":
+                self._publish_tokens(lease, num_tokens_done)
+            if before < size <= num_tokens_done:
+                self._first_blocks.note(tokens, lease.salt)
+        lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
             self._note_saving(lease)
-        if num_tokens_done < lease.next_flush and num_tokens_done - before <= 1 and not flush:
-            return
-        if answered and self.mode == "restore":
-            is_prompt = num_tokens_done == lease.prompt_tokens
-            end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
-            lease.unwatched.setdefault(num_tokens_done, end)
-        while lease.next_rung <= num_tokens_done:
-            lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
-            lease.next_rung += self._rung_tokens
-        if num_tokens_done and self.mode != "off":
-            self._publish_tokens(lease, num_tokens_done)
-        self._pages.roll(lease)
-        size = self.spec.block_size_tokens
-        if before < size <= lease.done:
-            self._first_blocks.note(tokens, lease.salt)
-        lease.next_flush = (lease.done // size + 1) * size
+        if flush:
+            lease.next_flush = (lease.done // size + 1) * size
+            try:
+                self._pages.roll(lease)
+            except MemoryError:  # the next time
+                self._is_miscounted = True
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
@@ -395,6 +433,7 @@ class PrefixCache:
         state there is worth saving."""
         self._want(lease, {position: Kind.JUNCTION, **lease.wanted})
 
+    @rolled_back
     def reserve_checkpoint(
         self, lease: Lease, position: int, *, wanted: bool = False
     ) -> Reservation | None:
@@ -449,6 +488,7 @@ class PrefixCache:
         for position in positions:
             self._record(NOT_RESERVED, position)
 
+    @rolled_back
     def publish_checkpoint(self, reservation: Reservation) -> bool:
         """The copy into reservation.pages was issued, after the forward and after a `commit` that
         reaches its position: visible from now on. False if another request's was there first (the
@@ -475,30 +515,47 @@ class PrefixCache:
         self.abandon(reservation)  # its references; those of the index remain
         return first
 
+    @rolled_back
     def abandon(self, reservation: Reservation) -> None:
-        """Give back a reservation (the forward did not happen). Raises ValueError the second
-        time."""
+        """Give back a reservation (the forward did not happen). Needs no memory. Raises ValueError
+        the second time."""
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
         self._note_saving(reservation.lease)
+        try:
+            self._drop_pages(reservation)
+        except MemoryError:
+            self._is_miscounted = True
+
+    def _drop_pages(self, reservation: Reservation) -> None:
+        """Give back what a reservation holds."""
         self.allocator.release(reservation.pages)
         for pages in reservation.local_pages:
             self.allocator.release(pages)
 
+    @rolled_back
     def release(self, lease: Lease) -> None:
         """Drop all that a lease holds; pending reservations are abandoned, what was committed stays
-        cached. Raises ValueError when it was released before."""
+        cached. Needs no memory. Raises ValueError when it was released before."""
         check_live(lease)
-        for reservation in list(lease.reservations):
-            self.abandon(reservation)
-        self._pages.let_go(lease)
-        self._evictor.let_go(lease.path)
+        reservations, lease.reservations = lease.reservations, []
+        self._end(lease)
         if lease.answered:
             self._answers.observe(lease.done - lease.prompt_tokens)
+        try:
+            for reservation in reservations:
+                self._drop_pages(reservation)
+            self._pages.release(lease)
+            self._evictor.let_go(lease.path)
+            self._stats.tokens_forgotten += self._index.forget(self._known_limit)
+        except MemoryError:
+            self._is_miscounted = True
+
+    def _end(self, lease: Lease) -> None:
+        """The lease holds nothing any more; its pages are yet to be given back."""
         del self._leases[lease]
         self._saving.pop(lease, None)
         lease.released = True
-        self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     # ---- the memories below ----
 
@@ -530,6 +587,7 @@ class PrefixCache:
 
     # ---- the whole cache ----
 
+    @rolled_back
     def evict(self, num_pages: int) -> int:
         """Evict by value until num_pages more pages are free or all that is left is pinned by
         leases; returns how many became free."""
@@ -537,6 +595,7 @@ class PrefixCache:
         self._evictor.make_room(before + num_pages)
         return self.allocator.num_free - before
 
+    @rolled_back
     def clear(self) -> None:
         """Forget everything cached. Leases keep what they hold."""
         self._index.clear()
@@ -569,20 +628,17 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Recount the holders of every page, and what is watched. Raises RuntimeError on a broken
         invariant."""
+        if self._is_miscounted:
+            self._recover()
         self.allocator.check_integrity()
+        self._index.check_integrity()
         self._reuse.check_integrity(self._index.checkpoints())
-        refs = np.zeros_like(self.allocator.ref_counts)
         for lease in self._leases:
             if lease.saves_more and lease not in self._saving:
                 raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
-            for pages in held_pages(lease):
-                np.add.at(refs, pages, 1)
-            for reservation in lease.reservations:
-                for pages in (reservation.pages, *reservation.local_pages):
-                    np.add.at(refs, pages, 1)
         counts = (
-            ("leases hold", refs, self.allocator.ref_counts),
-            ("the index holds", self._index.check_integrity(), self.allocator.cached_counts),
+            ("leases hold", self._num_holders(), self.allocator.ref_counts),
+            ("the index holds", self._index.num_holders(), self.allocator.cached_counts),
         )
         for holder, recounted, counted in counts:
             if not np.array_equal(recounted, counted):
@@ -592,6 +648,26 @@ class PrefixCache:
                 )
 
     # ---- within ----
+
+    def _recover(self) -> None:
+        """An operation broke off: count anew what is held, and queue anew what can go."""
+        self._index.recover()
+        self.allocator.recount(self._num_holders(), self._index.num_holders())
+        for checkpoint in self._index.checkpoints():
+            if checkpoint.pages is not None:
+                self._evictor.add(checkpoint)
+        self._is_miscounted = False
+
+    def _num_holders(self) -> np.ndarray:
+        """How many leases hold each page, int16 [num_pages]."""
+        counts = np.zeros_like(self.allocator.ref_counts)
+        for lease in self._leases:
+            for pages in held_pages(lease):
+                np.add.at(counts, pages, 1)
+            for reservation in lease.reservations:
+                for pages in (reservation.pages, *reservation.local_pages):
+                    np.add.at(counts, pages.ravel(), 1)
+        return counts
 
     def _look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
         return look_up(
@@ -642,13 +718,8 @@ class PrefixCache:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
-        try:
-            fits = self.allocator.can_free(needed) and (not comes or self._pays(needed))
-        except BaseException:  # on the way of what is evicted to the memories below
-            self._pages.let_go(lease)
-            raise
-        if not fits:
-            self._pages.let_go(lease)
+        if not self.allocator.can_free(needed) or (comes and not self._pays(needed)):
+            self._pages.release(lease)
             return None
         self._tick += 1
         if comes:
@@ -679,11 +750,7 @@ class PrefixCache:
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """The lease is live: it gets room for the rest."""
         lease.next_rung = next_rung(max(lease.prompt_tokens, lease.done), self._rung_tokens)
-        try:
-            self._pages.open(lease, capacity_tokens, end)
-        except BaseException:  # as above
-            self._pages.let_go(lease)
-            raise
+        self._pages.open(lease, capacity_tokens, end)
         self._leases[lease] = None
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 

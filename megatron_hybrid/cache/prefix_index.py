@@ -2,6 +2,10 @@
 
 The tree knows no leases and never fails for lack of room: who inserts brings the pages, and only
 the eviction policy says what to drop. What an edge is, and the invariant of a path: tree.py.
+
+Each change allocates what it needs first, then counts pages, then changes edges. Where memory is
+short it raises before an edge has changed: the tree is whole, and what it holds can be counted anew
+(`num_holders`).
 """
 
 from __future__ import annotations
@@ -189,17 +193,17 @@ class PrefixIndex:
     def _new_edge(self, parent: Edge, tokens: np.ndarray, pages: np.ndarray) -> Edge:
         edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
         edge.first_block = edge.start // self._block_size
+        self._allocator.cache(pages)
         parent.children[int(tokens[0])] = edge
         parent.num_held_children += 1
-        self._allocator.cache(pages)
         self._forgettable.pop(parent, None)
         return edge
 
     def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
         """Append to a leaf that is held whole."""
         used = leaf.end - leaf.start
-        self._put_rows(leaf, pages, first)
         leaf._tokens = with_room(leaf._tokens, used, used + len(tokens))
+        self._put_rows(leaf, pages, first)
         leaf._tokens[used : used + len(tokens)] = tokens
         leaf.end += len(tokens)
         leaf.held_end = leaf.end
@@ -207,12 +211,12 @@ class PrefixIndex:
     def _hold_again(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Take the pages of what an edge knows but does not hold, from those of a whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
+        if isinstance(edge._tokens, PackedTokens):
+            edge._tokens = tokens[edge.start : edge.end].copy()
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
         edge.parent.num_held_children += edge.held_end == edge.start
         edge.held_end = edge.end
-        if isinstance(edge._tokens, PackedTokens):
-            edge._tokens = tokens[edge.start : edge.end].copy()
         self._fades(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
@@ -220,12 +224,12 @@ class PrefixIndex:
         `pages` starts with a page that has all of its rows and more: it takes its place."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
+        edge._pages = with_room(edge._pages, row + len(replaced), row + len(pages))
         if replaced.tolist() == pages[: len(replaced)].tolist():  # one row at most
             self._allocator.cache(pages[len(replaced) :])
         else:
             self._allocator.cache(pages)
             self._allocator.uncache(replaced)
-        edge._pages = with_room(edge._pages, row, row + len(pages))
         edge._pages[row : row + len(pages)] = pages
 
     def _split(self, edge: Edge, at: int) -> Edge:
@@ -239,14 +243,13 @@ class PrefixIndex:
         upper.held_end = min(edge.held_end, at)
         upper.num_stored = edge.num_stored
         upper._pages = rows[: upper.num_rows(size)].copy()
-        edge._tokens = tokens[cut:].copy()
-        first, edge.first_block = edge.first_block, at // size
-        edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
-        kept = rows[edge.first_block - first :] if edge.held_end > at else rows[:0]
+        kept_tokens, first_block = tokens[cut:].copy(), at // size
+        kept = rows[first_block - edge.first_block if edge.held_end > at else len(rows) :].copy()
         shared = len(upper._pages) + len(kept) - len(rows)
         if shared > 0:  # the page of a block that both have tokens of
             self._allocator.cache(kept[:shared])
-        edge._pages = kept.copy()
+        edge._tokens, edge._pages, edge.first_block = kept_tokens, kept, first_block
+        edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
         edge.pack()
         upper.parent.children[int(tokens[0])] = upper
         upper.children[int(tokens[cut])] = edge
@@ -293,10 +296,10 @@ class PrefixIndex:
         """Publish the state of a checkpoint that has none."""
         if checkpoint.pages is not None:
             raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
+        for held in (pages, *local_pages):
+            self._allocator.cache(held)
         checkpoint.pages, checkpoint.local_pages = pages, local_pages
         insort(checkpoint.edge.stored, checkpoint.position)
-        for held in checkpoint.page_lists():
-            self._allocator.cache(held)
         self._count_stored(checkpoint.edge, 1)
         self._fades(checkpoint.edge)
 
@@ -330,12 +333,13 @@ class PrefixIndex:
         for position in edge.stored[bisect_right(edge.stored, new_end) :]:
             self.drop_checkpoint(edge.checkpoints[position])
         rows = edge.pages(self._block_size)
+        end = -(-new_end // self._block_size) if new_end > edge.start else edge.first_block
+        kept = rows[: end - edge.first_block].copy()
+        self._allocator.uncache(rows[len(kept) :])
+        edge._pages = kept
         self.num_held_tokens -= edge.held_end - new_end
         edge.held_end = new_end
         edge.parent.num_held_children -= new_end == edge.start
-        kept = edge.num_rows(self._block_size)
-        self._allocator.uncache(rows[kept:])
-        edge._pages = rows[:kept].copy()
         edge.pack()
         self._fades(edge)
         self.on_tail(edge)
@@ -371,23 +375,24 @@ class PrefixIndex:
 
     def _forget_tail(self, leaf: Edge) -> None:
         new_end = self._needed_end(leaf)
+        tokens = leaf.tokens[: new_end - leaf.start].copy()
+        pages, (first,) = leaf._pages, leaf.tokens[:1].tolist()
+        if not self._pages_per_block:
+            pages = pages[: -(-new_end // self._block_size) - leaf.first_block].copy()
         for checkpoint in [c for p, c in leaf.checkpoints.items() if p > new_end]:
             self._unwatch(checkpoint)
         self.num_tokens -= leaf.end - new_end
         if not self._pages_per_block:
             self.num_held_tokens -= leaf.held_end - new_end
         if new_end > leaf.start:
-            leaf._tokens = leaf._tokens[: new_end - leaf.start].copy()
+            leaf._tokens, leaf._pages = tokens, pages
             leaf.end = leaf.held_end = new_end
             self._cuts += 1
-            if not self._pages_per_block:
-                leaf._pages = leaf._pages[: leaf.num_rows(self._block_size)].copy()
             return
         parent = leaf.parent
-        tokens = leaf.tokens
-        del parent.children[int(tokens[0])]
+        del parent.children[first]
         parent.num_held_children -= leaf.held_end > leaf.start
-        leaf.parent, leaf._tokens, leaf._pages = None, tokens[:0].copy(), leaf._pages[:0]
+        leaf.parent, leaf._tokens, leaf._pages = None, tokens, leaf._pages[:0]
         leaf.end = leaf.held_end = leaf.start
         if parent.parent is None:
             if not parent.children:
@@ -408,14 +413,17 @@ class PrefixIndex:
             return
         first, size = run[0], self._block_size
         held = [edge for edge in run if edge.held_end > edge.start]
-        rows = [edge.pages(size) for edge in held or run[:1]]
+        rows, twice_held = [edge.pages(size) for edge in held or run[:1]], []
         for i, (edge, deeper) in enumerate(pairwise(held)):
             # Of two that hold one block the deeper one's page counts.
             rows[i], twice = np.split(rows[i], [deeper.first_block - edge.first_block])
+            twice_held.append(twice)
+        pages, tokens = np.concatenate(rows), np.concatenate([edge.tokens for edge in run])
+        nothing = tokens[:0].copy()  # a view would keep all of them
+        for twice in twice_held:  # one page may be in several of them
             self._allocator.uncache(twice)
-        last._pages = np.concatenate(rows)
+        last._pages, last._tokens = pages, tokens
         last.held_end = held[-1].held_end if held else first.start
-        tokens = last._tokens = np.concatenate([edge.tokens for edge in run])
         last.start, last.first_block, last.parent = first.start, first.first_block, first.parent
         last.num_stored = first.num_stored
         last.parent.children[int(tokens[0])] = last
@@ -428,11 +436,25 @@ class PrefixIndex:
         self._trim_watched(last)
         for edge in joined:
             edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, []
-            edge._tokens, edge._pages = tokens[:0].copy(), edge._pages[:0]
+            edge._tokens, edge._pages = nothing, edge._pages[:0]
             edge.end = edge.held_end = edge.start
             self._forgettable.pop(edge, None)
         self._fades(last)
         self.on_tail(last)
+
+    def recover(self) -> None:
+        """After a change that broke off: join the edges that it left cut, and enter again each tail
+        that it may not have entered."""
+        for edge in list(self.edges()):
+            run = [edge]
+            while len(run[-1].children) == 1:
+                (child,) = run[-1].children.values()
+                if child.last_access < run[-1].last_access:
+                    break
+                run.append(child)
+            if edge.parent is not None:
+                self._join(run)
+                self.on_tail(run[-1])
 
     def _forget_old_roots(self) -> None:
         """Now and then, when the salts have doubled: it looks at all of them."""
@@ -445,21 +467,26 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget everything."""
         for edge in list(self.edges()):
-            self._allocator.uncache(edge.pages(self._block_size))
-            for checkpoint in [edge.checkpoints[position] for position in edge.stored]:
-                for pages in checkpoint.page_lists():
-                    self._allocator.uncache(pages)
-                checkpoint.pages = None
             for checkpoint in edge.checkpoints.values():
-                checkpoint.edge = None
+                checkpoint.edge = checkpoint.pages = None
             edge.parent = None
         self._roots.clear()
         self._forgettable.clear()
         self.num_tokens = self.num_held_tokens = self.num_checkpoints = self.num_watched = 0
+        self._allocator.recount(self._allocator.ref_counts, self.num_holders())
 
-    def check_integrity(self) -> np.ndarray:
-        """Raises RuntimeError on a broken tree; returns int32 [num_pages], each page's holders."""
+    def num_holders(self) -> np.ndarray:
+        """How many edges and stored states hold each page, int32 [num_pages]."""
         counts = np.zeros_like(self._allocator.cached_counts)
+        for edge in self.edges():
+            np.add.at(counts, edge.pages(self._block_size).ravel(), 1)
+            for position in edge.stored:
+                for held in edge.checkpoints[position].page_lists():
+                    np.add.at(counts, held, 1)
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError on a broken tree."""
         num_tokens = num_held = num_checkpoints = num_watched = 0
         for edge in self.edges():
             num_tokens += edge.end - edge.start
@@ -508,10 +535,6 @@ class PrefixIndex:
             for problem, found in problems.items():
                 if found:
                     raise RuntimeError(f"the edge at ({edge.start}, {edge.end}] {problem}")
-            np.add.at(counts, pages.ravel(), 1)
-            for checkpoint in stored:
-                for held in checkpoint.page_lists():
-                    np.add.at(counts, held, 1)
         if self.num_watched != num_watched:
             raise RuntimeError(f"{num_watched} checkpoints are watched, counted {self.num_watched}")
         counted = (num_tokens, num_held, num_checkpoints)
@@ -521,4 +544,3 @@ class PrefixIndex:
                 f"checkpoints, counted {self.num_tokens}, {self.num_held_tokens} and "
                 f"{self.num_checkpoints}"
             )
-        return counts

@@ -14,6 +14,7 @@ Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 
@@ -248,7 +249,8 @@ class ReuseModel:
         first, most = _LEARNING
         if self.now - self._learnt >= min(max(first, self.now // 16), most):
             self._visits.let_go(num_watched)
-            self.learn()
+            with suppress(MemoryError):  # the next request tries again
+                self.learn()
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
         """Raises RuntimeError unless the time at risk of each of these will be counted. watched:
@@ -281,7 +283,8 @@ class ReuseModel:
         uses, spans = np.array(self._uses).reshape(-1, 2), np.array(self._spans).reshape(-1, 3)
         class_N = spans[:, 0].astype(int)
         at_risk = beyond(class_N, spans[:, 1], CLASSES) - beyond(class_N, spans[:, 2], CLASSES)
-        self._uses_CA += counted(uses[:, 0].astype(int), uses[:, 1], CLASSES)
+        used = counted(uses[:, 0].astype(int), uses[:, 1], CLASSES)
+        self._uses_CA += used
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
         return self._uses_CA, self._risk_CA

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from megatron_hybrid.cache.eviction import EvictionQueue, Key
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.errors import is_lack_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -222,18 +223,25 @@ class Tier:
             except (MemoryError, RuntimeError) as error:
                 if not is_lack_of_memory(error):
                     raise
-                self._lacks_memory(error)
+                self.lacks_memory(error)
                 return False
-            for index, block_data in zip(missing, data):
-                start, end = index * spec.block_size_tokens, (index + 1) * spec.block_size_tokens
-                last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
-                last.saved_work = spec.work(start, end)
-                self.add(last, block_data)
-            if state is not None:
-                num_bytes = cost - len(missing) * self._block_bytes
-                record = Record(state, last, position, num_bytes, is_state=True)
-                record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
-                self.add(record, state_data)
+            added: list[Record] = []
+            try:
+                for index, block_data in zip(missing, data):
+                    end = (index + 1) * spec.block_size_tokens
+                    last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
+                    last.saved_work = spec.work(index * spec.block_size_tokens, end)
+                    self.add(last, block_data)
+                    added.append(last)
+                if state is not None:
+                    num_bytes = cost - len(missing) * self._block_bytes
+                    record = Record(state, last, position, num_bytes, is_state=True)
+                    record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
+                    self.add(record, state_data)
+            except BaseException:  # of the store: blocks that lead nowhere would never go
+                for each in reversed(added):
+                    self._forget(each)
+                raise
             return True
         finally:
             if joint is not None:
@@ -241,9 +249,9 @@ class Tier:
 
     def add(self, record: Record, data: Any = None) -> None:
         """Enter a record. data: its bytes; None: the store has them already."""
-        self._records[record.key] = record
         if data is not None:
             self.store.put(record, data)
+        self._records[record.key] = record
         self.used_bytes += record.num_bytes
         if record.parent is not None:
             record.parent.num_children += 1
@@ -320,7 +328,8 @@ class Tier:
 
     # ---- within ----
 
-    def _lacks_memory(self, error: Exception) -> None:
+    def lacks_memory(self, error: Exception) -> None:
+        """What leaves the memory above is not kept here for want of memory to copy it."""
         self.num_without_memory += 1
         if self.num_without_memory == 1:
             logger.warning(
@@ -429,11 +438,3 @@ def least_capacity_bytes(spec: CacheSpec) -> int:
     if spec.needs_state:
         pages += state_record_pages(spec, spec.block_size_tokens)
     return pages * spec.page_bytes
-
-
-def is_lack_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; torch says it in words only on a CPU."""
-    said = str(error)
-    return isinstance(error, MemoryError) or any(
-        words in said for words in ("out of memory", "can't allocate memory")
-    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 import numpy as np
@@ -152,9 +153,11 @@ class Edge:
         return self._tokens[: self.end - self.start]
 
     def pack(self) -> None:
-        """Keep the tokens in fewer bytes if all of them are only known, and many."""
+        """Keep the tokens in fewer bytes if all of them are only known, and many. Where there is no
+        memory to pack them in they stay as they are."""
         if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
-            self._tokens = PackedTokens(self.tokens)
+            with suppress(MemoryError):
+                self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
         """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -31,6 +32,7 @@ from megatron_hybrid.cache.tier import (
 )
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 from megatron_hybrid.config import InferenceConfig
+from megatron_hybrid.errors import is_lack_of_memory
 from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
 from megatron_hybrid.inference.interrupts import interrupts_wait
@@ -199,11 +201,23 @@ class Offload:
     def state_leaves(self, checkpoint: Checkpoint) -> None:
         """The pool evicts a state (`eviction.Leaving`)."""
         if self.spec.needs_state:
-            self._offer_state(checkpoint, self.tiers)
+            with self._optional():
+                self._offer_state(checkpoint, self.tiers)
 
     def blocks_leave(self, edge: Edge, end: int) -> None:
         """The pool evicts KV that resumes by itself (`eviction.Leaving`)."""
-        self._offer_blocks(edge, end, self.tiers)
+        with self._optional():
+            self._offer_blocks(edge, end, self.tiers)
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """Around what keeps something in a tier: without memory it is not kept, and counted."""
+        try:
+            yield
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            self.tiers[0].lacks_memory(error)
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
         """Offers a stored state, with the KV before it, to tiers, until one takes it."""
@@ -278,8 +292,10 @@ class Offload:
 
     def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
         """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
-        match, size = self.cache.match(tokens, salt), self.spec.block_size_tokens
-        tier, found = self.find(tokens, salt, match.skipped_tokens) or (None, None)
+        tier, found, size = None, None, self.spec.block_size_tokens
+        with suppress(MemoryError):  # then the prompt is computed
+            match = self.cache.match(tokens, salt)
+            tier, found = self.find(tokens, salt, match.skipped_tokens) or (None, None)
         if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
             found = None
         # The ranks' disks may differ: without agreement nobody fetches.
@@ -325,7 +341,12 @@ class Offload:
         """A request that waits for a fetch can start next: brings what is read into the pool, once
         there is room for the whole request (arguments as in `PrefixCache.acquire`)."""
         if fetch.lease is None and agree_on_all(fetch.is_read):
-            self._to_pool(fetch, capacity_tokens, chunk_tokens)
+            try:
+                self._to_pool(fetch, capacity_tokens, chunk_tokens)
+            except Exception as error:
+                self._fail(fetch)
+                if not is_lack_of_memory(error):
+                    raise
             self._publish_if_there(fetch)
 
     def poll(self) -> None:
@@ -377,11 +398,7 @@ class Offload:
             ]
             if damaged:
                 fetch.tier.remove(damaged[0])  # and what follows it
-            if failed:  # they are there, and may be read later
-                self._leave_alone(fetch.record)
-            self.stats.fetches_failed += 1
-            fetch.has_failed = True
-            self._end(fetch)
+            self._fail(fetch, later=failed)  # what is there may be read later
             return
         size, position = self.spec.block_size_tokens, fetch.position
         lease = self.cache.adopt(
@@ -403,24 +420,31 @@ class Offload:
             return
         targets = list(lease.block_table[shared : len(fetch.chain)])
         sources = pages[shared - fetch.first_block : len(fetch.chain) - fetch.first_block]
-        try:
-            if fetch.record.is_state:
-                own, local, partial_block = self._split_state(pages[-1], position)
-                fetch.reservation = self.cache.reserve_checkpoint(lease, position, wanted=True)
-                if fetch.reservation is not None:
-                    targets.append(fetch.reservation.pages)
-                    sources.append(own)
-                for group, table, part in zip(self.spec.local_groups, lease.local_tables, local):
-                    targets.append(table[self.spec.local_blocks(group, position)].ravel())
-                    sources.append(part)
-                if position % size:
-                    targets.append(lease.block_table[position // size])
-                    sources.append(partial_block)
-            fetch.arrival = self._mover.to_pool(targets, sources)
-        except BaseException:
-            self.cache.release(lease)  # it is tried again
-            raise
         fetch.lease = lease
+        if fetch.record.is_state:
+            own, local, partial_block = self._split_state(pages[-1], position)
+            fetch.reservation = self.cache.reserve_checkpoint(lease, position, wanted=True)
+            if fetch.reservation is not None:
+                targets.append(fetch.reservation.pages)
+                sources.append(own)
+            for group, table, part in zip(self.spec.local_groups, lease.local_tables, local):
+                targets.append(table[self.spec.local_blocks(group, position)].ravel())
+                sources.append(part)
+            if position % size:
+                targets.append(lease.block_table[position // size])
+                sources.append(partial_block)
+        fetch.arrival = self._mover.to_pool(targets, sources)
+
+    def _fail(self, fetch: Fetch, *, later: bool = True) -> None:
+        """Ends a fetch of which nothing comes: its prompt is computed. later: not to be tried again
+        for a while."""
+        if fetch.lease is not None:
+            self.cache.release(fetch.lease)
+        if later:
+            self._leave_alone(fetch.record)
+        self.stats.fetches_failed += 1
+        fetch.has_failed = True
+        self._end(fetch)
 
     def _leave_alone(self, record: Record) -> None:
         now = time.monotonic()
@@ -442,9 +466,15 @@ class Offload:
 
     def _publish(self, fetch: Fetch) -> None:
         """All is in the pool: from now on it is found there."""
-        self.cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
-        if fetch.reservation is not None:
-            self.cache.publish_checkpoint(fetch.reservation)
+        try:
+            self.cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
+            if fetch.reservation is not None:
+                self.cache.publish_checkpoint(fetch.reservation)
+        except Exception as error:
+            self._fail(fetch)
+            if not is_lack_of_memory(error):
+                raise
+            return
         self.cache.release(fetch.lease)
         fetch.tier.used(fetch.record)
         self.stats.fetches += 1

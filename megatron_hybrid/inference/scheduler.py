@@ -7,6 +7,8 @@ decision follows from the order of requests and from numbers equal on all ranks.
 
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.tree import common_prefix
+from megatron_hybrid.errors import is_lack_of_memory
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.offload import Offload
 from megatron_hybrid.inference.request import Request, RequestStatus, recompute_reason
@@ -124,7 +127,9 @@ class Scheduler:
                 self.cache.decline(lease, sorted(declined))
                 positions = [position for position in positions if position not in declined]
             for position in positions:
-                reservation = self.cache.reserve_checkpoint(lease, position)
+                reservation = None
+                with self._optional(lease, position):
+                    reservation = self.cache.reserve_checkpoint(lease, position)
                 if reservation is not None:
                     work.reservations.append(reservation)
                     captures_left -= position < work.end
@@ -290,19 +295,36 @@ class Scheduler:
         captured = self.context.captured_states()
         for work in plan.work:
             request = work.request
+            saved = []
             for reservation in work.reservations:
                 state = captured.get(reservation)
                 if state is None:
                     state = self.memory.slots[request.slot]
-                self.memory.save_checkpoint(state, reservation.pages)
+                with self._optional(request.lease, reservation.position):
+                    self.memory.save_checkpoint(state, reservation.pages)
+                    saved.append(reservation)
             request.num_computed = work.end
             self.cache.commit(request.lease, request.tokens, work.end)
-            for reservation in work.reservations:
-                self.cache.publish_checkpoint(reservation)
+            for reservation in saved:
+                with self._optional(request.lease, reservation.position):
+                    self.cache.publish_checkpoint(reservation)
+            for reservation in list(request.lease.reservations):
+                self.cache.abandon(reservation)
             if work.end == request.num_tokens and request.status is RequestStatus.PREFILL:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
+
+    @contextmanager
+    def _optional(self, lease: Lease, position: int) -> Iterator[None]:
+        """Around what saves a state: without memory it is not saved, and counted; no request fails
+        for it."""
+        try:
+            yield
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            self.cache.decline(lease, [position])
 
     def fork(self, request: Request) -> list[Request]:
         """Starts the request's further samples from its live slot, right after its prefill.
@@ -310,27 +332,29 @@ class Scheduler:
         Those that find no room are queued and start from the cache later. Returns the others.
         """
         started, queued = [], []
-        while request.siblings:
-            sibling = request.siblings[0]
-            if sibling.closed:  # cancelled before it began
+        try:
+            while request.siblings:
+                sibling = request.siblings[0]
+                if sibling.closed:  # cancelled before it began
+                    request.siblings.pop(0)
+                    continue
+                sibling.prompt_log_probs = list(request.prompt_log_probs)
+                lease = None
+                if self.free_slots:
+                    lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
+                if lease is None:
+                    queued.append(request.siblings.pop(0))
+                    continue
+                self._start(sibling, lease)
                 request.siblings.pop(0)
-                continue
-            sibling.prompt_log_probs = list(request.prompt_log_probs)
-            lease = None
-            if self.free_slots:
-                lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
-            if lease is None:
-                queued.append(request.siblings.pop(0))
-                continue
-            self._start(sibling, lease)
-            request.siblings.pop(0)
-            self._run_copies(sibling)
-            self.memory.copy_slot(request.slot, sibling.slot)
-            sibling.num_computed = request.num_computed
-            sibling.status = RequestStatus.DECODE
-            started.append(sibling)
-        for sibling in reversed(queued):
-            self._put_first(sibling)
+                self._run_copies(sibling)
+                self.memory.copy_slot(request.slot, sibling.slot)
+                sibling.num_computed = request.num_computed
+                sibling.status = RequestStatus.DECODE
+                started.append(sibling)
+        finally:  # also where a later one fails
+            for sibling in reversed(queued):
+                self._put_first(sibling)
         return started
 
     def abort(self) -> None:
@@ -360,23 +384,29 @@ class Scheduler:
         done = request.num_computed
         if not done:
             return
-        reservation = self.cache.reserve_checkpoint(request.lease, done)
-        if reservation is not None:
-            self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
-            self.cache.commit(request.lease, request.tokens, done, flush=True, answered=answered)
-            self.cache.publish_checkpoint(reservation)
+        with self._optional(request.lease, done):
+            reservation = self.cache.reserve_checkpoint(request.lease, done)
+            if reservation is not None:
+                self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
+                self.cache.commit(
+                    request.lease, request.tokens, done, flush=True, answered=answered
+                )
+                self.cache.publish_checkpoint(reservation)
 
     def cancel(self, request: Request) -> None:
         """Takes the request out; what it computed stays cached, with its last state if that is
         worth its room."""
         self.waiting.pop(request, None)
-        if request.fetch is not None:
-            self.offload.leave(request.fetch)
-        if request.lease is not None:
-            self._save_live_slot(request, answered=False)
-            self._retire(request)
         request.parked = None
-        request.status = RequestStatus.CANCELLED
+        try:
+            if request.fetch is not None:
+                self.offload.leave(request.fetch)
+            if request.lease is not None:
+                self._save_live_slot(request, answered=False)
+        finally:
+            if request.lease is not None:
+                self._give_up_lease(request)
+            request.status = RequestStatus.CANCELLED
 
     @property
     def closing(self) -> list[Request]:
@@ -394,37 +424,44 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def _give_up_lease(self, request: Request) -> None:
-        self.cache.commit(
-            request.lease,
-            request.tokens,
-            request.num_computed,
-            flush=True,
-            answered=request.done and request.num_computed == request.num_tokens,
-        )
-        self._end_lease(request)
+        try:
+            with suppress(MemoryError):  # then others do not find what it computed
+                self.cache.commit(
+                    request.lease,
+                    request.tokens,
+                    request.num_computed,
+                    flush=True,
+                    answered=request.done and request.num_computed == request.num_tokens,
+                )
+        finally:
+            self._end_lease(request)
 
     def _end_lease(self, request: Request) -> None:
-        self.cache.release(request.lease)
-        request.lease = None
+        lease, request.lease = request.lease, None
         self.running.remove(request)
         self.free_slots.append(request.slot)
         request.slot = -1
+        self.cache.release(lease)
 
     # Preemption --------------------------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
-        goes on where it was."""
+        goes on where it was. Without memory for them it starts from what is cached."""
         self.num_preemptions += 1
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
         if 0 < request.num_computed < request.num_tokens:
-            request.lease_before = request.lease
-            request.parked = self.memory.park(
-                request.lease.block_table,
-                request.lease.local_tables,
-                request.num_computed,
-                request.slot,
-            )
+            try:
+                request.parked = self.memory.park(
+                    request.lease.block_table,
+                    request.lease.local_tables,
+                    request.num_computed,
+                    request.slot,
+                )
+                request.lease_before = request.lease
+            except Exception as error:
+                if not is_lack_of_memory(error):
+                    raise
         self._give_up_lease(request)
         self._requeue(request)
 
@@ -450,6 +487,7 @@ class Scheduler:
             return False
         del self.waiting[request]
         self._start(request, lease)
+        request.parked = request.lease_before = None  # if this fails it starts from what is cached
         self.memory.unpark(
             parked,
             lease.block_table,
@@ -458,7 +496,6 @@ class Scheduler:
             slot=request.slot,
         )
         self.cache.commit(lease, request.tokens, done, flush=True)
-        request.parked = request.lease_before = None
         request.num_computed = done
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:
             request.status = RequestStatus.DECODE

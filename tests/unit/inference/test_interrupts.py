@@ -126,7 +126,7 @@ def test_cancelling_and_clearing_are_done_whole(monkeypatch, name):
     while not request.done and not (name == "cancel" and request.num_generated):
         engine.step()
     call = engine.clear_cache if name == "clear_cache" else lambda: engine.cancel(request)
-    operation = "uncache" if name == "clear_cache" else "release"
+    operation = "recount" if name == "clear_cache" else "release"
     change = getattr(PageAllocator, operation)
 
     def interrupted(self, *arguments):

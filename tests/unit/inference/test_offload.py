@@ -14,7 +14,14 @@ import pytest
 import torch
 from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
 from forks import in_fork
-from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from reference import (
+    greedy,
+    greedy_tokens,
+    is_greedy,
+    random_tokens,
+    tiny_engine,
+    tiny_model,
+)
 
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.config import STATE_ENCODINGS
@@ -553,17 +560,62 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     engine.close()
 
 
-def test_what_fails_on_the_way_into_the_pool_is_tried_again(slow, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("a bug")])
+def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, error):
+    """Without memory no step fails, and no other request waits; a bug is told once."""
     engine, prompt, store = slow
+    other = engine.add_request(random_tokens(30, seed=5), greedy(3))
     request = engine.add_request(prompt, greedy(6))
     step_with_arrival(engine, store)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(engine.offload._mover, "to_pool", lambda *parts: bytearray(1 << 62))
-        engine.step()
-    assert not engine.cache.allocator.ref_counts.any()
+
+    def to_pool(*parts):
+        raise error
+
+    monkeypatch.setattr(engine.offload._mover, "to_pool", to_pool)
+    if not isinstance(error, MemoryError):
+        with pytest.raises(OSError, match="a bug"):
+            engine.step()
+        assert not engine.cache.allocator.ref_counts.any()
     while not request.closed:
         engine.step()
-    assert request.result().prefix.skipped_tokens == 60
+    assert other.done
+    result = request.result()
+    assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
+    assert is_greedy(engine.model, prompt, result.generated_tokens)
+    assert engine.stats()["fetches_failed"] == 1
+    engine.check_integrity()
+
+
+def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    commit = engine.cache.commit
+
+    def without_memory(lease, tokens, *rest, **options):
+        if lease.skipped_tokens:  # that of the fetch
+            raise MemoryError("no room")
+        commit(lease, tokens, *rest, **options)
+
+    monkeypatch.setattr(engine.cache, "commit", without_memory)
+    step_with_arrival(engine, store)
+    while not request.closed:
+        engine.step()
+    assert request.result().prefix.skipped_tokens == 0
+    assert engine.stats()["fetches_failed"] == 1
+    engine.check_integrity()
+
+
+def test_what_leaves_the_pool_without_memory_for_its_keys_is_counted(monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    answer(engine, random_tokens(60))
+
+    def without_memory(*arguments):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.cache, "prefix", without_memory)
+    empty_pool(engine)
+    assert engine.stats()["host_without_memory"] > 0
+    assert engine.stats()["host_states"] == 0
     engine.check_integrity()
 
 

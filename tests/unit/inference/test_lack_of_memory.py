@@ -1,0 +1,107 @@
+"""The engine where memory is short. Optional work (a state to be saved, bytes to be parked) fails
+no request; a step that fails loses no request, leaks no page and changes no answer."""
+
+import pytest
+from memory_fuzz import CONFIGURATIONS, fuzz
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference.memory import CacheMemory
+
+MODEL = tiny_model()
+
+
+def without_memory(*arguments, **options):
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatch):
+    engine = tiny_engine(MODEL, state_encoding="int8")
+    prompt = random_tokens(100)
+    monkeypatch.setattr(CacheMemory, "save_checkpoint", without_memory)
+    result = engine.generate([prompt], greedy(5))[0]
+    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
+    stats = engine.stats()
+    assert stats["checkpoints"] == 0 and stats["checkpoints_no_room"] >= 2
+    engine.check_integrity()
+    assert not engine.cache.allocator.ref_counts.any()
+
+
+def test_invariant_8_a_state_without_memory_to_enter_it_is_not_saved(monkeypatch):
+    engine = tiny_engine(MODEL)
+    prompt = random_tokens(100)
+
+    def no_memory(*arguments):
+        raise MemoryError("no room for an array")
+
+    monkeypatch.setattr(engine.cache._index, "store", no_memory)
+    result = engine.generate([prompt], greedy(5))[0]
+    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("operation", ["save_checkpoint", "commit", "reserve_checkpoint"])
+def test_a_request_is_cancelled_without_memory_for_its_last_state(monkeypatch, operation):
+    engine = tiny_engine(MODEL)
+    request = engine.add_request(random_tokens(40), greedy(20))
+    while request.num_generated < 3:
+        engine.step()
+
+    def no_memory(*arguments, **options):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        owner = engine.memory if operation == "save_checkpoint" else engine.cache
+        patch.setattr(owner, operation, no_memory)
+        engine.cancel(request)
+    assert request.closed and request.result().finish_reason == "cancelled"
+    assert not engine.scheduler.running and not engine.has_work
+    engine.check_integrity()
+    assert not engine.cache.allocator.ref_counts.any()
+
+
+def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
+    """One sibling starts, one finds no room, and the next one fails."""
+    engine = tiny_engine(MODEL, max_requests=5)
+    request = engine.add_request(random_tokens(40), greedy(4), n=5)
+    fork, calls = engine.cache.fork, []
+
+    def failing(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            return None
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        return fork(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "fork", failing)
+        with pytest.raises(MemoryError):
+            while engine.has_work:
+                engine.step()
+    while engine.has_work:
+        engine.step()
+    answers = [sample.generated_tokens for sample in request.result().samples]
+    assert len(answers) == 5
+    assert all(is_greedy(MODEL, request.result().prompt_tokens, answer) for answer in answers)
+    engine.check_integrity()
+
+
+def test_without_memory_to_park_it_a_preempted_request_starts_from_what_is_cached(monkeypatch):
+    monkeypatch.setattr(CacheMemory, "park", without_memory)
+    model = tiny_model("M*-")
+    engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
+    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
+    results = engine.generate(prompts, greedy(60))
+    assert engine.stats()["preemptions"] > 0
+    for prompt, result in zip(prompts, results):
+        assert is_greedy(model, prompt, result.generated_tokens)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
+def test_no_page_no_request_and_no_token_is_lost_whatever_allocation_fails(name, tmp_path):
+    counts = fuzz(name, steps=250, seed=1, folder=tmp_path)
+    assert counts.failures > 60
+    assert (counts.leaks, counts.lost, counts.wrong) == (0, 0, 0), counts
