@@ -4,6 +4,7 @@ The engine checks requests at the door, runs the scheduler's plans through the m
 What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
+import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +34,11 @@ from megatron_hybrid.inference.request import GenerationResult, Request, recompu
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream, StreamEvent
+from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ class DynamicInferenceEngine:
             if disk is not None:
                 disk.close()  # or nobody could open the folder again
             raise
+        self._weights = WeightWatch(model)
+        self.num_weight_changes = 0
         self._answered: list[Request] = []
         self._abandoned: deque[Request] = deque()  # of streams that were dropped
         self.num_steps = 0
@@ -191,7 +197,7 @@ class DynamicInferenceEngine:
         if self.model.training:
             raise RuntimeError(
                 "the model is in training mode, in which answers and what is cached of them would "
-                "be noisy: call model.eval(); after a change of weights also engine.clear_cache()"
+                "be noisy: call model.eval()"
             )
         with interrupts_wait():
             try:
@@ -206,6 +212,8 @@ class DynamicInferenceEngine:
         return results
 
     def _step(self) -> None:
+        if self.scheduler.waiting:
+            self._check_weights()
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.is_busy:
@@ -226,6 +234,22 @@ class DynamicInferenceEngine:
         logits_nV = self._forward(plan)
         self.scheduler.complete(plan)
         self._sample(plan, logits_nV)
+
+    def _check_weights(self) -> None:
+        """Where the weights have changed, nothing that the old ones computed is used again."""
+        if not self._weights.has_changed():
+            return
+        logger.warning(
+            "the weights have changed: what was cached belongs to the old ones and is dropped, and "
+            "%d requests are computed anew; tokens that they have generated stay",
+            len(self.scheduler.running) - len(self.scheduler.closing),
+        )
+        self.num_weight_changes += 1
+        self.scheduler.start_over()
+        try:
+            self._forget_all()
+        except OSError as error:  # nothing of it is found any more, and nothing more is written
+            logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
@@ -423,7 +447,8 @@ class DynamicInferenceEngine:
             are together more than `config.disk_cache_bytes`, the most valuable of both, as much as
             it held at least.
 
-        Ctrl-C takes effect between two states; what is written by then is of use.
+        Ctrl-C takes effect between two states; what is written by then is of use. Where the weights
+        have changed since, nothing is cached.
 
         Raises:
             ValueError: no folder, or nothing is ever restored, or (`CacheFolderError`) it holds
@@ -442,6 +467,8 @@ class DynamicInferenceEngine:
                 f"save_cache needs prefix_caching='restore', it is {self.cache.mode!r}: where "
                 "every token is computed nothing is fetched"
             )
+        with interrupts_wait():
+            self._check_weights()
         own = None if tier is None else tier.store.folder
         if tier is not None and (folder is None or (Path(folder) / rank_name()).resolve() == own):
             self.offload.save_to(tier)
@@ -458,7 +485,8 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     def clear_cache(self) -> None:
         """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
-        it after the weights have changed: what was cached belongs to the old ones.
+        it after the weights were written through `.data`: other changes of them are noticed when
+        the next request starts (`WeightWatch`).
 
         Raises:
             RuntimeError: requests are running or waiting; nothing has changed.
@@ -472,9 +500,14 @@ class DynamicInferenceEngine:
                 "when all are answered, or cancel them"
             )
         self.scheduler.retire_closing()
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """What is cached from now on is of the weights as they are now."""
         self.offload.clear()
         self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())
+        self._weights.accept()
         self._fingerprint = None
         if self.offload.disk is not None:
             self.offload.disk.store.is_for(self._made_for())
@@ -542,6 +575,7 @@ class DynamicInferenceEngine:
             "steps": self.num_steps,
             "forward_tokens": self.scheduler.num_forward_tokens,
             "preemptions": self.scheduler.num_preemptions,
+            "weight_changes": self.num_weight_changes,
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),
             "peak_pages_in_use": self.peak_pages_in_use,

@@ -28,6 +28,7 @@ COUNTERS = {
     "steps": "Forward passes.",
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "preemptions": "Running requests that were parked to make room for others.",
+    "weight_changes": "Times that the weights had changed and all that was cached was dropped.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
     "fetched_tokens": "Prompt tokens that were not computed because they were fetched.",
     "fetches_failed": "Fetches of what was damaged or could not be read.",

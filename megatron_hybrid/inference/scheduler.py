@@ -368,6 +368,15 @@ class Scheduler:
             else:
                 self._requeue(request)
 
+    def start_over(self) -> None:
+        """Whatever requests have computed does not count; the tokens that they generated do."""
+        self.retire_closing()
+        self.abort()
+        for request in self.waiting:
+            request.parked = request.lease_before = None
+            if not request.num_generated:
+                request.prompt_log_probs = []
+
     def finish(self, request: Request) -> None:
         """The request is answered. Its last state is kept, if need be after one more forward pass
         for its last token; then its lease ends."""

@@ -119,6 +119,18 @@ class HybridModel(LanguageModule):
                 mark_tensor_parallel(self.output_layer.weight, 0, unpadded_size=config.vocab_size)
         self.setup_embeddings_and_output_layer()
         self.register_load_state_dict_pre_hook(_respell_parameters)
+        self.num_weight_changes = 0
+        """How often something was called that changes weights: `train()`, `load_state_dict`."""
+        self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
+
+    def train(self, mode: bool = True) -> HybridModel:
+        """As in torch; an engine that serves the model takes its weights for others from now on."""
+        if mode:
+            self._note_weight_change()
+        return super().train(mode)
+
+    def _note_weight_change(self) -> None:
+        self.num_weight_changes += 1
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What core's pipeline schedules received from the stage before, [s, b, hidden]."""

@@ -1,0 +1,226 @@
+"""New weights, and what was cached with the old ones: never used again, in any tier."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from torch import nn
+
+from megatron_hybrid.inference import weight_watch
+
+PROMPT = random_tokens(130)
+
+
+def fresh_model(pattern="MG*-"):
+    """One that no other test has."""
+    return tiny_model.__wrapped__(pattern)
+
+
+def copy_of(model):
+    other = fresh_model(model.config.layer_pattern)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def write_in_place(model):
+    with torch.no_grad():
+        model.decoder.layers[0].mixer.in_proj.weight.mul_(0.5)
+
+
+def write_in_inference_mode(model):
+    with torch.inference_mode():
+        next(model.parameters()).mul_(0.5)
+
+
+def load_state_dict(model):
+    model.load_state_dict(fresh_weights(model))
+
+
+def load_state_dict_of_a_part(model):
+    part = model.decoder.layers[0]
+    part.load_state_dict(fresh_weights(part), assign=True)
+
+
+def replace_a_parameter(model):
+    layer = model.output_layer
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+
+
+def fresh_weights(model):
+    return {
+        name: value * 0.5 if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def train_through_data(model):
+    """As megatron-core's bf16 optimizer ends: model.train(), and a write through `.data`."""
+    model.train()
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    model.eval()
+
+
+def optimizer_step(model):
+    """A fused optimizer writes as it likes; its step is seen all the same."""
+    parameters = list(model.parameters())
+
+    class Fused(torch.optim.Optimizer):
+        def __init__(self):
+            super().__init__(parameters, {})
+
+        def step(self):
+            for parameter in parameters:
+                parameter.data.mul_(0.5)
+
+    Fused().step()
+
+
+def optimizer_step_over_main_params(model):
+    """The fp32 copies that megatron-core's distributed optimizer keeps, and their way back."""
+    for parameter in model.parameters():
+        parameter.main_param = parameter.detach().clone().float()
+        parameter.main_param.grad = torch.ones_like(parameter.main_param)
+    torch.optim.SGD([p.main_param for p in model.parameters()], lr=0.1).step()
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.main_param)
+
+
+CHANGES = [
+    write_in_place,
+    write_in_inference_mode,
+    load_state_dict,
+    load_state_dict_of_a_part,
+    replace_a_parameter,
+    train_through_data,
+    optimizer_step,
+    optimizer_step_over_main_params,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_noticed_when_the_next_request_starts(change, caplog):
+    model = fresh_model()
+    engine = tiny_engine(model)
+    assert engine.generate([PROMPT], greedy(4)) and engine.generate([PROMPT], greedy(4))
+    assert engine.stats()["weight_changes"] == 0
+    change(model)
+    with caplog.at_level(logging.WARNING):
+        results = [engine.generate([PROMPT], greedy(4))[0] for _ in range(2)]
+    assert [result.prefix.skipped_tokens for result in results] == [0, 130]
+    engine.clear_cache()
+    expected = engine.generate([PROMPT], greedy(4))[0].generated_tokens
+    assert [result.generated_tokens for result in results] == [expected] * 2
+    assert engine.stats()["weight_changes"] == 1
+    assert [record.message for record in caplog.records if "weights" in record.message] == [
+        "the weights have changed: what was cached belongs to the old ones and is dropped, and 0 "
+        "requests are computed anew; tokens that they have generated stay"
+    ]
+
+
+def test_what_other_models_train_changes_nothing():
+    model, other = fresh_model(), fresh_model()
+    engine = tiny_engine(model)
+    engine.generate([PROMPT], greedy(2))
+    other.train()
+    other(torch.tensor([PROMPT])).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 130
+    assert engine.stats()["weight_changes"] == 0
+
+
+@pytest.mark.parametrize("pattern", ["*-", "WL", "+-", "MS", "GKC", "HZE", "DP"])
+def test_serving_changes_no_weights(pattern):
+    engine = tiny_engine(fresh_model(pattern))
+    for _ in range(2):
+        engine.generate([PROMPT, PROMPT[:60]], greedy(3))
+    assert engine.stats()["weight_changes"] == 0
+
+
+def test_running_requests_are_computed_anew(caplog):
+    """The tokens that they have stay; those that follow are the new weights' own."""
+    model = fresh_model()
+    engine = tiny_engine(model)
+    running = engine.add_request(PROMPT, greedy(8))
+    while running.num_generated < 3:
+        engine.step()
+    before = running.generated_tokens
+    write_in_place(model)
+    waiting = engine.add_request(PROMPT[:40], greedy(3))
+    with caplog.at_level(logging.WARNING):
+        while engine.has_work:
+            engine.step()
+    assert "and is dropped, and 1 requests are computed anew" in caplog.text
+    tokens = running.generated_tokens
+    assert tokens[: len(before)] == before and len(tokens) == 8
+    fresh = copy_of(model)
+    assert is_greedy(fresh, PROMPT + before, tokens[len(before) :])
+    assert is_greedy(fresh, PROMPT[:40], waiting.generated_tokens)
+    engine.check_integrity()
+
+
+def test_preempted_requests_are_computed_anew():
+    model = fresh_model("M*-")
+    engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
+    requests = [engine.add_request(random_tokens(60, seed=i), greedy(60)) for i in range(4)]
+    while not any(request.parked for request in requests):
+        engine.step()
+    before = [request.generated_tokens for request in requests]
+    write_in_place(model)
+    while engine.has_work:
+        engine.step()
+    fresh = copy_of(model)
+    for request, first in zip(requests, before):
+        tokens = request.generated_tokens
+        assert is_greedy(fresh, request.result().prompt_tokens + first, tokens[len(first) :])
+
+
+def test_prompt_log_probs_are_all_of_the_new_weights():
+    model = fresh_model()
+    engine = tiny_engine(model, max_tokens=64)
+    params = greedy(2, return_log_probs=True)
+    request = engine.add_request(PROMPT, params)
+    engine.step()
+    assert 0 < len(request.prompt_log_probs) < len(PROMPT) - 1
+    write_in_place(model)
+    other = engine.add_request(PROMPT[:5], greedy(1))
+    while engine.has_work:
+        engine.step()
+    assert other.done
+    expected = tiny_engine(copy_of(model), max_tokens=64).generate([PROMPT], params)[0]
+    assert request.result().prompt_log_probs == pytest.approx(expected.prompt_log_probs, abs=1e-5)
+
+
+def test_no_tier_gives_what_the_old_weights_computed(tmp_path):
+    model = fresh_model()
+    fields = {"host_cache_bytes": 8 << 20, "cache_dir": tmp_path}
+    with tiny_engine(model, **fields) as engine:
+        engine.generate([PROMPT], greedy(2))
+        engine.save_cache()
+        engine.cache.evict(10**6)
+        assert engine.explain(PROMPT).below is not None
+        write_in_place(model)
+        result = engine.generate([PROMPT], greedy(2))[0]
+        assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
+        engine.save_cache()
+    with tiny_engine(copy_of(model), **fields) as engine:  # the folder is the new weights'
+        result = engine.generate([PROMPT], greedy(2))[0]
+        assert result.prefix.skipped_tokens == 130
+
+
+def test_what_is_saved_after_a_change_is_not_taken_for_the_new_weights(tmp_path):
+    model = fresh_model()
+    engine = tiny_engine(model)
+    engine.generate([PROMPT], greedy(2))
+    write_in_place(model)
+    assert engine.save_cache(tmp_path / "late").states == 0
+
+
+def test_an_engine_that_is_gone_is_not_watched():
+    engine = tiny_engine(fresh_model())
+    number = len(weight_watch._watches)
+    del engine
+    gc.collect()
+    assert len(weight_watch._watches) < number
