@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from huggingface import read_values
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -134,6 +135,10 @@ COMPOSITES = {
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
 """How transformers spells the tensors of some such models -> of others, and older -> newer."""
 
+LLAMA4_WITHOUT_LOGITS = {"5.24.0"}
+"""Releases of transformers whose whole Llama 4 fails on `image_outputs`, which its language model's
+output lacks: the language model is asked instead. 5.23.0 hands its logits out."""
+
 
 def rename(folder):
     """Spell the tensors the other way."""
@@ -166,8 +171,8 @@ def test_language_model_inside_another(tmp_path, name, renamed):
     model, _ = mh.load_pretrained(tmp_path)
     tokens = torch.randint(3, text["vocab_size"], (2, 50))
     with torch.no_grad():
-        # Of Llama 4 the part alone: whole, transformers 5.24 fails to hand its logits out.
-        reference = theirs.language_model if name == "llama4" else theirs
+        whole = name != "llama4" or transformers.__version__ not in LLAMA4_WITHOUT_LOGITS
+        reference = theirs if whole else theirs.language_model
         expected = reference(tokens, use_cache=False).logits
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
