@@ -1,23 +1,36 @@
-# `make demo` and `make test` do all set-up themselves, in .venv.
+# Every target does its own set-up, in .venv.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Installed first and by itself: a bare `torch` resolves to the newest build with its CUDA packages.
-TORCH  ?= torch==2.13.0
+
+# What is installed is pinned, by a file for each version of Python; PINS= installs the newest of all.
+PINNED  := 3.11 3.12 3.13
+VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
+PINS    := constraints/python$(or $(filter $(VERSION),$(PINNED)),$(lastword $(PINNED))).txt
+# Installed first and by itself, so that a CPU build that is there already stays.
+TORCH   ?= $(if $(PINS),torch==2.13.0,torch)
+
+# -qq: errors alone. The pins bind the builds, too; pip 26.2 and newer ask for that by a variable of its own.
+HELD := $(if $(PINS),PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt)
+PIP  := $(HELD) $(BIN)/python -m pip -qq --disable-pip-version-check
 
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional models-table lint format bench bench-replay bench-replay-models clean help
+.PHONY: demo test unit functional models-table lint format lock \
+        bench bench-replay bench-replay-models clean help
 
 help:
-	@echo "make demo        install into $(VENV) and run the demo: three cache modes side by side"
-	@echo "make test        install into $(VENV) and run all tests (unit: make unit)"
-	@echo "make models-table  run the adapters' tests and write the table of docs/models.md"
-	@echo "make lint        ruff check and format check"
-	@echo "make bench       the benchmarks of benchmarks/, ratios measured side by side"
-	@echo "make bench-replay  request traces through prefix caches; writes docs/replay.md and plots"
-	@echo "make bench-replay-models  the same for five models, 1 and 8 in flight; over an hour; writes docs/replay_models.md"
+	@echo "make demo          the demo: three cache modes side by side"
+	@echo "make test          all tests; make unit, make functional: a part of them"
+	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
+	@echo "make lint          ruff check and format check; make format: repairs"
+	@echo "make lock          resolve the pins of constraints/ anew"
+	@echo "make bench         the benchmarks of benchmarks/, measured side by side"
+	@echo "make bench-replay  request traces through prefix caches; docs/replay.md"
+	@echo "make bench-replay-models  the same for five models; over an hour"
+	@echo "make clean         remove the environments and what was built"
+	@echo "Each installs into .venv first; make ... PYTHON=python3.12 takes that Python."
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
@@ -34,13 +47,11 @@ functional: $(VENV)/.installed-test
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
 
-bench-replay: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[bench]"
+bench-replay: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --memory --json benchmarks/results/replay.json \
 	    --plots benchmarks/results --markdown docs/replay.md
 
-bench-replay-models: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[bench]"
+bench-replay-models: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm vllm-fine \
 	    megatron-core marconi lru-block-end-16 lru-block-end-528 \
 	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
@@ -49,30 +60,43 @@ models-table: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/functional/adapters --models-table \
 	    --deselect tests/functional/adapters/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
 
-lint: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet "ruff>=0.12"
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet "ruff>=0.12"
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/.torch:
+$(VENV)/.base: $(PINS)
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is Python %d.%d; it takes 3.11 or newer: make ... PYTHON=python3.12' % sys.version_info[:2])"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install "$(TORCH)"
+	@echo "Installing $(TORCH) into $(VENV), with $(or $(PINS),the newest releases)"
+	@$(if $(and $(PINS),$(filter-out $(PINNED),$(VERSION))),echo "No pins for Python $(VERSION): those for $(lastword $(PINNED)) are used.")
+	@$(PYTHON) -m venv $(VENV)
+	@$(if $(PINS),cp $(PINS) $(VENV)/constraints.txt)
+	@$(PIP) install --upgrade pip
+	@$(PIP) install "$(TORCH)"
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch setup.py
-	$(BIN)/python -m pip install -e .
+$(VENV)/.installed: $(VENV)/.base setup.py
+	@echo "Installing megatron_hybrid into $(VENV)"
+	@$(PIP) install -e .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.torch setup.py
-	$(BIN)/python -m pip install -e ".[test]"
+$(VENV)/.installed-%: $(VENV)/.base setup.py
+	@echo "Installing megatron_hybrid[$*] into $(VENV)"
+	@$(PIP) install -e ".[$*]"
 	@touch $@ $(VENV)/.installed
 
+# From metadata alone. In an environment of its own: that of the tests may not install while a pin is wrong.
+lock:
+	@$(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/python -m pip -qq --disable-pip-version-check install $(if $(wildcard $(PINS)),--constraint $(PINS)) uv
+	for version in $(PINNED); do \
+	    echo "pip setuptools $(TORCH)" | tr " " "\n" | .venv-lock/bin/uv pip compile --quiet --upgrade \
+	        --python-version $$version --python-platform linux --no-annotate --custom-compile-command "make lock" \
+	        --extra test --extra bench --extra dev --output-file constraints/python$$version.txt setup.py - || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

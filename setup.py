@@ -46,7 +46,7 @@ setup(
             "matplotlib>=3.8",
         ],
         "bench": ["matplotlib>=3.8"],  # plots
-        "dev": ["ruff>=0.12", "matplotlib>=3.8"],
+        "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],
     },
     entry_points={"console_scripts": ["megatron-hybrid = megatron_hybrid.cli:main"]},
     classifiers=[
