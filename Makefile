@@ -1,6 +1,7 @@
-# Every target does its own set-up, in .venv.
+# Every target does its own set-up, in .venv; with CORE=0.19.2, on that megatron-core in an environment of its own.
 PYTHON ?= python3
-VENV   ?= .venv
+CORE   ?=
+VENV   ?= $(if $(CORE),.venv-core-$(CORE),.venv)
 BIN    := $(VENV)/bin
 
 # What is installed is pinned, by a file for each version of Python; PINS= installs the newest of all.
@@ -30,7 +31,8 @@ help:
 	@echo "make bench-replay  request traces through prefix caches; docs/replay.md"
 	@echo "make bench-replay-models  the same for five models; over an hour"
 	@echo "make clean         remove the environments and what was built"
-	@echo "Each installs into .venv first; make ... PYTHON=python3.12 takes that Python."
+	@echo "Each installs into .venv first; make ... CORE=0.19.2 takes that megatron-core,"
+	@echo "in .venv-core-0.19.2; make ... PYTHON=python3.12 takes that Python."
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
@@ -68,14 +70,17 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# With CORE: 0.19.2 asks for Python 3.12, but has a wheel for 3.11, too, and that runs. From 0.18 on it imports triton.
 $(VENV)/.base: $(PINS)
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is Python %d.%d; it takes 3.11 or newer: make ... PYTHON=python3.12' % sys.version_info[:2])"
-	@echo "Installing $(TORCH) into $(VENV), with $(or $(PINS),the newest releases)"
+	@echo "Installing $(TORCH)$(if $(CORE), and megatron-core==$(CORE)) into $(VENV), with $(or $(PINS),the newest releases)"
 	@$(if $(and $(PINS),$(filter-out $(PINNED),$(VERSION))),echo "No pins for Python $(VERSION): those for $(lastword $(PINNED)) are used.")
 	@$(PYTHON) -m venv $(VENV)
-	@$(if $(PINS),cp $(PINS) $(VENV)/constraints.txt)
+	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) > $(VENV)/constraints.txt)
 	@$(PIP) install --upgrade pip
 	@$(PIP) install "$(TORCH)"
+	@$(if $(CORE),$(PIP) install --no-deps --ignore-requires-python megatron-core==$(CORE))
+	@$(if $(CORE),$(PIP) install "triton>=3; platform_system == 'Linux'")
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.base setup.py
