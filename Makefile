@@ -18,12 +18,13 @@ PIP  := $(HELD) $(BIN)/python -m pip -qq --disable-pip-version-check
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional models-table lint format lock \
+.PHONY: demo test unit functional test-newest models-table lint format lock \
         bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make test          all tests; make unit, make functional: a part of them"
+	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
 	@echo "make lint          ruff check and format check; make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"
@@ -45,6 +46,10 @@ unit: $(VENV)/.installed-test
 
 functional: $(VENV)/.installed-test
 	$(PYTEST) tests/functional
+
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) test VENV=.venv-newest PINS=
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
