@@ -18,13 +18,14 @@ PIP  := $(HELD) $(BIN)/python -m pip -qq --disable-pip-version-check
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional test-newest models-table lint format lock \
+.PHONY: demo test unit functional test-newest test-wheel demo-of-wheel models-table lint format lock \
         bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make test          all tests; make unit, make functional: a part of them"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
+	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
 	@echo "make lint          ruff check and format check; make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"
@@ -50,6 +51,21 @@ functional: $(VENV)/.installed-test
 test-newest:
 	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest PINS=
+
+test-wheel:
+	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && \
+	    $(MAKE) --no-print-directory demo-of-wheel VENV=$$folder/venv
+
+# Built from a copy, because an old build/ would end up in the wheel; run from a folder that is not the checkout.
+demo-of-wheel: $(VENV)/.base
+	mkdir $(VENV)/source
+	cp -r megatron_hybrid setup.py pyproject.toml README.md LICENSE $(VENV)/source
+	$(PIP) wheel --no-deps --wheel-dir $(VENV)/wheel $(VENV)/source
+	rm -r $(VENV)/source
+	$(PIP) install $(VENV)/wheel/*.whl
+	cd $(VENV) && bin/megatron-hybrid demo > demo.txt; cat demo.txt
+	@grep -q "identical outputs" $(VENV)/demo.txt
+	@cd $(VENV) && bin/python -c "import megatron_hybrid as m; print(m.__file__)" | grep "/venv/lib/.*/site-packages/"
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
