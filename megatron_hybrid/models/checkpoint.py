@@ -116,7 +116,10 @@ def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str
 
 def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     """The whole model by canonical names, on the CPU of the first tensor- and pipeline-parallel
-    rank; None on the others. Every rank calls it."""
+    rank; None on the others. Every rank calls it.
+
+    What is fp32 in a model of less precision, but was loaded from a tensor in the model's dtype, is
+    given in that one again, unless it has changed since and would be rounded."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
     for name, tensor in _own_tensors(model).items():
@@ -126,7 +129,12 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
             pieces = [torch.empty_like(piece) for _ in range(tp.size())]
             dist.all_gather(pieces, piece, group=tp)
         if tp.rank() == 0:
-            state[name] = unshard(pieces, tensor).cpu().contiguous()
+            whole = unshard(pieces, tensor).cpu().contiguous()
+            dtype = model.config.params_dtype
+            if whole.dtype != dtype == getattr(tensor, "loaded_dtype", None):
+                narrow = whole.to(dtype)
+                whole = narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
+            state[name] = whole
     if tp.rank() != 0:
         return None
     if pp.size() == 1:
@@ -145,7 +153,8 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
         folder: one of ours, or the Hugging Face folder that `model.config` was read from.
         cast: round floating-point values to a dtype of less precision, rather than refuse them.
             A Hugging Face folder whose word embedding is in the model's dtype may have some of its
-            tensors in fp32: these are rounded in any case, as transformers does.
+            tensors in fp32. Those that the model keeps in fp32 are loaded as they are, the others
+            are rounded in any case, as transformers does.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
@@ -386,6 +395,7 @@ def _load(
         raise CheckpointError(
             _listing(sorted(extra), f"in {source.name}, but the model does not have")
         )
+                    own[name].loaded_dtype = value.dtype  # for `full_state_dict`
     for tensor_map in maps:
         _check_map(tensor_map, own, tp.size(), source, rounded)
     with torch.no_grad():

@@ -28,7 +28,9 @@ def load_pretrained(
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
             docs/models.md), or "demo" for the small model in the package.
         device: where to put it; None: torch's default device.
-        dtype: what to run it in; None: what it was saved in.
+        dtype: what to run it in; None: what it was saved in. In half precision, what is computed
+            with in fp32 is kept in fp32, and not rounded: routers, their biases, and the `A_log`,
+            `D` and `dt_bias` of recurrent layers.
         overrides: HybridConfig fields of this run, such as tensor_model_parallel_size.
 
     Raises:

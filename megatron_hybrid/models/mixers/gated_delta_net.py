@@ -80,9 +80,9 @@ class GatedDeltaNetMixer(Mixer):
             tp_size=tp_size,
             dtype=config.params_dtype,
         )
-        decay = torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log()
-        self.A_log = nn.Parameter(decay.to(config.params_dtype))
-        self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads, dtype=config.params_dtype))
+        # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
+        self.A_log = nn.Parameter(torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log())
+        self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
         self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)

@@ -90,10 +90,9 @@ class KimiDeltaAttentionMixer(Mixer):
             )
             for width in (keys, values)
         )
-        decay = torch.empty(self.num_heads).uniform_(*_A_RANGE).log()
-        self.A_log = nn.Parameter(decay.to(config.params_dtype))
-        dt_bias = initial_dt_bias(self.num_heads * self.key_dim)
-        self.dt_bias = nn.Parameter(dt_bias.to(config.params_dtype))
+        # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
+        self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
+        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads * self.key_dim))
         for parameter in (self.A_log, self.dt_bias):
             mark_tensor_parallel(parameter, 0)
         self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)

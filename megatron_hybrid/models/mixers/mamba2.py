@@ -87,8 +87,8 @@ class Mamba2Mixer(Mixer):
             tp_size=tp_size,
             dtype=config.params_dtype,
         )
-        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads).to(config.params_dtype))
-        # Decay and skip stay in fp32 in a bf16 model, as in core.
+        # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
+        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads))
         self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
         self.D = nn.Parameter(torch.ones(self.num_heads))
         for parameter in (self.dt_bias, self.A_log, self.D):

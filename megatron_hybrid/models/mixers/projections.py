@@ -86,12 +86,18 @@ def build_output_projection(
     return projection
 
 
-def replicated_weight(config: HybridConfig, *shape: int) -> nn.Parameter:
-    """A weight that every rank holds whole, drawn as those of the projections are."""
+def replicated_weight(
+    config: HybridConfig, *shape: int, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """A weight that every rank holds whole, drawn as those of the projections are.
+
+    Args:
+        dtype: None: `config.params_dtype`.
+    """
     weight = torch.empty(shape)
     if config.perform_initialization:
         config.init_method(weight)
-    return nn.Parameter(weight.to(config.params_dtype))
+    return nn.Parameter(weight.to(dtype or config.params_dtype))
 
 
 class ReplicatedLinear(nn.Module):

@@ -15,7 +15,8 @@ _CORE_EPSILON = 1e-20  # what core adds to the sum of the chosen sigmoid scores
 
 
 class Router(nn.Module):
-    """Scores all experts in fp32 and takes the best `moe_router_topk` of them.
+    """Scores all experts in fp32 and takes the best `moe_router_topk` of them. Its parameters are
+    fp32 in a bf16 model too: rounded weights would choose other experts.
 
     Args:
         config: its `moe_router_*` fields are used; with `add_bias_linear` the logits have a bias.
@@ -25,9 +26,11 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         num_experts = config.num_moe_experts
-        self.weight = replicated_weight(config, num_experts, config.hidden_size)
+        self.weight = replicated_weight(
+            config, num_experts, config.hidden_size, dtype=torch.float32
+        )
         if config.add_bias_linear:
-            self.bias = nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype))
+            self.bias = nn.Parameter(torch.zeros(num_experts))
         else:
             self.register_parameter("bias", None)
         if config.moe_router_enable_expert_bias:

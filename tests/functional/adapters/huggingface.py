@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -27,19 +31,59 @@ def read_values(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def build(name: str, **changes: Any) -> PreTrainedModel:
-    """The model, each number of it drawn: no two tensors could be taken for one another. changes:
-    of its config."""
+def build(name: str, *, seed: int = 0, noise: float = NOISE, **changes: Any) -> PreTrainedModel:
+    """The model, each number of it drawn: no two tensors could be taken for one another.
+
+    Args:
+        noise: standard deviation of what is added to the numbers that transformers draws.
+        changes: of its config.
+    """
     values = {**read_values(name), **changes}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for tensor in dict(model.state_dict(keep_vars=True)).values():
             if tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=generator) * NOISE)
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * noise)
     return model
+
+
+class _WideFloats(TorchFunctionMode):
+    """Whatever asks for float32 gets float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Models are built and run in float64, where they cast to float32 too."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _WideFloats():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def twin_in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in float64; to be run `in_float64`, too."""
+    with in_float64():
+        twin = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config),
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the other one has no float64
+        )
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
 
 
 class Reference:

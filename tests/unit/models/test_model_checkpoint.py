@@ -72,10 +72,41 @@ def test_bf16_round_trip_keeps_the_fp32_parameters(tmp_path):
     assert {n.rsplit(".")[-1] for n, t in state.items() if t.dtype == torch.float32} == {
         "A_log",
         "D",
+        "dt_bias",
     }
     again = build_hybrid_model(read_config(tmp_path))
     load_checkpoint(again, tmp_path)
     assert same(again, snapshot(model))
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+
+
+def test_fp32_parameters_are_written_in_the_dtype_that_they_were_read_in(tmp_path):
+    model = small_model("MGKE", params_dtype=torch.bfloat16, add_bias_linear=True, **EXPERTS)
+    save_checkpoint(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    wide = [name for name, tensor in state.items() if tensor.dtype == torch.float32]
+    kept = {".".join(name.split(".")[3:]) for name in wide}
+    assert {"mlp.router.weight", "mlp.router.bias", "self_attention.dt_bias"} <= kept
+    state |= {name: state[name].bfloat16() for name in wide[::2]}
+    save_file(state, tmp_path / "model.safetensors")
+    again = small_model("MGKE", params_dtype=torch.bfloat16, add_bias_linear=True, **EXPERTS)
+    load_checkpoint(again, tmp_path)
+    parameters = dict(again.named_parameters())
+    assert all(parameters[name].dtype == torch.float32 for name in wide)
+    save_checkpoint(again, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert {n: t.dtype for n, t in written.items()} == {n: t.dtype for n, t in state.items()}
+    assert all(torch.equal(written[name], state[name]) for name in state)
+
+    with torch.no_grad():
+        parameters[wide[0]].add_(1e-5)  # what bfloat16 does not have
+    save_checkpoint(again, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written[wide[0]].dtype == torch.float32
+    assert torch.equal(written[wide[0]], parameters[wide[0]])
+    assert written[wide[2]].dtype == torch.bfloat16
 
 
 def test_saving_over_a_checkpoint_replaces_it(tmp_path):

@@ -47,6 +47,9 @@ def test_dtype(folder):
     assert model.config.params_dtype == torch.bfloat16
     assert model.output_layer.weight.dtype == torch.bfloat16
     assert torch.equal(model.output_layer.weight, exact.output_layer.weight.bfloat16())
+    mixers = (m.decoder.layers[1].self_attention for m in (model, exact))
+    ours, given = ((mixer.A_log, mixer.dt_bias) for mixer in mixers)
+    assert all(torch.equal(a, b) for a, b in zip(ours, given, strict=True))  # these stay in fp32
 
 
 def test_device(folder):
