@@ -13,6 +13,7 @@ from megatron_hybrid.models.adapters.fields import (
     latent_attention_fields,
     model_fields,
     only,
+    num_shared_experts,
     required,
     rotary_fields,
 )
@@ -56,7 +57,7 @@ class DeepseekV3(Adapter):
                 num_experts=hf.get("n_routed_experts", 256),
                 topk=hf.get("num_experts_per_tok", 8),
                 width=hf.get("moe_intermediate_size", 2048),
-                num_shared=hf.get("n_shared_experts", 1),
+                num_shared=num_shared_experts(hf, "n_shared_experts"),
                 groups=hf.get("n_group", 8),
                 chosen_groups=hf.get("topk_group", 4),
                 scaling_factor=hf.get("routed_scaling_factor", 2.5),

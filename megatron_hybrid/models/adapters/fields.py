@@ -243,6 +243,17 @@ def check_sigmoid_topk(topk: int) -> None:
         )
 
 
+def num_shared_experts(hf: Mapping[str, Any], key: str) -> int:
+    """How many experts wide the shared expert is, 1 where it is not said; ValueError for none."""
+    number = hf.get(key, 1)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"config.json has {key}={number!r}; layers without a shared expert are not supported, "
+            "only 1 or more"
+        )
+    return number
+
+
 def grouped_expert_fields(
     *,
     num_experts: int,

@@ -111,3 +111,5 @@ def test_defaults_of_layer_kinds():
 def test_what_would_be_another_model_is_refused(model_type, values, message):
     with pytest.raises(ValueError, match=message):
         config_of(model_type, **values)
+        ("deepseek_v3", {**KIMI, "n_shared_experts": 0}, "n_shared_experts=0; layers without a"),
+        ("kimi_linear", {**KIMI, "num_shared_experts": 0}, "num_shared_experts=0; layers without"),
