@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,18 +162,11 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
     with TensorFiles.open(folder) as files:
         if _is_huggingface(values):
             adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
-            ignored = [re.compile(pattern) for pattern in adapter.ignored]
             given = {adapter.text_name(name): name for name in files.names()}
-            # A pattern may fit a tensor of a larger model of the architecture.
-            tensor_maps = list(adapter.tensors(config))
-            wanted = {name for tensor_map in tensor_maps for name in tensor_map.theirs}
-            given = {
-                name: file_name
-                for name, file_name in given.items()
-                if name in wanted or not any(pattern.fullmatch(name) for pattern in ignored)
-            }
+            for name in adapter.ignored_names(given, config):
+                del given[name]
             shapes = {name: files.shape(file_name) for name, file_name in given.items()}
-            maps = [adapter.as_found(tensor_map, config, shapes) for tensor_map in tensor_maps]
+            maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
             embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
             if config.share_embeddings_and_output_weights and _HEAD in given:
                 if embedding in given:
@@ -395,7 +387,6 @@ def _load(
         raise CheckpointError(
             _listing(sorted(extra), f"in {source.name}, but the model does not have")
         )
-                    own[name].loaded_dtype = value.dtype  # for `full_state_dict`
     for tensor_map in maps:
         _check_map(tensor_map, own, tp.size(), source, rounded)
     with torch.no_grad():
@@ -404,6 +395,7 @@ def _load(
             for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
                 if name in own:
                     own[name].copy_(shard(value, own[name], tp.rank(), tp.size()))
+                    own[name].loaded_dtype = value.dtype  # for `full_state_dict`
             advance(sum(tensor.nbytes for tensor in theirs))
 
 

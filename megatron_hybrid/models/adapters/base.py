@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,11 @@ class Adapter(ABC):
             if name.startswith(prefix):
                 return plain + name.removeprefix(prefix)
         return name
+
+    def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
+        """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`."""
+        patterns = [re.compile(pattern) for pattern in self.ignored]
+        return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
 
     @abstractmethod
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

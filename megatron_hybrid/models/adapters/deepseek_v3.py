@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.config import HybridConfig
@@ -12,8 +13,8 @@ from megatron_hybrid.models.adapters.fields import (
     grouped_expert_fields,
     latent_attention_fields,
     model_fields,
-    only,
     num_shared_experts,
+    only,
     required,
     rotary_fields,
 )
@@ -27,12 +28,13 @@ from megatron_hybrid.models.adapters.tensors import (
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 
+_FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
+
 
 class DeepseekV3(Adapter):
     """`DeepseekV3ForCausalLM`."""
 
     model_types = ("deepseek_v3",)
-    ignored = (r"model\.layers\.61\..*",)  # of the released model: it predicts a second token
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
@@ -76,6 +78,19 @@ class DeepseekV3(Adapter):
                 config, f"{mixer}.self_attention", f"{theirs}.self_attn"
             )
             yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+    def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
+        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens.
+
+        A layer is one by what only these have, not by its number alone: an ordinary layer that
+        config.json does not count is a contradiction, and refused."""
+        num_layers = config.num_layers // 2
+        further = {
+            match[1]
+            for name in names
+            if (match := _FURTHER.fullmatch(name)) and int(match[2]) >= num_layers
+        }
+        return {name for name in names if name.startswith(tuple(further))}
 
 
 def _softmax_scale(fields: Mapping[str, Any]) -> float | None:

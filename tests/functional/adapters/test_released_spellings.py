@@ -4,6 +4,7 @@ import pytest
 import torch
 from huggingface import Reference, build
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.models.adapters import adapters
@@ -49,9 +50,41 @@ def config_of(model_type, **values):
     return adapters()[model_type].config(values)
 
 
-def test_a_layer_that_is_no_layer_in_a_smaller_model(tmp_path):
-    """The 62nd layer of DeepSeek-V3 is a head that predicts a second token, unless there are more
-    layers."""
+def test_layers_that_predict_further_tokens(tmp_path):
+    """Behind the last layer of DeepSeek's there is one that predicts a second token, or several;
+    transformers knows the one of the largest model alone, by its number."""
+    theirs = build("deepseek_v3")
+    theirs.save_pretrained(tmp_path)
+    path, last = tmp_path / "model.safetensors", "model.layers.2."
+    tensors = load_file(path)
+    layer = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    assert len(layer) > 10
+    another = {f"model.layers.3.{name}": tensor.clone() for name, tensor in layer.items()}
+    save_file({**tensors, **another}, path, {"format": "pt"})
+    with pytest.raises(mh.CheckpointError, match=r"does not have model\.layers\.3\."):
+        mh.load_pretrained(tmp_path)  # an ordinary layer
+
+    width = theirs.config.hidden_size
+    embedding = tensors["model.embed_tokens.weight"]
+    layer |= {
+        "eh_proj.weight": torch.ones(width, 2 * width),
+        "enorm.weight": torch.ones(width),
+        "hnorm.weight": torch.ones(width),
+        "shared_head.norm.weight": torch.ones(width),
+        "shared_head.head.weight": embedding,
+        "embed_tokens.weight": embedding,
+    }
+    for number in (3, 4):
+        tensors |= {f"model.layers.{number}.{name}": t.clone() for name, t in layer.items()}
+    save_file(tensors, path, {"format": "pt"})
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.arange(30).view(1, 30)
+    with torch.no_grad():
+        expected = Reference(theirs).logits(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+
+def test_the_number_of_a_further_layer_is_that_of_a_layer_in_a_larger_model(tmp_path):
     theirs = build("deepseek_v3", num_hidden_layers=63, first_k_dense_replace=63)
     theirs.save_pretrained(tmp_path)
     model, _ = mh.load_pretrained(tmp_path)
@@ -105,11 +138,11 @@ def test_defaults_of_layer_kinds():
         ("kimi_linear", {**KIMI, "num_key_value_heads": 1}, "num_key_value_heads=1"),
         ("kimi_linear", {**KIMI, "num_expert_group": 4, "topk_group": 2}, "8 experts per token"),
         ("deepseek_v3", {**KIMI, "num_experts_per_tok": 1}, "one expert per token"),
+        ("deepseek_v3", {**KIMI, "n_shared_experts": 0}, "n_shared_experts=0; layers without a"),
+        ("kimi_linear", {**KIMI, "num_shared_experts": 0}, "num_shared_experts=0; layers without"),
         ("deepseek_v3", {**KIMI, "scoring_func": "softmax"}, "scoring_func='softmax'"),
     ],
 )
 def test_what_would_be_another_model_is_refused(model_type, values, message):
     with pytest.raises(ValueError, match=message):
         config_of(model_type, **values)
-        ("deepseek_v3", {**KIMI, "n_shared_experts": 0}, "n_shared_experts=0; layers without a"),
-        ("kimi_linear", {**KIMI, "num_shared_experts": 0}, "num_shared_experts=0; layers without"),
