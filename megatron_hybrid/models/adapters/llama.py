@@ -11,7 +11,6 @@ from megatron_hybrid.models.adapters.fields import (
     activation,
     attention_fields,
     model_fields,
-    only,
     required,
     rotary_fields,
 )
@@ -31,7 +30,6 @@ class Llama(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
-        only(hf, attention_bias=False, mlp_bias=False)
         return {
             **model_fields(hf),
             **attention_fields(hf),
@@ -39,6 +37,11 @@ class Llama(Adapter):
             "layer_pattern": "*-" * required(hf, "num_hidden_layers"),
             "ffn_hidden_size": required(hf, "intermediate_size"),
             "activation_func": activation(hf),
+            "layer_overrides": {
+                symbol: {"add_bias_linear": True}
+                for symbol, key in (("*", "attention_bias"), ("-", "mlp_bias"))
+                if hf.get(key)
+            },
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
@@ -48,8 +51,11 @@ class Llama(Adapter):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             yield from layer_norms(mixer, mlp, theirs)
-            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
+            attention, dense = config.for_layer(2 * i + 1), config.for_layer(2 * i + 2)
+            yield from attention_tensors(
+                attention, f"{mixer}.self_attention", f"{theirs}.self_attn"
+            )
+            yield from mlp_tensors(dense, f"{mlp}.mlp", f"{theirs}.mlp")
 
 
 ADAPTER = Llama()

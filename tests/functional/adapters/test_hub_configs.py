@@ -60,6 +60,7 @@ EXPECTED = {
     "gemma_3_4b": (spread("WWWWW*" * 5 + "WWWW", "-"), kv(5, 4, 256), 0),
     "gemma_4_31b": (spread("WWWWW*" * 10, "-"), kv(10, 4, 512), 0),
     "gpt_oss_20b": ("WE*E" * 12, kv(12, 8, 64), 0),
+    "granite_3b_code": ("*-" * 32, kv(32, 32, 80), 0),
     "granite_4_0_h_micro": (
         spread("MMMMM*" + "MMMMMMMMM*" * 3 + "MMMM", "-"),
         kv(4, 8, 64),

@@ -60,7 +60,6 @@ def change_weights(folder, change):
         ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. Known: "),
         ({"model_type": None}, "has the model_type None"),
         ({"model_type": ["llama"]}, "has the model_type ['llama']"),
-        ({"attention_bias": True}, "has attention_bias=True; only False is supported"),
         ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_size": "32"}, "has hidden_size='32', which must be a whole number"),
@@ -77,6 +76,8 @@ def change_weights(folder, change):
         ({"num_key_value_heads": 3}, "not a multiple of num_query_groups=3"),
         ({"dtype": "int4"}, "params_dtype is torch.int4"),
         # A config that contradicts its weights.
+        ({"attention_bias": True}, "but the model has model.layers.0.self_attn.k_proj.bias"),
+        ({"mlp_bias": True}, "but the model has model.layers.0.mlp.down_proj.bias"),
         ({"num_hidden_layers": 3}, "but the model has model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "but the model does not have model.layers.1.input_layernorm"),
         ({"num_key_value_heads": 4}, "k_proj.weight has shape [16, 32] in"),
