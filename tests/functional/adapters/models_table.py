@@ -20,13 +20,14 @@ class Row:
     name: str
     pattern: str
     layer_kinds: str
-    max_logit_difference: str
+    largest_error: str
+    error_of_transformers: str
     state_bytes: int
     kv_bytes_per_token: int
 
     @classmethod
-    def of(cls, name: str, model: HybridModel, error: float) -> Row:
-        """The row of a model whose logits differ from transformers' by at most `error`."""
+    def of(cls, name: str, model: HybridModel, errors: tuple[str, str]) -> Row:
+        """The row of a model. errors: the largest of its logits, and of those of transformers."""
         config = model.config
         spec = cache_spec_of(
             model.cache_requirements(), config.hidden_size, config.params_dtype, 16
@@ -36,7 +37,7 @@ class Row:
             name,
             f"`{config.layer_pattern}`",
             ", ".join(KINDS[symbol].meaning for symbol in symbols),
-            f"{error:.1e}",
+            *errors,
             spec.state_bytes,
             sum(group.num_layers * group.bytes_per_token for group in spec.groups),
         )
@@ -64,4 +65,4 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of the table."""
     table = path.read_text(encoding="utf-8").split(_START)[1].split(_END)[0]
     cells = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
-    return [Row(*row[:4], int(row[4]), int(row[5])) for row in cells]
+    return [Row(*row[:5], int(row[5]), int(row[6])) for row in cells]
