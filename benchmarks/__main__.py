@@ -13,7 +13,7 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import bookkeeping, encodings, latency, memory, tiers
+    from benchmarks import batch_bits, bookkeeping, encodings, latency, memory, tiers
 
     suites = {
         "latency": latency,
@@ -21,6 +21,7 @@ def main() -> None:
         "memory": memory,
         "encodings": encodings,
         "tiers": tiers,
+        "batch_bits": batch_bits,
     }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(
