@@ -1,4 +1,4 @@
-"""Whether a request's logits depend, in the last bit, on the requests that are decoded beside it."""
+"""Whether a request's logits depend, in the last bit, on those that are decoded beside it."""
 
 from collections.abc import Iterator
 

@@ -21,10 +21,7 @@ from megatron_hybrid.cache.lease import Reservation
 from megatron_hybrid.cache.page_allocator import NULL_PAGE
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import Request
-from megatron_hybrid.ops.ragged import RaggedLayout
-
-# Rows of a linear layer are the same to the bit in any fp32 batch of a multiple of 8 rows (CPU).
-TOKEN_ALIGNMENT = 8
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 
 @dataclass
@@ -117,7 +114,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         starts = [work.start for work in works]
         slots = [work.request.slot for work in works]
         num_tokens = sum(counts)
-        num_rows = max(TOKEN_ALIGNMENT, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
+        num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         ends = np.cumsum(counts, dtype=np.int64)
         offsets = ends - counts
 

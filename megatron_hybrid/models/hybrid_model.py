@@ -41,7 +41,7 @@ from megatron_hybrid.models.parameter_names import (
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
 from megatron_hybrid.models.sharded_state import sharded_state_dict
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
-from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 NO_LABEL = -100
 """In the place of a label: this token has none. As in torch's `cross_entropy` and transformers."""
@@ -205,9 +205,14 @@ class HybridModel(LanguageModule):
         return self._local_logits(hidden_Th).view(b, s, -1)
 
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
-        """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab]."""
-        logits = gather_last_dim(self._local_logits(hidden_nh), self.pg_collection.tp)
-        return logits[:, : self.vocab_size]
+        """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
+
+        Rows are padded to a multiple of `ROW_ALIGNMENT`, as those of the layers before are: on the
+        CPU, logits do not depend to the bit on which other rows are wanted.
+        """
+        padded = F.pad(hidden_nh, (0, 0, 0, -len(hidden_nh) % ROW_ALIGNMENT))
+        logits = gather_last_dim(self._local_logits(padded), self.pg_collection.tp)
+        return logits[: len(hidden_nh), : self.vocab_size]
 
     def sharded_state_dict(
         self,

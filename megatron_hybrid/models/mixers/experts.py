@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel, shard
-
-# Rows of a linear layer are the same to the bit in any fp32 batch of a multiple of 8 rows (CPU).
-_ROW_MULTIPLE = 8
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 
 class StackedLinear(nn.Module):
@@ -122,7 +120,7 @@ class Experts(nn.Module):
         fc2: tuple[Tensor, Tensor | None],
     ) -> Tensor:
         """One expert, [m, h] -> [m, h]."""
-        padding = -len(x_mh) % _ROW_MULTIPLE
+        padding = -len(x_mh) % ROW_ALIGNMENT
         x_mf = F.linear(F.pad(x_mh, (0, 0, 0, padding)), *fc1)
         config = self.config
         if config.gated_linear_unit:

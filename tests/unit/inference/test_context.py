@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from differential import LogitsRecorder
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention as attention_module
@@ -141,6 +142,37 @@ def test_padding_rows_make_every_batch_a_multiple_of_eight():
         assert engine.context.input_ids.shape == (1, rows)
         while engine.has_work:
             engine.step()
+
+
+PROMPTS = [random_tokens(20 + 7 * seed, seed=seed) for seed in range(8)]
+
+
+def answer_logits(engine, prompts):
+    """The logits [tokens, V] of each prompt's answer, all run side by side."""
+    recorder = LogitsRecorder(engine)
+    requests = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    return [torch.stack([row for one, _, row in recorder.rows if one is r]) for r in requests]
+
+
+@pytest.mark.parametrize("pattern", [*"*WL+MSGKCHZEDP-", "MG*-W-"])
+def test_logits_of_eight_are_to_the_bit_those_of_each_alone(pattern):
+    model = tiny_model(pattern, num_moe_experts=4, moe_router_topk=4)
+    together = answer_logits(tiny_engine(model), PROMPTS)
+    for prompt, logits in zip(PROMPTS, together):
+        (alone,) = answer_logits(tiny_engine(model), [prompt])
+        assert alone.shape == (6, 97)
+        assert torch.equal(logits, alone)
+
+
+def test_logits_of_prompts_that_need_no_forward_are_those_of_the_forward_to_the_bit():
+    engine = tiny_engine(tiny_model("MG*-W-"))
+    computed = answer_logits(engine, PROMPTS)
+    restored = [answer_logits(engine, [prompt])[0] for prompt in PROMPTS]
+    assert engine.stats()["skipped_tokens"] == sum(map(len, PROMPTS))
+    for once, again in zip(computed, restored):
+        assert torch.equal(once[0], again[0])
 
 
 def test_tables_of_a_slot_are_not_those_of_the_request_before():
