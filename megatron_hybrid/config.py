@@ -23,6 +23,7 @@ from megatron_hybrid.config_checks import (
     is_int,
     left_out_fields,
     require_positive,
+    tell_fields_without_effect,
 )
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
 from megatron_hybrid.ops.activations import ACTIVATIONS
@@ -459,7 +460,7 @@ class HybridConfig(TransformerConfig):
         replace_deprecated_defaults(self)
         left_out = left_out_fields(self)
         super().__post_init__()
-        check_fixed_fields(self)  # core's older names for some of them have become these
+        check_fixed_fields(self)  # core has derived some of them from others
         for symbol in dict.fromkeys(symbols):
             check_kind(self, symbol)
         check_overrides(self, symbols, _LAYER_FIELDS, left_out)
@@ -473,6 +474,7 @@ class HybridConfig(TransformerConfig):
                 "(the `apex` on PyPI is another project), which is not installed. Build it as the "
                 "README says, or leave the field at False."
             )
+        tell_fields_without_effect(self)
 
     def for_layer(self, number: int) -> HybridConfig:
         """The config that one layer is built with: its overrides in place.

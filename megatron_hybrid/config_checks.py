@@ -7,6 +7,8 @@ the value, the limit and what to do.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
@@ -18,6 +20,8 @@ from megatron_hybrid.ops.activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from megatron_hybrid.config import HybridConfig
+
+logger = logging.getLogger(__name__)
 
 _EXPERT_BIAS = (
     "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
@@ -32,14 +36,21 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "multi_latent_attention": (False, "use the symbol + in layer_pattern"),
     "window_attn_skip_freq": (None, "place the symbols W and * in layer_pattern"),
     "experimental_attention_variant": (None, "use the symbol G in layer_pattern"),
+    "linear_attention_freq": (None, "place the symbol G in layer_pattern"),
+    "mrope_section": (None, "use rotary_scaling"),
     "num_layers_in_first_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
     "num_layers_in_last_pipeline_stage": (None, "mark the stages with | in layer_pattern"),
+    "account_for_embedding_in_pipeline_split": (False, "mark the stages with | in layer_pattern"),
+    "account_for_loss_in_pipeline_split": (False, "mark the stages with | in layer_pattern"),
     "pipeline_model_parallel_layout": (None, "mark the stages with | in layer_pattern"),
     "virtual_pipeline_model_parallel_size": (None, "use one stage per pipeline rank"),
     "context_parallel_size": (1, "shard by tensor_model_parallel_size"),
     "hybrid_context_parallel": (False, "shard by tensor_model_parallel_size"),
     "sequence_parallel": (False, "shard by tensor_model_parallel_size alone"),
     "heterogeneous_block_specs": (False, "use layer_overrides"),
+    "gtp_weight_remat_size": (1, "shard by tensor_model_parallel_size"),
+    "expert_gtp_weight_remat_size": (1, "shard by tensor_model_parallel_size"),
+    "moe_extended_tp": (False, "shard by tensor_model_parallel_size"),
     "enable_autocast": (False, "use params_dtype=torch.bfloat16"),
     "expert_model_parallel_size": (1, "shard by tensor_model_parallel_size"),
     "mtp_num_layers": (None, "train without multi-token prediction"),
@@ -49,8 +60,13 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "moe_input_jitter_eps": (None, "use hidden_dropout"),
     "moe_router_dtype": ("fp32", "route in fp32"),
     "moe_router_force_load_balancing": (False, "route by the router"),
+    "moe_router_force_biased": (None, "route by the router"),
+    "moe_router_topk_limited_devices": (None, "use moe_router_group_topk"),
     "moe_token_dropping": (False, "let each expert take every token routed to it"),
     "moe_expert_capacity_factor": (None, "let each expert take every token routed to it"),
+    "moe_expert_rank_capacity_factor": (None, "let each expert take every token routed to it"),
+    "moe_mlp_glu_interleave_size": (None, "keep gates and values apart"),
+    "moe_shared_expert_glu_interleave_size": (None, "keep gates and values apart"),
     "moe_shared_expert_overlap": (False, "run the shared expert after the others"),
     "moe_enable_routing_replay": (False, "route by the router"),
     "qk_clip": (False, "use qk_layernorm"),
@@ -58,14 +74,72 @@ _FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "apply_residual_connection_post_layernorm": (False, "use pre-norm residuals"),
     "fp32_residual_connection": (False, "use params_dtype=torch.float32"),
     "recompute_granularity": (None, "train with a smaller micro batch"),
+    "moe_layer_recompute": (False, "train with a smaller micro batch"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        None,
+        "train with a smaller micro batch",
+    ),
+    "fine_grained_activation_offloading": (False, "train with a smaller micro batch"),
+    "activation_func_fp8_input_store": (False, "train with a smaller micro batch"),
     "use_te_activation_func": (False, "use activation_func"),
     "cpu_offloading": (False, "train with a smaller micro batch"),
     "cuda_graph_impl": ("none", "run eagerly"),
+    "enable_cuda_graph": (False, "run eagerly"),
+    "external_cuda_graph": (False, "run eagerly"),
+    "delay_wgrad_compute": (False, "let each backward compute all gradients"),
+    "overlap_moe_expert_parallel_comm": (False, "run one micro batch after the other"),
+    "batch_invariant_mode": (False, "compare within a tolerance"),
+    "inference_sampling_seed": (42, "use InferenceConfig.random_seed"),
+    "mamba_training_ssm_states_dtype": (None, "train with states in fp32"),
     "flash_decode": (False, "use DynamicInferenceEngine"),
     "fp8": (None, "use params_dtype=torch.bfloat16"),
     "fp4": (None, "use params_dtype=torch.bfloat16"),
+    "quant_recipe": (None, "use params_dtype=torch.bfloat16"),
+    "use_kitchen": (False, "use params_dtype=torch.bfloat16"),
+    "use_kitchen_attention": (False, "use params_dtype=torch.bfloat16"),
     "use_mup": (False, "scale the learning rates outside of the model"),
 }
+
+# Fields of TransformerConfig that ask for speed or memory, not for other numbers or other shards.
+# HybridModel does not act upon them either.
+_FIELDS_WITHOUT_EFFECT = (
+    "transformer_impl",
+    "attention_backend",
+    "flash_attention_version",
+    "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+    "masked_softmax_fusion",
+    "fused_single_qkv_rope",
+    "log_max_attention_logit",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+    "fused_residual_rmsnorm",
+    "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
+    "use_fused_weighted_squared_relu",
+    "use_mamba_mem_eff_path",
+    "use_transformer_engine_op_fuser",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    "use_inference_optimized_layers",
+    "inference_fuse_tp_communication",
+    "mlp_chunks_for_prefill",
+    "mlp_chunks_for_training",
+    "moe_grouped_gemm",
+    "moe_use_legacy_grouped_gemm",
+    "moe_single_grouped_weight",
+    "moe_single_grouped_bias",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_token_dispatcher_type",
+    "moe_enable_deepep",
+    "moe_paged_stash",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "nccl_all_reduce_for_prefill",
+    "defer_embedding_wgrad_compute",
+    "distribute_saved_activations",
+)
 
 
 def is_int(value: Any) -> bool:
@@ -237,6 +311,12 @@ def check_fixed_fields(config: HybridConfig) -> None:
                 f"{field} is {value!r}, which HybridModel does not support: leave it at "
                 f"{accepted!r} and {instead}."
             )
+    tp_size = config.tensor_model_parallel_size
+    if config.expert_tensor_parallel_size not in (None, tp_size):
+        raise ValueError(
+            f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, but experts are "
+            f"sharded by tensor_model_parallel_size={tp_size}. Leave it at None."
+        )
     if config.activation_func not in ACTIVATIONS.values():
         raise ValueError(
             f"activation_func is {config.activation_func!r}; "
@@ -246,6 +326,25 @@ def check_fixed_fields(config: HybridConfig) -> None:
         raise ValueError(
             f"normalization is {config.normalization!r}; use 'RMSNorm' or 'LayerNorm'."
         )
+
+
+def tell_fields_without_effect(config: HybridConfig) -> None:
+    """Logs the fields that are set and make no difference, the same ones only once."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    idle = [
+        name
+        for name in _FIELDS_WITHOUT_EFFECT
+        if name in defaults and getattr(config, name) != defaults[name]
+    ]
+    if config.tensor_model_parallel_size > 1 and "cross_entropy_loss_fusion" in idle:
+        idle.remove("cross_entropy_loss_fusion")  # core's loss over a split vocabulary has it
+    if idle:
+        _tell_once(", ".join(idle))
+
+
+@cache
+def _tell_once(names: str) -> None:
+    logger.warning("without effect in HybridModel, results are the same: %s", names)
 
 
 def _check_attention(config: HybridConfig) -> None:
@@ -406,7 +505,7 @@ def check_routing(config: HybridConfig) -> None:
         )
     # A name, several or None; with a coefficient of 0 the others do nothing.
     balancing = config.moe_router_load_balancing_type
-    if "sinkhorn" in (balancing or ()):
+    if any(name in (balancing or ()) for name in ("sinkhorn", "quantile_balancing")):
         raise ValueError(
             f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not support: "
             f"balance the experts by {_EXPERT_BIAS}."

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid import config_checks
 from megatron_hybrid.config import ACTIVATIONS, HybridConfig
 
 
@@ -108,10 +109,22 @@ def test_a_pattern_without_attention_needs_no_heads():
         ),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, which Hybrid"),
         ({"enable_autocast": True}, "enable_autocast is True, which HybridModel does not support"),
+        ({"enable_cuda_graph": True}, "enable_cuda_graph is True, which HybridModel does not supp"),
+        ({"external_cuda_graph": True}, "external_cuda_graph is True, which HybridModel does not"),
         (
-            {"enable_cuda_graph": True},
-            "cuda_graph_impl is 'local', which HybridModel does not supp",
+            {"expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size is 2, but experts are sharded by tensor_model_parallel_si",
         ),
+        ({"linear_attention_freq": 4}, "linear_attention_freq is 4, which HybridModel does not"),
+        ({"mrope_section": [4, 2, 2]}, "mrope_section is [4, 2, 2], which HybridModel does not"),
+        (
+            {"account_for_loss_in_pipeline_split": True},
+            "account_for_loss_in_pipeline_split is True, which HybridModel does not support: leave "
+            "it at False and mark the stages with | in layer_pattern",
+        ),
+        ({"moe_router_topk_limited_devices": 1}, "use moe_router_group_topk"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute is True, which HybridModel does not"),
+        ({"inference_sampling_seed": 7}, "use InferenceConfig.random_seed"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
         (
@@ -138,6 +151,38 @@ def test_one_clear_error(fields, message):
     with pytest.raises(ValueError) as error:
         config(**fields)
     assert message in str(error.value)
+
+
+HINTS = {
+    "moe_grouped_gemm": True,
+    "cross_entropy_loss_fusion": True,
+    "bias_dropout_fusion": True,
+    "tp_comm_overlap": True,
+    "distribute_saved_activations": True,
+}
+
+
+def test_fields_without_effect_are_named_once(caplog):
+    config_checks._tell_once.cache_clear()
+    config()
+    assert not caplog.records
+    config(**HINTS)
+    config(**HINTS)
+    (record,) = caplog.records
+    assert set(HINTS) == set(record.message.split(": ")[1].split(", "))
+    config(moe_token_dispatcher_type="alltoall", attention_softmax_in_fp32=False)
+    assert caplog.messages[1].endswith(": attention_softmax_in_fp32, moe_token_dispatcher_type")
+
+
+def test_core_fuses_the_loss_of_a_split_vocabulary(caplog):
+    config("-", tensor_model_parallel_size=2, cross_entropy_loss_fusion=True)
+    assert not caplog.records
+
+
+def test_the_derived_expert_tensor_parallel_size_may_be_given():
+    made = config("-", tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+    assert config("-", tensor_model_parallel_size=2).expert_tensor_parallel_size == 2
+    assert made.expert_tensor_parallel_size == 2
 
 
 def test_overrides_beside_what_does_not_follow():
