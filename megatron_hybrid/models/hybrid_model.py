@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
 from megatron_hybrid.models.collectives import gather_last_dim
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
@@ -154,11 +155,17 @@ class HybridModel(LanguageModule):
         """Logits, or the loss of each token.
 
         Attention is causal and positions count from each sequence's start (in inference, from the
-        context's start positions), so `position_ids` and `attention_mask` change nothing; they are
-        there because megatron-core's training loops pass them.
+        context's start positions). `position_ids` and `attention_mask` change nothing; they are
+        there because megatron-core passes them, and those that say otherwise are refused. Values
+        are compared on the CPU alone: on a device every forward would have to wait for them, so
+        there GPTDataset's `reset_position_ids` and `reset_attention_mask` go unnoticed.
 
         Args:
             input_ids: [b, s] int64. Packed and in inference: [1, T].
+            position_ids: [b, s], [1, s] or [s] int: 0..s-1. Packed: that, or from each boundary on.
+                In inference: those of the context.
+            attention_mask: [b, 1, s, s] or [1, 1, s, s] bool, True = not seen: the causal mask.
+                Packed: that, or the one inside each sequence. In inference: None.
             labels: [b, s] int64: for each token the one that follows, as megatron-core has it;
                 where it is -100 the loss is 0.
             inference_context: what serves caches and states; the sole sign of inference.
@@ -171,6 +178,9 @@ class HybridModel(LanguageModule):
             the rows that its `last_token_logits(hidden [1, T, hidden])` picks. Else logits
             [b, s, vocab], or this rank's part of the (padded) vocabulary where they are not
             gathered. A pipeline stage before the last: hidden states [s, b, hidden].
+
+        Raises:
+            ValueError: positions, a mask or boundaries that are not supported.
         """
         b, s = input_ids.shape
         if inference_context is None:
@@ -178,6 +188,9 @@ class HybridModel(LanguageModule):
             context = UncachedContext(layout, input_ids.device, self._shared_kv_layers)
         else:
             context = inference_context
+        said = (b, s), context.ragged_layout(), inference_context is not None
+        check_position_ids(position_ids, *said)
+        check_attention_mask(attention_mask, *said)
         if self.pre_process:
             # One row of b * s tokens: core's [s, b, h] then lies in sequence order.
             hidden_Th = self.embedding(input_ids.reshape(1, b * s), None).squeeze(1)

@@ -1,0 +1,121 @@
+"""Positions and masks of the caller: megatron-core's usual ones pass, others are refused."""
+
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.packed_seq_params import PackedSeqParams
+from reference import greedy, tiny_engine, tiny_model
+from small_models import random_tokens, small_model
+
+from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+EOD = 60
+
+
+def documents():
+    """Two rows of 12 tokens; the first ends a document at token 4, the second at token 7."""
+    tokens = random_tokens(2, 12, vocab_size=EOD)
+    tokens[0, 4] = tokens[1, 7] = EOD
+    return tokens
+
+
+def masks_and_positions(tokens, **resets):
+    """What core's GPTDataset makes of each row, collated: [b, 1, s, s] bool and [b, s]."""
+    resets = {"reset_position_ids": False, "reset_attention_mask": False, **resets}
+    rows = [
+        _get_ltor_masks_and_position_ids(
+            row, EOD, eod_mask_loss=False, create_attention_mask=True, **resets
+        )
+        for row in tokens
+    ]
+    return torch.stack([row[0] for row in rows]), torch.stack([row[2] for row in rows])
+
+
+@torch.no_grad()
+def test_what_core_passes_changes_nothing():
+    model, tokens = small_model(), documents()
+    mask, positions = masks_and_positions(tokens)
+    expected = model(tokens)
+    assert torch.equal(model(tokens, positions, mask), expected)
+    assert torch.equal(model(tokens, positions[:1], mask[:1]), expected)
+    assert torch.equal(model(tokens, positions[0].int(), None), expected)
+
+
+def test_reset_positions_are_refused():
+    tokens = documents()
+    _, positions = masks_and_positions(tokens, reset_position_ids=True)
+    with pytest.raises(
+        ValueError, match="have 0 for token 5 of row 0, whose position is 5"
+    ) as error:
+        small_model()(tokens, positions)
+    assert "pass their boundaries as packed_seq_params" in str(error.value)
+
+
+def test_a_reset_mask_is_refused():
+    tokens = documents()
+    mask, _ = masks_and_positions(tokens, reset_attention_mask=True)
+    with pytest.raises(ValueError, match="hides token 0 of row 0 from token 5") as error:
+        small_model()(tokens, attention_mask=mask)
+    assert "pass their boundaries as packed_seq_params" in str(error.value)
+
+
+def test_a_mask_that_shows_later_tokens_is_refused():
+    with pytest.raises(ValueError, match="shows token 1 of row 0 to token 0"):
+        small_model()(documents(), attention_mask=torch.zeros(1, 1, 12, 12, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(2, 1, 12, 12), torch.ones(2, 12, dtype=torch.bool)], ids=["float", "2-d"]
+)
+def test_a_mask_of_another_form_is_refused(mask):
+    with pytest.raises(ValueError, match=r"it must be torch.bool \[2, 1, 12, 12\]"):
+        small_model()(documents(), attention_mask=mask)
+
+
+def test_positions_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"shape \[12, 2\]; input_ids have \[2, 12\]"):
+        small_model()(documents(), torch.zeros(12, 2, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_packed_sequences_may_bring_their_own():
+    model, tokens = small_model(), documents()[:1]
+    boundaries = torch.tensor([0, 5, 10], dtype=torch.int32)  # two rows of padding
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
+    expected = model(tokens, packed_seq_params=packed)
+    for resets in (False, True):
+        mask, positions = masks_and_positions(
+            tokens, reset_position_ids=resets, reset_attention_mask=resets
+        )
+        assert torch.equal(model(tokens, positions, mask, packed_seq_params=packed), expected)
+    with pytest.raises(ValueError, match="have 7 for token 5 of row 0, whose position is 0"):
+        model(tokens, positions.index_fill(1, torch.tensor(5), 7), packed_seq_params=packed)
+
+
+def test_an_inference_context_knows_its_positions():
+    engine = tiny_engine(tiny_model("*"))
+    engine.add_request(list(range(10)), greedy(3))
+    engine.step()
+    engine.step()
+    context, model = engine.context, engine.model
+    assert context.token_positions()[0] == 10
+    with torch.inference_mode():
+        expected = model(context.input_ids, inference_context=context)
+        given = model(context.input_ids, context.position_ids, inference_context=context)
+        assert torch.equal(given, expected)
+        with pytest.raises(ValueError, match="have 0 for token 0 of row 0, whose position is 10"):
+            model(context.input_ids, torch.arange(8)[None], inference_context=context)
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        with pytest.raises(ValueError, match="inference context, which alone knows"):
+            model(context.input_ids, None, mask, inference_context=context)
+
+
+def test_values_on_a_device_are_not_waited_for():
+    layout = RaggedLayout.uniform(2, 12)
+    positions = torch.zeros(2, 12, dtype=torch.long, device="meta")  # it has no values at all
+    mask = torch.zeros(2, 1, 12, 12, dtype=torch.bool, device="meta")
+    check_position_ids(positions, (2, 12), layout, inference=False)
+    check_attention_mask(mask, (2, 12), layout, inference=False)
+    with pytest.raises(ValueError, match=r"it must be torch\.bool"):
+        check_attention_mask(mask[:, 0], (2, 12), layout, inference=False)
