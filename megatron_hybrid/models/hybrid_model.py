@@ -32,7 +32,7 @@ from megatron_hybrid.models.mixers.base import (
     StackInputs,
     UncachedContext,
 )
-from megatron_hybrid.models.parallel_setup import process_groups
+from megatron_hybrid.models.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -57,9 +57,12 @@ class HybridModel(LanguageModule):
 
     Args:
         config: the architecture.
-        pg_collection: process groups, `tp` and `pp` among them.
+        pg_collection: process groups, `tp` and `pp` among them; `cp` and `ep` of one rank each.
         pre_process: whether this pipeline stage embeds.
         post_process: whether this pipeline stage computes logits.
+
+    Raises:
+        ValueError: the process groups do not fit the config, or split what is not supported.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class HybridModel(LanguageModule):
         pre_process: bool = True,
         post_process: bool = True,
     ):
+        check_process_groups(config, pg_collection)
         super().__init__(config=config, pg_collection=pg_collection)
         self.pre_process = pre_process
         self.post_process = post_process
@@ -286,7 +290,7 @@ def build_hybrid_model(
         post_process: whether this pipeline stage computes logits.
 
     Raises:
-        ValueError: the process groups do not fit the config.
+        ValueError: the process groups do not fit the config, or split what is not supported.
         ImportError: `config.layer_spec` needs Transformer Engine, which is missing.
     """
     groups = process_groups(config, pg_collection)

@@ -20,18 +20,24 @@ def process_groups(
 
     Without `given`, megatron-core's own are used; if the caller has not set those up either, they
     are made here: from the launcher's environment under torchrun, else for this one process.
-
-    Raises:
-        ValueError: the groups' sizes are not those of the config.
     """
     if given is None:
         _initialize_distributed()
         if not parallel_state.model_parallel_is_initialized():
             _initialize_model_parallel(config)
         given = ProcessGroupCollection.use_mpu_process_groups()
+    return given
+
+
+def check_process_groups(config: HybridConfig, groups: ProcessGroupCollection) -> None:
+    """Whether a model can be split over these groups. Those that are missing or None are not used.
+
+    Raises:
+        ValueError: a size is not that of the config, or a group splits what HybridModel does not.
+    """
     for field, group in (
-        ("tensor_model_parallel_size", given.tp),
-        ("pipeline_model_parallel_size", given.pp),
+        ("tensor_model_parallel_size", groups.tp),
+        ("pipeline_model_parallel_size", groups.pp),
     ):
         if group.size() != getattr(config, field):
             raise ValueError(
@@ -39,7 +45,20 @@ def process_groups(
                 f"{group.size()} ranks. Make them agree, or call "
                 "megatron.core.parallel_state.destroy_model_parallel() first."
             )
-    return given
+    for name, (field, accepted) in {
+        "cp": ("context_parallel_size", 1),
+        "ep": ("expert_model_parallel_size", 1),
+        "expt_tp": ("expert_tensor_parallel_size", config.tensor_model_parallel_size),
+        "gtp_remat": ("gtp_weight_remat_size", 1),
+        "expt_gtp_remat": ("expert_gtp_weight_remat_size", 1),
+    }.items():
+        group = getattr(groups, name, None)
+        if group is not None and group.size() != accepted:
+            raise ValueError(
+                f"the process group {name} has {group.size()} ranks, but HybridModel supports "
+                f"{field}={accepted} alone: set up the groups with that, and shard by "
+                "tensor_model_parallel_size and pipeline_model_parallel_size."
+            )
 
 
 def _initialize_distributed() -> None:

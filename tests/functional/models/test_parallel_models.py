@@ -171,6 +171,28 @@ def run_pipeline_parallel(folder):
     }
 
 
+UNSUPPORTED_GROUPS = {
+    "cp": {"context_parallel_size": RANKS},
+    "ep": {"expert_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1},
+    "expt_tp": {"tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1},
+}
+
+
+def refusals():
+    """What each of the groups above, set up by the caller, is answered with."""
+    messages = {}
+    for name, sizes in UNSUPPORTED_GROUPS.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        tp_size = sizes.get("tensor_model_parallel_size", 1)
+        config = HybridConfig.from_dict(CONFIG.to_dict(), tensor_model_parallel_size=tp_size)
+        try:
+            build_hybrid_model(config)
+        except ValueError as error:
+            messages[name] = str(error)
+        parallel_state.destroy_model_parallel()
+    return messages
+
+
 def worker(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
@@ -180,6 +202,8 @@ def worker(rank, folder):
         results[name] = {"tensor": run_tensor_parallel(folder / name)}
         parallel_state.destroy_model_parallel()
     results["stages"]["pipeline"] = run_pipeline_parallel(folder / "stages")
+    parallel_state.destroy_model_parallel()
+    results["stages"]["refusals"] = refusals()
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -238,6 +262,15 @@ def test_checkpoint_of_two_ranks_is_that_of_one(outcomes, model):
     _, _, folder = outcomes[model]
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (folder / "from_two_ranks" / file).read_bytes()
+
+
+def test_groups_that_split_what_is_not_supported_are_refused(outcome):
+    _, ranks, _ = outcome
+    for rank in ranks:
+        assert rank["refusals"].keys() == UNSUPPORTED_GROUPS.keys()
+        for name, message in rank["refusals"].items():
+            size = 1 if name == "expt_tp" else RANKS
+            assert f"the process group {name} has {size} ranks, but HybridModel supports" in message
 
 
 def test_pipeline_parallel_forward(outcome):

@@ -1,12 +1,15 @@
 """The model as a whole: it builds, learns, and does what its configuration says."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
+from megatron_hybrid.models.hybrid_model import NO_LABEL, HybridModel, build_hybrid_model
 
 
 def test_the_short_configuration_is_complete():
@@ -141,3 +144,15 @@ def test_groups_of_another_size_are_refused():
     with pytest.raises(ValueError, match="tensor_model_parallel_size is 2, but the process group"):
         small_model()  # sets up groups of one process
         small_model(tensor_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("cp", "context_parallel_size"), ("ep", "expert_model_parallel_size")]
+)
+def test_groups_that_split_what_is_not_supported_are_refused(name, field):
+    groups = copy.copy(small_model().pg_collection)
+    setattr(groups, name, SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match=f"{name} has 2 ranks, but HybridModel supports {field}=1"):
+        HybridModel(small_config(), groups)
+    setattr(groups, name, None)  # as where the caller made none
+    HybridModel(small_config(), groups)
