@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import Row
+from benchmarks.common import Row, benchmark_model
 from megatron_hybrid import (
     DynamicInferenceEngine,
     HybridConfig,
@@ -36,16 +36,24 @@ PATTERNS = {
     "MLP": "--",
     "a hybrid": "MG*-W-",
 }
-REQUESTS, TOKENS, VOCAB_SIZE = 8, 32, 512
+REQUESTS, TOKENS = 8, 32
+PROMPTS = (20, 300)
+"""Shortest and longest, in tokens."""
 
 
 def run() -> Iterator[Row]:
-    """For each kind of layer, in fp32 and bf16, the rows of logits that are equal to the bit."""
+    """For each kind of layer, in fp32 and bf16, the rows of logits that are equal to the bit; then
+    for a wider model, whose fp32 kernels differ for 8 rows and for more (`ROW_ALIGNMENT`)."""
     for name, pattern in PATTERNS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            share = equal_share(random_model(pattern, dtype))
+            share = equal_share(random_model(pattern, dtype), *PROMPTS)
             what = f"{name} ({pattern}), {str(dtype).removeprefix('torch.')}"
             yield Row(what, f"{100 * share:.1f} %", "100 %" if dtype == torch.float32 else "")
+    wide = benchmark_model()
+    for shortest, longest in (PROMPTS, (3, 10)):
+        share = equal_share(wide, shortest, longest)
+        what = f"a hybrid 256 wide, float32, prompts of {shortest} to {longest} tokens"
+        yield Row(what, f"{100 * share:.1f} %")
 
 
 def random_model(pattern: str, dtype: torch.dtype) -> HybridModel:
@@ -56,7 +64,7 @@ def random_model(pattern: str, dtype: torch.dtype) -> HybridModel:
         hidden_size=128,
         num_attention_heads=4,
         num_query_groups=2,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=512,
         sliding_window=64,
         attention_chunk_size=64,
         per_layer_input_size=16,
@@ -78,11 +86,11 @@ def random_model(pattern: str, dtype: torch.dtype) -> HybridModel:
     return build_hybrid_model(config).eval()
 
 
-def equal_share(model: HybridModel) -> float:
+def equal_share(model: HybridModel, shortest: int, longest: int) -> float:
     """The share of the rows of logits that are the same in a batch of eight and alone."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(20, 300, REQUESTS).tolist()
-    prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
+    lengths = rng.integers(shortest, longest, REQUESTS, endpoint=True).tolist()
+    prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
     together = answer_logits(model, prompts)
     alone = [logits for prompt in prompts for logits in answer_logits(model, [prompt])]
     equal = [(a == b).all(-1) for a, b in zip(together, alone, strict=True)]
