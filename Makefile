@@ -18,12 +18,13 @@ PIP  := $(HELD) $(BIN)/python -m pip -qq --disable-pip-version-check
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional test-newest test-wheel demo-of-wheel models-table lint format lock \
-        bench bench-replay bench-replay-models clean help
+.PHONY: demo test unit functional soak test-newest test-wheel demo-of-wheel models-table lint format \
+        lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make test          all tests; make unit, make functional: a part of them"
+	@echo "make soak          100,000 steps with failing allocations; under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -47,6 +48,10 @@ unit: $(VENV)/.installed-test
 
 functional: $(VENV)/.installed-test
 	$(PYTEST) tests/functional
+
+# 100,000 engine steps, of which every other one meets a failing allocation; under an hour.
+soak: $(VENV)/.installed-test
+	$(BIN)/python tests/memory_fuzz.py
 
 test-newest:
 	rm -rf .venv-newest
