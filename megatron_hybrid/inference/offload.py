@@ -292,10 +292,13 @@ class Offload:
 
     def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
         """Begins to fetch what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
-        tier, found, size = None, None, self.spec.block_size_tokens
+        tier = found = None
         with suppress(MemoryError):  # then the prompt is computed
-            match = self.cache.match(tokens, salt)
-            tier, found = self.find(tokens, salt, match.skipped_tokens) or (None, None)
+            match, size = self.cache.match(tokens, salt), self.spec.block_size_tokens
+            deeper = self.find(tokens, salt, match.skipped_tokens)
+            if deeper is not None:
+                prefix = tokens[: deeper[1].position].copy()
+                tier, found = deeper
         if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
             found = None
         # The ranks' disks may differ: without agreement nobody fetches.
@@ -309,7 +312,7 @@ class Offload:
             wanted = chain[first:] + ([found] if found.is_state else [])
             tier.pin(found)
             fetch = Fetch(
-                tokens[:position].copy(),
+                prefix,
                 salt,
                 tier,
                 found,
@@ -335,18 +338,15 @@ class Offload:
         if fetch.reads is None:
             num_bytes = self._read_bytes + self._bytes_to_read(fetch, fetch.wanted)
             if is_first or num_bytes <= MAX_READ_BYTES:
-                self._read(fetch, fetch.wanted)
+                with self._may_fail(fetch):
+                    self._read(fetch, fetch.wanted)
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """A request that waits for a fetch can start next: brings what is read into the pool, once
         there is room for the whole request (arguments as in `PrefixCache.acquire`)."""
         if fetch.lease is None and agree_on_all(fetch.is_read):
-            try:
+            with self._may_fail(fetch):
                 self._to_pool(fetch, capacity_tokens, chunk_tokens)
-            except Exception as error:
-                self._fail(fetch)
-                if not is_lack_of_memory(error):
-                    raise
             self._publish_if_there(fetch)
 
     def poll(self) -> None:
@@ -435,6 +435,18 @@ class Offload:
                 sources.append(partial_block)
         fetch.arrival = self._mover.to_pool(targets, sources)
 
+    @contextmanager
+    def _may_fail(self, fetch: Fetch) -> Iterator[None]:
+        """Around what a fetch needs: if it raises, the fetch has failed; for want of memory nothing
+        else has."""
+        try:
+            yield
+        except Exception as error:
+            if not fetch.is_over:
+                self._fail(fetch)
+            if not is_lack_of_memory(error):
+                raise
+
     def _fail(self, fetch: Fetch, *, later: bool = True) -> None:
         """Ends a fetch of which nothing comes: its prompt is computed. later: not to be tried again
         for a while."""
@@ -466,14 +478,11 @@ class Offload:
 
     def _publish(self, fetch: Fetch) -> None:
         """All is in the pool: from now on it is found there."""
-        try:
+        with self._may_fail(fetch):
             self.cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
             if fetch.reservation is not None:
                 self.cache.publish_checkpoint(fetch.reservation)
-        except Exception as error:
-            self._fail(fetch)
-            if not is_lack_of_memory(error):
-                raise
+        if fetch.is_over:
             return
         self.cache.release(fetch.lease)
         fetch.tier.used(fetch.record)
