@@ -682,9 +682,9 @@ class InferenceConfig:
             "host_cache_bytes",
         ):
             value, least = getattr(self, field), int(field != "host_cache_bytes")
-            if not is_int(value) or value < least:
+            if not is_int(value) or not least <= value < 1 << 63:
                 raise ValueError(
-                    f"{field} is {value!r}; it must be a whole number of {least} or more."
+                    f"{field} is {value!r}; it must be a whole number from {least} to 2^63 - 1."
                 )
             setattr(self, field, int(value))
         if self.cache_dir is not None and (

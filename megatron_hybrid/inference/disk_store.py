@@ -57,6 +57,21 @@ class CacheFolderError(ValueError):
     """The folder of a cache cannot be used; the message says which file, and why."""
 
 
+def real_path(folder: str | os.PathLike) -> Path:
+    """The absolute path of a folder, which need not exist, without links.
+
+    Raises:
+        CacheFolderError: no folder can have that name.
+    """
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, NUL, half a character
+        raise CacheFolderError(
+            f"{str(folder)!r} cannot be used as a cache folder: {error}. Name another one, in "
+            "cache_dir or for save_cache"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A record that is on the disk, and where."""
@@ -90,7 +105,7 @@ class DiskStore:
         fingerprint: dict[str, str],
         pin_memory: bool = False,
     ):
-        self.folder = Path(folder).resolve()  # the process may go elsewhere
+        self.folder = real_path(folder)  # the process may go elsewhere
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
         self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}

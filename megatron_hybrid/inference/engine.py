@@ -21,7 +21,7 @@ from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.config_checks import is_int
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
-from megatron_hybrid.inference.disk_store import DiskStore
+from megatron_hybrid.inference.disk_store import DiskStore, real_path
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.interrupts import interrupts_wait
@@ -58,7 +58,8 @@ class DynamicInferenceEngine:
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
-            where there are several. Needed for text prompts and for stop strings only.
+            where there are several. Needed for text prompts and for stop strings only; its
+            `generation_config`, if it has one, holds the model's values for `SamplingParams`.
         config: sizes and the prefix-caching mode.
 
     Raises:
@@ -120,9 +121,16 @@ class DynamicInferenceEngine:
             hidden_dtype=parameter.dtype,
         )
         self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
-        self.context = DynamicInferenceContext(
-            self.memory, config.max_requests, config.max_sequence_length
-        )
+        try:
+            self.context = DynamicInferenceContext(
+                self.memory, config.max_requests, config.max_sequence_length
+            )
+        except (MemoryError, ValueError) as error:  # numpy's, for shapes beyond its limits
+            raise MemoryError(
+                f"no room for block tables of max_sequence_length={config.max_sequence_length} "
+                f"tokens for each of max_requests={config.max_requests}: lower one of them "
+                f"({error})"
+            ) from error
         self._fingerprint: dict[str, str] | None = None
         disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
         try:
@@ -163,7 +171,7 @@ class DynamicInferenceEngine:
                 which the tokenizer's chat template renders; states are then also saved where
                 other chats are likely to part from it. With tools or variables of the template:
                 pass what `tokenizer.chat_prompt` returns as prompt and `cache_breakpoints`.
-            params: how to sample; default `SamplingParams()`.
+            params: how to sample; default `SamplingParams()`, that is as the model says or we do.
             salt: prefixes are shared among requests of equal salt only (tenants, adapters).
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
                 such as the end of a system prompt; 4,096 at most.
@@ -470,7 +478,7 @@ class DynamicInferenceEngine:
         with interrupts_wait():
             self._check_weights()
         own = None if tier is None else tier.store.folder
-        if tier is not None and (folder is None or (Path(folder) / rank_name()).resolve() == own):
+        if tier is not None and (folder is None or real_path(Path(folder) / rank_name()) == own):
             self.offload.save_to(tier)
         else:
             store = self._open_disk(folder)

@@ -1,6 +1,5 @@
 """The door: what a caller asks for is checked here, whole, before anything changes."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -11,7 +10,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.config_checks import check_text, is_int
 from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling import SamplingParams, model_defaults
 
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""
@@ -28,8 +27,12 @@ class Intake:
     Args:
         config: limits of the engine.
         cache: says whether a request could ever fit.
-        tokenizer: for text prompts and stop strings; None: ids only.
+        tokenizer: for text prompts and stop strings; None: ids only. Its `generation_config`, if it
+            has one, says how the model is sampled unless a request says otherwise.
         vocab_size: token ids lie in [0, vocab_size).
+
+    Raises:
+        ValueError: a field of the `generation_config` has no legal value.
     """
 
     def __init__(self, config: InferenceConfig, cache: PrefixCache, tokenizer, vocab_size: int):
@@ -37,6 +40,7 @@ class Intake:
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self._model_defaults = model_defaults(getattr(tokenizer, "generation_config", {}))
         self._next_id = 0
 
     def build_all(self, prompts: Iterable[tuple]) -> list[list[Request]]:
@@ -68,11 +72,14 @@ class Intake:
         Raises:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
-        params = self.check_params(params)
+        given, params = params, self.check_params(params)
         message_starts = ()
         if is_chat(prompt):
             prompt, message_starts = self._render(prompt)
         tokens = self.tokens_of(prompt, params)
+        if given is None or given.num_tokens_to_generate is None:  # nobody asked for so many
+            room = max(1, self.config.max_sequence_length - len(tokens))
+            params.num_tokens_to_generate = min(params.num_tokens_to_generate, room)
         total = self._check_length(len(tokens), params)
         check_salt(salt)
         if not is_int(n) or not 1 <= n <= self.config.max_requests:
@@ -110,8 +117,10 @@ class Intake:
         return samples
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:
+        """What the request will hold: a checked copy, with the model's values or ours for those
+        that were not given."""
         if params is None:
-            return SamplingParams()
+            params = SamplingParams()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.stop_words and self.tokenizer is None:
@@ -119,7 +128,7 @@ class Intake:
                 "stop_words need a tokenizer, and this engine has none: use stop_token_ids"
             )
         # A copy, checked anew: the caller may have changed fields, and may change them later.
-        return dataclasses.replace(params)
+        return params.resolved(self._model_defaults)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids, int [L]."""
@@ -129,6 +138,8 @@ class Intake:
             prompt = self._tokenize(prompt, params)
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()  # of any device and dtype
+        if isinstance(prompt, np.ma.MaskedArray):
+            raise TypeError("a prompt has no masked tokens: pass prompt.compressed(), or ids")
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim > 0
         if isinstance(prompt, (bytes, bytearray, memoryview)) or not (
             is_array or isinstance(prompt, Sequence)
@@ -199,7 +210,8 @@ class Intake:
             )
         max_tokens = self.config.max_tokens
         if not self.cache.fits(total, max_tokens):
-            remedy = "raise cache_bytes or shorten the request"
+            answer = f"num_tokens_to_generate={params.num_tokens_to_generate}"
+            remedy = f"raise cache_bytes, or shorten the prompt or the answer ({answer})"
             if self.cache.fits(total, 1):  # windows hold all tokens of a forward
                 remedy = f"lower max_tokens, now {max_tokens}, or {remedy}"
             raise ValueError(
@@ -210,6 +222,8 @@ class Intake:
         return total
 
     def _check_breakpoints(self, breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
+        if isinstance(breakpoints, np.ma.MaskedArray):
+            raise TypeError("cache_breakpoints has no masked positions: pass its compressed()")
         if isinstance(breakpoints, (Tensor, np.ndarray)):
             breakpoints = breakpoints.tolist()
         if not isinstance(breakpoints, Iterable):
@@ -232,15 +246,15 @@ class Intake:
         return tuple(int(position) for position in breakpoints)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.ignore_termination:
-            return frozenset()
         named = {*params.stop_token_ids, params.termination_id} - {None}
-        for token in sorted(named - {NO_TOKEN}):
+        for token in (*params.stop_token_ids, *(named - {NO_TOKEN})):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"stop token {token} is outside of the vocabulary [0, {self.vocab_size}): was "
-                    "it made by another model's tokenizer?"
+                    f"it made by another model's tokenizer? (termination_id={NO_TOKEN} is none)"
                 )
+        if params.ignore_termination:
+            return frozenset()
         if params.termination_id is not None:
             return frozenset(named)
         ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))

@@ -47,12 +47,14 @@ class Tokenizer:
         end_tokens: further ids that end an answer.
         settings: content of tokenizer_config.json, whose `bos_token`, ... chat templates use.
         chat_templates: by name; "default" is the usual one, "tool_use" that for tools.
-        generation_config: content of generation_config.json, which `save` hands on.
+        generation_config: content of generation_config.json.
 
     Attributes:
         eod: see above.
         end_tokens: all ids that end an answer, `eod` first.
         bos: id of the token that begins a text, if there is one.
+        generation_config: see above; an engine takes what a request does not say of sampling from
+            there, and `save` hands it on.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
-        self._generation_config = dict(generation_config or {})
+        self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
         self._named = _named_tokens(self._settings)
@@ -143,8 +145,8 @@ class Tokenizer:
             path.parent.mkdir(exist_ok=True)
             path.write_text(template.source, encoding="utf-8")
         path = folder / GENERATION_CONFIG_FILE
-        if self._generation_config:
-            _write_json(path, self._generation_config)
+        if self.generation_config:
+            _write_json(path, self.generation_config)
         name = self._named.get("eos_token")
         stated = [] if name is None else [self._tokenizer.token_to_id(name)]
         if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != self.end_tokens:

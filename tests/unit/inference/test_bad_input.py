@@ -9,6 +9,7 @@ from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine,
 from scripted import ByteTokenizer
 
 from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.inference.disk_store import CacheFolderError
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
 
@@ -41,6 +42,26 @@ BAD_REQUESTS = {
     "float array": (dict(prompt=np.ones(3)), TypeError, "int token ids.*float64"),
     "bool array": (dict(prompt=np.ones(3, bool)), TypeError, "int token ids.*bool"),
     "2-d array": (dict(prompt=np.ones((2, 3), int)), TypeError, "flat sequence of int"),
+    "masked array": (
+        dict(prompt=np.ma.array([1, 2, 3], mask=[0, 1, 0])),
+        TypeError,
+        r"no masked tokens: pass prompt.compressed\(\)",
+    ),
+    "masked breakpoints": (
+        dict(prompt=PROMPT, cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
+        TypeError,
+        "no masked positions",
+    ),
+    "a stop token that is none": (
+        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(-1,))),
+        ValueError,
+        rf"stop token -1 is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
+    ),
+    "a stop token that is none, ignored": (
+        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(5, -2), ignore_termination=True)),
+        ValueError,
+        "stop token -2 is outside",
+    ),
     "0-d array": (dict(prompt=np.array(1)), TypeError, "sequence of token ids.*ndarray"),
     "float tensor": (dict(prompt=torch.ones(3)), TypeError, "int token ids.*float"),
     "bfloat16 tensor": (dict(prompt=torch.ones(3, dtype=torch.bfloat16)), TypeError, "float"),
@@ -78,7 +99,7 @@ BAD_REQUESTS = {
     "more than fits": (
         dict(prompt=random_tokens(900), params=greedy(100)),
         ValueError,
-        "1000 tokens does not fit in cache_bytes=.*raise cache_bytes",
+        "1000 tokens does not fit in cache_bytes=.*raise cache_bytes.*num_tokens_to_generate=100",
     ),
     "params of a wrong type": (dict(prompt=PROMPT, params={}), TypeError, "SamplingParams.*dict"),
     "stop words without tokenizer": (
@@ -245,7 +266,6 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(stop_words=["a", "\ud800"]), r"stop word has \\ud800, half of a character"),
         (dict(temperature="1"), "temperature.*'1'"),
         (dict(temperature=float("inf")), "temperature.*inf"),
-        (dict(top_p=None), "top_p.*None"),
         (dict(top_p=float("nan")), "top_p.*nan"),
         (dict(top_k=True), "top_k.*True"),
         (dict(num_tokens_to_generate=2.0), "num_tokens_to_generate.*2.0"),
@@ -260,7 +280,6 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(top_k=1.5), "top_k.*1.5"),
         (dict(top_p=1.1), r"top_p must lie in \[0, 1\].*1.1"),
         (dict(num_tokens_to_generate=-1), "num_tokens_to_generate.*-1"),
-        (dict(num_tokens_to_generate=None), "num_tokens_to_generate.*None"),
         (dict(seed=-1), "seed.*-1"),
         (dict(top_n_logprobs=2), "top_n_logprobs needs return_log_probs"),
         (dict(stop_words=[""]), "stop_words must be non-empty"),
@@ -295,6 +314,9 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(block_size_tokens=512), "block_size_tokens is 512"),
         (dict(cache_bytes=0), "cache_bytes is 0"),
         (dict(max_requests=0), "max_requests is 0"),
+        (dict(cache_bytes=10**25), rf"cache_bytes is {10**25}; .* from 1 to 2\^63 - 1"),
+        (dict(max_sequence_length=2**63), rf"max_sequence_length is {2**63}; .* to 2\^63 - 1"),
+        (dict(host_cache_bytes=-1), "host_cache_bytes is -1; .* from 0 to"),
         (dict(max_tokens=True), "max_tokens is True"),
         (dict(max_sequence_length=1.5), "max_sequence_length is 1.5"),
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
@@ -357,6 +379,27 @@ def test_a_pool_that_is_too_large_for_the_machine_is_refused():
         tiny_engine(MODEL, cache_bytes=1 << 50)
     with pytest.raises(MemoryError, match="of live slots: lower max_requests"):
         tiny_engine(MODEL, max_requests=1 << 40)
+
+
+@pytest.mark.parametrize("length", [10**12, 2**62])
+def test_a_sequence_that_is_too_long_for_the_machine_is_refused(length):
+    message = f"max_sequence_length={length} tokens for each of max_requests=8: lower one of them"
+    with pytest.raises(MemoryError, match=message):
+        tiny_engine(MODEL, max_sequence_length=length)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("a\0b", "null byte"), ("a\ud800", "surrogates not allowed"), ("loop", ""), ("loop/a", "")],
+)
+def test_a_name_that_no_folder_can_have_is_refused(name, why, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    message = rf"{re.escape(repr(name)[1:-1])}.* cannot be used as a cache folder: .*{why}"
+    with pytest.raises(CacheFolderError, match=message):
+        tiny_engine(MODEL, cache_dir=tmp_path / name)
+    engine = tiny_engine(MODEL, cache_dir=tmp_path / "sound")
+    with engine, pytest.raises(CacheFolderError, match=message):
+        engine.save_cache(tmp_path / name)
 
 
 def test_a_pool_without_a_page_is_refused():

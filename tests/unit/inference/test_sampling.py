@@ -1,5 +1,7 @@
 """Sampling against brute-force probabilities, and its independence from everything but its draw."""
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from megatron_hybrid.inference.sampling import (
     Draw,
     SamplingParams,
     log_probs_of,
+    model_defaults,
     sample,
     top_log_probs,
     uniform,
@@ -20,6 +23,7 @@ NUM_DRAWS = 4000
 
 def frequencies(params: SamplingParams) -> torch.Tensor:
     """How often each token comes out of many positions of one stream."""
+    params = params.resolved()
     draws = [Draw(params, seed=3, sample_index=0, position=i) for i in range(NUM_DRAWS)]
     tokens = sample(LOGITS.expand(NUM_DRAWS, -1), draws)
     return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / NUM_DRAWS
@@ -69,13 +73,14 @@ def test_frequencies_are_the_probabilities(fields):
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1)])
 def test_greedy_takes_the_first_maximum(params):
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    draws = [Draw(params, seed=i, sample_index=0, position=9) for i in range(2)]
+    draws = [Draw(params.resolved(), seed=i, sample_index=0, position=9) for i in range(2)]
     assert sample(logits, draws) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-308, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature):
-    draws = [Draw(SamplingParams(temperature=temperature), i, 0, i) for i in range(20)]
+    params = SamplingParams(temperature=temperature).resolved()
+    draws = [Draw(params, i, 0, i) for i in range(20)]
     assert set(sample(LOGITS.expand(20, -1) * 1e3, draws)) == {0}
     assert set(sample(-LOGITS.expand(20, -1), draws)) == {2}
 
@@ -88,13 +93,13 @@ def test_a_huge_temperature_is_uniform():
 
 def test_tokens_that_are_ruled_out_are_never_drawn():
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0]).expand(50, -1)
-    draws = [Draw(SamplingParams(top_p=1.0), 1, 0, i) for i in range(50)]
+    draws = [Draw(SamplingParams(top_p=1.0).resolved(), 1, 0, i) for i in range(50)]
     assert set(sample(logits, draws)) == {1, 3}
 
 
 @given(st.integers(0, 2**64), st.integers(0, 15), st.lists(st.integers(0, 10**6), min_size=1))
 def test_a_draw_depends_on_its_own_arguments_alone(seed, sample_index, positions):
-    params = SamplingParams(temperature=0.9)
+    params = SamplingParams(temperature=0.9).resolved()
     draws = [Draw(params, seed, sample_index, position) for position in positions]
     together = sample(LOGITS.expand(len(draws), -1), draws)
     assert together == [sample(LOGITS[None], [draw])[0] for draw in draws]
@@ -126,3 +131,80 @@ def test_top_log_probs_come_most_likely_first():
     assert list(top) == [0, 3, 5]
     assert top[3] == pytest.approx(LOGITS.log_softmax(0)[3].item(), abs=1e-6)
     assert len(top_log_probs(LOGITS, 100)) == len(LOGITS)
+
+
+# What neither the request nor the caller says ----------------------------------------------------
+
+TUNED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 500}
+
+
+def drawn_with(params: SamplingParams, generation_config: dict) -> tuple:
+    """Temperature, top_k, top_p and number of tokens that a request would hold."""
+    held = params.resolved(model_defaults(generation_config))
+    return held.temperature, held.top_k, held.top_p, held.num_tokens_to_generate
+
+
+@pytest.mark.parametrize(
+    ("fields", "generation_config", "held"),
+    [
+        ({}, {}, (1.0, 0, 0.0, 30)),
+        ({}, TUNED, (0.6, 20, 0.9, 500)),
+        ({}, {"top_p": 0.9, "temperature": None}, (1.0, 0, 0.9, 30)),
+        ({"temperature": 1.5, "top_k": 0}, TUNED, (1.5, 0, 0.9, 500)),
+        ({"top_p": 0.0, "num_tokens_to_generate": 0}, TUNED, (0.6, 20, 0.0, 0)),
+        ({"top_k": 1}, TUNED, (0.6, 1, 0.9, 500)),
+        ({}, {**TUNED, "do_sample": False}, (1.0, 1, 0.0, 500)),
+        # A request that says how to draw is not made greedy by the rest of the model's values.
+        ({"temperature": 0.8}, {**TUNED, "do_sample": False}, (0.8, 0, 0.0, 500)),
+        ({"top_p": 0.5}, {"temperature": 0}, (1.0, 0, 0.5, 30)),
+        ({"num_tokens_to_generate": 7}, {"do_sample": False}, (1.0, 1, 0.0, 7)),
+        ({"temperature": 0}, {"do_sample": False}, (0.0, 0, 0.0, 30)),
+    ],
+)
+def test_the_request_goes_before_the_model_and_the_model_before_us(fields, generation_config, held):
+    assert drawn_with(SamplingParams(**fields), generation_config) == held
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "hot", r"has temperature='hot': .*must be a finite number >= 0"),
+        ("temperature", -1, r"has temperature=-1: "),
+        ("top_k", 2.5, r"has top_k=2.5: .*must be an int >= 0"),
+        ("top_p", 7, r"has top_p=7: .*must lie in \[0, 1\]"),
+        ("max_new_tokens", -3, r"has max_new_tokens=-3: .*must be an int >= 0"),
+        ("max_new_tokens", [3], r"has max_new_tokens=\[3\]: "),
+        ("do_sample", "no", r"has do_sample='no': it must be true or false"),
+    ],
+)
+def test_a_bad_value_of_the_model_is_named_with_its_file(name, value, message):
+    with pytest.raises(ValueError, match=r"^generation_config\.json of the model " + message):
+        model_defaults({name: value})
+
+
+def test_what_a_model_asks_for_and_does_not_get_is_logged(caplog):
+    model_defaults({"repetition_penalty": 1.0, "num_beams": 1, "min_p": None})
+    assert not caplog.messages
+    model_defaults({"repetition_penalty": 1.05})
+    (message,) = caplog.messages
+    assert "repetition_penalty=1.05, which is not supported" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_tokens", "no field 'max_tokens': use num_tokens_to_generate$"),
+        ("max_new_tokens", "use num_tokens_to_generate$"),
+        ("stop", "use stop_words$"),
+        ("eos_token_id", "use termination_id, or stop_token_ids for several$"),
+        ("n", "'n': it is an argument of generate"),
+        ("temprature", "'temprature': its fields are temperature, top_k, .*, add_BOS$"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(name, message):
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**{name: 1})
+
+
+def test_the_signature_still_names_the_fields():
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["temperature", "top_k"]

@@ -1,0 +1,56 @@
+"""Where the parameters of a request come from: the caller, the model, then us."""
+
+import pytest
+from reference import greedy_tokens, random_tokens, tiny_engine, tiny_model
+from scripted import ByteTokenizer
+
+from megatron_hybrid.inference.sampling import SamplingParams
+
+MODEL = tiny_model("M*")
+PROMPT = random_tokens(20)
+
+
+def engine_of(generation_config=None, **fields):
+    tokenizer = ByteTokenizer()
+    tokenizer.end_tokens = ()
+    if generation_config is not None:
+        tokenizer.generation_config = generation_config
+    return tiny_engine(MODEL, tokenizer, **fields)
+
+
+def test_a_request_that_says_nothing_is_answered_as_the_model_says():
+    engine = engine_of({"do_sample": False, "max_new_tokens": 7})
+    expected = greedy_tokens(MODEL, PROMPT, 7)
+    for params in (None, SamplingParams()):
+        assert engine.generate([PROMPT], params)[0].generated_tokens == expected
+    assert engine.generate([PROMPT])[0].finish_reason == "length"
+    assert engine.add_request(PROMPT, SamplingParams(num_tokens_to_generate=3)).params.top_k == 1
+
+
+def test_what_a_request_says_goes_before_the_model():
+    engine = engine_of({"temperature": 0.5, "top_k": 20, "top_p": 0.9, "max_new_tokens": 100})
+    params = engine.add_request(PROMPT, SamplingParams(top_k=1, top_p=0.0)).params
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 1, 0.0)
+    assert params.num_tokens_to_generate == 100
+    assert engine.explain(PROMPT).match.prompt_tokens == len(PROMPT)
+
+
+def test_without_a_word_of_the_model_ours_hold():
+    params = engine_of().add_request(PROMPT).params
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 0.0)
+    assert params.num_tokens_to_generate == 30
+
+
+def test_a_length_that_nobody_asked_for_ends_where_the_sequence_does():
+    engine = engine_of({"max_new_tokens": 4096}, max_sequence_length=64)
+    (result,) = engine.generate([PROMPT])
+    assert len(result.generated_tokens) == 64 - len(PROMPT)
+    with pytest.raises(ValueError, match="num_tokens_to_generate=45 exceed max_sequence_length=64"):
+        engine.generate([PROMPT], SamplingParams(num_tokens_to_generate=45))
+    with pytest.raises(ValueError, match="ask for at most 0"):
+        engine.generate([random_tokens(64)])
+
+
+def test_a_model_with_bad_values_makes_no_engine():
+    with pytest.raises(ValueError, match=r"generation_config\.json of the model has top_p='much'"):
+        engine_of({"top_p": "much"})
