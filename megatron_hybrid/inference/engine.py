@@ -26,7 +26,7 @@ from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
-from megatron_hybrid.inference.metrics import prometheus_text
+from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
@@ -576,9 +576,9 @@ class DynamicInferenceEngine:
             position = min(position, len(tokens) - 1)
         return replace(explanation, below=(tier.name, position))
 
-    def stats(self) -> dict[str, int]:
-        """Counters since the start, and sizes now."""
-        return {
+    def stats(self) -> Stats:
+        """Counters since the start, and sizes now: a dict, which `print` shows in groups."""
+        counts = {
             **self.cache.stats(),
             "steps": self.num_steps,
             "forward_tokens": self.scheduler.num_forward_tokens,
@@ -595,6 +595,7 @@ class DynamicInferenceEngine:
                 request.parked.num_bytes for request in self.scheduler.waiting if request.parked
             ),
         }
+        return Stats(counts)
 
     def metrics(self) -> str:
         """`stats` in the text format that Prometheus scrapes; see `inference/metrics.py`."""

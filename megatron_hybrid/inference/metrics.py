@@ -6,6 +6,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import wrap
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP answer with these metrics."""
@@ -67,6 +68,42 @@ GAUGES = {
 }
 """Keys of `engine.stats()` that rise and fall."""
 _LOST_HELP = "Prompt tokens that were known, or in the making, and computed again, by reason."
+
+
+_GROUPS = {
+    "requests": ("requests", "leases", "preemptions", "refused", "held_back", "parked"),
+    "tokens": ("prompt_", "shared_", "skipped_", "fetched_", "forward_", "steps"),
+    "lost tokens": (_LOST,),
+    "cached": ("checkpoints", "kv_blocks", "cached_", "known_", "tokens_forgotten"),
+    "pool": ("page", "peak_pages", "pool_", "live_slot"),
+    "host, disk": ("host_", "disk_", "fetches"),
+    "other": ("",),
+}
+"""How `Stats` is printed: the first group with a beginning of the key's."""
+
+
+class Stats(dict[str, int]):
+    """What `engine.stats()` returns. `print` shows what part of the prompts was skipped, then all
+    that is not 0, in groups, in 80 columns."""
+
+    def __str__(self) -> str:
+        prompt = self["prompt_tokens"]
+        lines = ["no prompt yet"]
+        if prompt:
+            skipped, shared = (self[f"{name}_tokens"] / prompt for name in ("skipped", "shared"))
+            lines = [
+                f"hit rate: {skipped:.1%} of {prompt:,} prompt tokens skipped, {shared:.1%} shared"
+            ]
+        groups: dict[str, list[str]] = {name: [] for name in _GROUPS}
+        for key, value in self.items():
+            group = next(name for name, heads in _GROUPS.items() if key.startswith(heads))
+            if value:  # a no-break space keeps key and value in one line
+                groups[group].append(f"{key.removeprefix(_LOST)}\xa0{value:,}")
+        for name, parts in groups.items():
+            if parts:
+                text = f"{name:13}{', '.join(parts)}"
+                lines += wrap(text, 80, subsequent_indent=" " * 13, break_on_hyphens=False)
+        return "\n".join(lines).replace("\xa0", " ")
 
 
 def prometheus_text(stats: Mapping[str, int]) -> str:

@@ -12,6 +12,8 @@ from megatron_hybrid.inference.memory import ParkedRequest
 from megatron_hybrid.inference.offload import Fetch
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
 
+_WIDTH = 80
+
 
 class RequestStatus(StrEnum):
     WAITING = "waiting"  # in the queue: new, or preempted
@@ -26,9 +28,10 @@ class RequestStatus(StrEnum):
 class GenerationResult:
     """What one request (or one sample of it) produced.
 
-    `generated_tokens` holds no stop token unless `detokenize_stop_sequence` asked for it.
-    `log_probs` has one entry for each generated token. `prompt_log_probs` has one for each prompt
-    token but the first. Times are seconds since the request was added.
+    `print` shows it in two lines. `generated_tokens` holds no stop token unless
+    `detokenize_stop_sequence` asked for it. `log_probs` has one entry for each generated token.
+    `prompt_log_probs` has one for each prompt token but the first. Times are seconds since the
+    request was added.
     """
 
     request_id: int
@@ -46,6 +49,22 @@ class GenerationResult:
     """What the tokenizer raised when it wrote this answer's text; then that is None."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
     """The n - 1 samples beside the first, in its result."""
+
+    def __str__(self) -> str:
+        """Two lines of 80 columns: the answer, cut where it is longer, and what became of it."""
+        answer = self.generated_tokens if self.generated_text is None else self.generated_text
+        head = f"request {self.request_id}: "
+        if self.other_samples:
+            head = f"request {self.request_id}, 1 of {len(self.samples)} samples: "
+        line = head + (repr(answer) if self.error is None else " ".join(self.error.split()))
+        line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        reason = self.prefix and self.prefix.miss_reason
+        skipped = self.prefix.skipped_tokens if self.prefix else 0
+        return (
+            f"{line}\ntokens: prompt {len(self.prompt_tokens)}, skipped {skipped}"
+            f"{f' ({reason.value})' if reason else ''}, new {len(self.generated_tokens)} "
+            f"({self.finish_reason})"
+        )
 
     @property
     def samples(self) -> list["GenerationResult"]:

@@ -1,5 +1,6 @@
 """Prometheus metrics against the client library's parser, and the counters they come from."""
 
+import json
 import re
 from dataclasses import fields
 
@@ -8,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import CacheStats, MissReason
-from megatron_hybrid.inference.metrics import prometheus_text
+from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.offload import OffloadStats
 
 LINE = re.compile(
@@ -95,3 +96,26 @@ def test_an_undeclared_counter_is_refused():
 
 def test_no_lost_tokens_no_metric():
     assert "lost_tokens" not in prometheus_text({"requests": 1})
+
+
+def test_printed_stats_have_a_hit_rate_and_groups_in_80_columns(engine):
+    stats = engine.stats()
+    text = str(stats)
+    assert max(map(len, text.splitlines())) <= 80
+    rate = stats["skipped_tokens"] / stats["prompt_tokens"]
+    assert text.startswith(f"hit rate: {rate:.1%} of 170 prompt tokens skipped, ")
+    said = dict(re.findall(r"([a-z_]+) ([\d,]+)(?=,|\n|$)", text))
+    kept = {key.removeprefix("lost_tokens_"): value for key, value in stats.items() if value}
+    assert {key: int(value.replace(",", "")) for key, value in said.items()} == kept
+    heads = re.findall(r"(?m)^([a-z]+(?:,? [a-z]+)?)  ", text)
+    assert heads == ["requests", "tokens", "lost tokens", "cached", "pool"]
+    assert dict(stats) == json.loads(json.dumps(stats))  # still a dict
+
+
+def test_every_statistic_has_its_group(engine):
+    text = str(Stats({key: 1 for key in engine.stats()}))
+    assert "other" not in text and "host, disk" in text
+
+
+def test_stats_of_an_engine_that_did_nothing():
+    assert str(tiny_engine(tiny_model("M*")).stats()).startswith("no prompt yet\npool ")

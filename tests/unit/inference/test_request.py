@@ -1,0 +1,35 @@
+"""What is printed of an answer."""
+
+import pytest
+
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.inference.request import GenerationResult
+
+LONGEST = max(MissReason, key=len)
+
+
+def result(text="a\nb", reason=None, new=2, prompt=5, skipped=3, **fields):
+    report = PrefixReport(prompt, skipped, skipped, reason)
+    return GenerationResult(0, [7] * prompt, [8] * new, text, "stop", report, **fields)
+
+
+def test_a_printed_result_is_two_lines():
+    assert str(result()) == "request 0: 'a\\nb'\ntokens: prompt 5, skipped 3, new 2 (stop)"
+    assert "skipped 3 (budget)," in str(result(reason=MissReason.BUDGET))
+    assert str(result(text=None)).startswith("request 0: [8, 8]\n")
+    broken = result(text=None, error="ValueError: no\ntext")
+    assert str(broken).startswith("request 0: ValueError: no text\n")
+    assert str(result(other_samples=[result()])).startswith("request 0, 1 of 2 samples: 'a")
+
+
+@pytest.mark.parametrize("text", ["word " * 1000, "\n" * 1000, None])
+def test_a_printed_result_fits_80_columns(text):
+    long = result(text, LONGEST, new=9999, prompt=131_072, skipped=131_071)
+    first, second = str(long).split("\n")
+    assert len(first) == 80 and first.endswith("...")
+    assert len(second) <= 80
+
+
+def test_a_request_that_was_not_looked_up_yet_can_be_printed():
+    waiting = GenerationResult(3, [1], [], None, "waiting", None)
+    assert str(waiting) == "request 3: []\ntokens: prompt 1, skipped 0, new 0 (waiting)"
