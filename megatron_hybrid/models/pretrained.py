@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def load_pretrained(
     Args:
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
             docs/models.md), or "demo" for the small model in the package.
-        device: where to put it; None: torch's default device.
+        device: where to put it, such as "cuda"; None: torch's default device.
         dtype: what to run it in; None: what it was saved in. In half precision, what is computed
             with in fp32 is kept in fp32, and not rounded: routers, their biases, and the `A_log`,
             `D` and `dt_bias` of recurrent layers.
@@ -35,18 +36,21 @@ def load_pretrained(
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or a broken one.
+        ValueError: there is no such device here.
     """
+    device = _checked_device(device)
     path = model_folder(folder)
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
             f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
+            f"{hub_advice(folder)}"
         )
     if dtype is not None:
         overrides["params_dtype"] = dtype
     # Drawing random weights that are overwritten at once takes longer than reading the file.
     config = read_config(path, perform_initialization=False, **overrides)
-    with torch.device(device if device is not None else torch.get_default_device()):
+    with device:
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
     return model.eval(), _load_tokenizer(path, config.vocab_size)
@@ -55,6 +59,34 @@ def load_pretrained(
 def model_folder(name: str | os.PathLike) -> Path:
     """The folder that is meant: "demo" is in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
+
+
+def hub_advice(name: str | os.PathLike) -> str:
+    """What to do where a folder that is not there may be meant as a model of a hub."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
+        return ""
+    return (
+        f" A model of the Hugging Face Hub has to be downloaded first: `hf download {name} "
+        "--local-dir FOLDER`."
+    )
+
+
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    """Raises ValueError if it cannot be used."""
+    if device is None:
+        return torch.get_default_device()
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:1' ({error})") from None
+    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
+        has_cuda = torch.version.cuda or torch.version.hip
+        why = f"finds {torch.cuda.device_count()} GPUs" if has_cuda else "is a build for CPUs"
+        raise ValueError(
+            f"device is {device!r}, and torch {torch.__version__} {why}: use another device, or "
+            "install the build of torch for your GPU"
+        )
+    return checked
 
 
 def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.checkpoint import (
     CONFIG_FILE,
+    CheckpointError,
     config_of,
     quantization,
     read_json,
@@ -26,7 +28,7 @@ from megatron_hybrid.models.checkpoint import (
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
-from megatron_hybrid.models.pretrained import model_folder
+from megatron_hybrid.models.pretrained import hub_advice, model_folder
 
 GB = 10**9
 RESERVED = 0.1
@@ -34,6 +36,8 @@ RESERVED = 0.1
 _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a block table row much longer than this costs more than finer sharing brings
 _MOST_REQUESTS = 1024
+WIDTH = 80
+"""Columns of what is printed."""
 _UNITS = {"": 1, "k": 1000, "m": 10**6}
 
 
@@ -100,6 +104,8 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
     """
     folder = model_folder(path)
     file = folder / CONFIG_FILE if folder.is_dir() else folder
+    if not file.exists() and (advice := hub_advice(path)):
+        raise CheckpointError(f"{path} is no folder here.{advice}")
     values = with_dtype(read_json(file), file.parent)
     return config_of(values, str(file), perform_initialization=False)
 
@@ -251,30 +257,36 @@ def render(result: Plan) -> str:
     widths[2] = max(widths[2], len("pure attention"))
     symbols = layer_symbols(result.layer_pattern)
     if result.settings is None:
-        advice = (
+        advice = wrap(
             f"no room: the weights take {size(result.weight_bytes)} of "
             f"{size(result.memory_bytes)}, and one request of {result.context:,} tokens "
             f"{size(ours.request_bytes)} beside {RESERVED:.0%} for activations. Give more memory "
-            "(that of all devices which share the model), or a shorter context"
+            "(that of all devices which share the model), or a shorter context",
+            WIDTH,
         )
     else:
-        settings = ", ".join(f"{key}={value!r}" for key, value in result.settings.items())
-        advice = (
-            "recommended, half of the largest batch, so that prefixes have room: "
-            f"InferenceConfig({settings})"
-        )
+        advice = [
+            "recommended, half of the largest batch, so that prefixes have room:",
+            "InferenceConfig(",
+            *(f"    {key}={value!r}," for key, value in result.settings.items()),
+            ")",
+        ]
     published = ""
     if result.quantization is not None:
         published = f" (published as {result.quantization}; dequantize them to load them)"
     lines = [
-        f"{len(symbols)} layers in the pattern, {result.parameters:,} parameters, "
-        f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
+        *wrap(
+            f"{len(symbols)} layers in the pattern, {result.parameters:,} parameters, "
+            f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
+            WIDTH,
+        ),
         f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
-        f"{size(result.cache_bytes)} for requests and cache; context {result.context:,} tokens",
+        f"{size(result.cache_bytes)} for requests and cache",
+        f"context of a request {result.context:,} tokens",
         "",
         f"{'':{widths[0]}}  {'this model':>{widths[1]}}  {'pure attention':>{widths[2]}}",
         *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
         "",
-        advice,
+        *advice,
     ]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingPar
 from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint
 from megatron_hybrid.models.pretrained import load_pretrained
 from megatron_hybrid.models.tokenizer import Tokenizer
+from megatron_hybrid.tools.plan import read_model_config
 
 END = "<|endoftext|>"
 
@@ -68,6 +69,36 @@ def test_folder_without_a_tokenizer(folder):
 def test_no_folder(folder, name):
     with pytest.raises(CheckpointError, match=r"is not a folder\. Give the folder of a checkpoint"):
         load_pretrained(folder / name)
+
+
+@pytest.mark.parametrize(("name", "is_hub_id"), [("org/some-model.v2", True), ("/a/b/c", False)])
+def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
+    advice = f"`hf download {name} --local-dir FOLDER`"
+    for call in (load_pretrained, read_model_config):
+        with pytest.raises(CheckpointError) as error:
+            call(name)
+        assert (advice in str(error.value)) == is_hub_id
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            "cuda",
+            r"device is 'cuda', and torch .* is a build for CPUs: use another device, or inst",
+        ),
+        ("cuda:99", "device is 'cuda:99', and torch "),
+        ("gpu", "device is 'gpu'; use 'cpu', 'cuda' or 'cuda:1'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(
+    device, message, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained("nowhere", device=device)
 
 
 def test_unreadable_tokenizer(folder):

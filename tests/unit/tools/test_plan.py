@@ -110,6 +110,16 @@ def test_no_room():
     assert not_even_weights.cache_bytes == 0
 
 
+@pytest.mark.parametrize("gigabytes", [80, 17])
+def test_the_table_fits_80_columns_and_its_settings_can_be_pasted(gigabytes):
+    result = plan(NEMOTRON_H_8B, gigabytes * 10**9, 100_000)
+    text = render(result)
+    assert max(map(len, text.splitlines())) <= 80
+    if result.settings is not None:
+        call = text[text.index("InferenceConfig(") :]
+        assert eval(call, {"InferenceConfig": dict}) == result.settings
+
+
 def test_table_and_json():
     result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
     text = render(result)
