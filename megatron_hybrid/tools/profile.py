@@ -22,7 +22,7 @@ from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.tools.plan import GB, spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling
-from megatron_hybrid.tools.replay.ours import TOO_LARGE, Ours
+from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.rules import rules
 from megatron_hybrid.tools.replay.runner import Replay, replay
@@ -40,9 +40,10 @@ class CacheResult:
     block_tokens: int
     """Tokens between positions at which a prompt can resume."""
     too_short_percent: float
-    """Prompts without such a position before their last token: nothing of them is ever skipped."""
+    """Compared prompts without such a position before their last token: nothing of them is ever
+    skipped."""
     skipped_percent: float
-    """Prompt tokens that are not computed."""
+    """Tokens of the compared prompts that are not computed."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class Profile:
     lost_tokens: dict[str, int]
     """Tokens that this engine knew and computed again, by reason; the largest part first."""
     too_large: int
-    """Requests that do not fit into the pool: here they ran beside the cache."""
+    """Requests whose prompt does not fit into this engine's pool: no cache is asked for them."""
+    compared_tokens: int
+    """Prompt tokens of all others."""
 
     @property
     def histogram(self) -> list[Bin]:
@@ -137,7 +140,7 @@ def profile(
         state_encoding: of this engine's checkpoints, as in InferenceConfig.
 
     Raises:
-        ValueError: an unknown encoding, or memory for less than two pages.
+        ValueError: an unknown encoding, or memory for less than two pages, or for no prompt.
     """
     with torch.device("meta"):
         model = build_hybrid_model(config)
@@ -149,21 +152,27 @@ def profile(
             f"bytes; give at least {2 * spec.page_bytes / GB:.10g} GB"
         )
     lengths = [len(request.prompt) for request in requests]
+    ours = Ours(spec, memory_bytes)
+    compared = [request for request in requests if ours.holds(len(request.prompt))]
+    if not compared:
+        raise ValueError(
+            f"none of the prompts fits into {memory_bytes / GB:.10g} GB of cache, the shortest has "
+            f"{min(lengths):,} tokens: give more memory"
+        )
     caches: list[CacheResult] = []
 
     def add(name: str, what: str, block_tokens: int, too_short: int, result: Replay) -> None:
-        shares = too_short / len(lengths), result.skipped_share
+        shares = too_short / len(compared), result.skipped_share
         percents = (round(100 * share, 2) for share in shares)
         caches.append(CacheResult(name, what, block_tokens, *percents))
 
     for rule in rules(model.cache_requirements(), spec):
-        too_short = sum(length <= rule.block_tokens for length in lengths)
-        found = replay(requests, rule.build(memory_bytes))
+        found = replay(compared, rule.build(memory_bytes))
+        too_short = sum(length <= rule.block_tokens for length in found.prompt_tokens)
         add(rule.name, rule.what, rule.block_tokens, too_short, found)
-    ours = Ours(spec, memory_bytes)
-    result = replay(requests, ours)
+    result = replay(compared, ours)
     add(OURS, "its own cache, as the engine drives it", 1, 0, result)
-    add(CEILING, "what bounds every cache from above", 1, 0, replay(requests, Ceiling()))
+    add(CEILING, "what bounds every cache from above", 1, 0, replay(compared, Ceiling()))
     stats = ours.cache.stats()
     lost = {reason.value: stats[f"lost_tokens_{reason.value}"] for reason in MissReason}
     lost = sorted(((n, reason) for reason, n in lost.items() if n), reverse=True)
@@ -179,5 +188,6 @@ def profile(
         lengths=lengths,
         caches=caches,
         lost_tokens={reason: tokens for tokens, reason in lost},
-        too_large=result.miss_reasons.count(TOO_LARGE),
+        too_large=len(requests) - len(compared),
+        compared_tokens=sum(result.prompt_tokens),
     )

@@ -7,12 +7,11 @@ from textwrap import wrap
 
 import numpy as np
 
-from megatron_hybrid.tools.plan import size
+from megatron_hybrid.tools.plan import WIDTH, size
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
 
-_WIDTH = 96
-_BAR = 30
+_BAR = 24
 _NOTE = (
     "The first caches are models of other engines' documented rules (LRU, one pool for KV and "
     "states), not measurements of the engines:"
@@ -23,11 +22,23 @@ def render(result: Profile) -> str:
     """The profile as plain text."""
     lengths = np.array(result.lengths)
     median, most = (int(np.quantile(lengths, q)) for q in (0.5, 0.95))
-    lines = [
+    heads = [
         f"{_prompts(result.requests)}, {result.prompt_tokens:,} tokens; median {median:,}, 95 % up "
         f"to {most:,}, longest {lengths.max():,}",
         f"{size(result.memory_bytes)} of cache: KV {size(result.kv_bytes_per_token)} per token, a "
         f"saved position {size(result.checkpoint_bytes)} (states {result.state_encoding})",
+    ]
+    if result.too_large:
+        verb = "does" if result.too_large == 1 else "do"
+        rest = result.requests - result.too_large
+        heads.insert(
+            0,
+            f"{_prompts(result.too_large)} {verb} not fit into the cache at all: an engine would "
+            f"refuse them. All that is skipped or lost is of the other {_prompts(rest)}, "
+            f"{result.compared_tokens:,} tokens. Give more memory for all.",
+        )
+    lines = [
+        *(line for head in heads for line in wrap(head, WIDTH)),
         "",
         *_histogram(result),
         "",
@@ -40,7 +51,7 @@ def render(result: Profile) -> str:
         ),
     ]
     if result.lost_tokens:
-        share = 100 / result.prompt_tokens
+        share = 100 / result.compared_tokens
         lost = [(reason, f"{n:,}", f"{n * share:.1f}") for reason, n in result.lost_tokens.items()]
         heads = ("known to this engine, computed again", "tokens", "% of tokens")
         lines += ["", *_table(heads, lost)]
@@ -50,12 +61,9 @@ def render(result: Profile) -> str:
             "Answers (`output`) are not given for all prompts: what a next turn shares with an "
             "answer counts as new."
         )
-    if result.too_large:
-        verb = "does" if result.too_large == 1 else "do"
-        notes.append(f"{_prompts(result.too_large)} {verb} not fit into the cache at all.")
     lines.append("")
     for note in notes:
-        lines += wrap(note, _WIDTH, subsequent_indent="  " if note.startswith("-") else "")
+        lines += wrap(note, WIDTH, subsequent_indent="  " if note.startswith("-") else "")
     return "\n".join(lines)
 
 
@@ -78,7 +86,7 @@ def _histogram(result: Profile) -> list[str]:
                 f"{each.start:,} - {each.end - 1:,}",
                 f"{each.requests:,}",
                 "#" * -(-each.requests * _BAR // most),
-                "< " + "; ".join(here) if here else "",
+                [f"< {name}" for name in here] or [""],
             )
         )
     bar = max(len(row[2]) for row in rows)
@@ -87,7 +95,11 @@ def _histogram(result: Profile) -> list[str]:
     )
     return [
         head,
-        *(f"{line}  {row[2]:{bar}}  {row[3]}".rstrip() for line, row in zip(table, rows)),
+        *(
+            f"{'' if again else line:{len(head)}}  {'' if again else row[2]:{bar}}  {mark}".rstrip()
+            for line, row in zip(table, rows)
+            for again, mark in enumerate(row[3])  # a line for each
+        ),
     ]
 
 
@@ -128,6 +140,7 @@ def draw(result: Profile, path: str | Path) -> None:
     right.bar_label(bars, fmt="%.1f", padding=3)
     right.invert_yaxis()
     right.set_xlim(0, 110)
-    right.set_xlabel(f"prompt tokens skipped, %; {size(result.memory_bytes)} of cache")
+    left_out = f", {_prompts(result.too_large)} left out" if result.too_large else ""
+    right.set_xlabel(f"prompt tokens skipped, %; {size(result.memory_bytes)} of cache{left_out}")
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)

@@ -41,12 +41,16 @@ class Ours:
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a prompt of this length can ever run, as an engine asks at the door."""
+        return self.cache.fits(num_tokens, self._chunk)
+
     def begin(self, prompt: np.ndarray) -> Running | None:
         return self.begin_chat(prompt, ())
 
     def begin_chat(self, prompt: np.ndarray, message_starts: Sequence[int]) -> Running | None:
         cache, n = self.cache, len(prompt)
-        if not cache.fits(n, self._chunk):  # as an engine asks at the door
+        if not self.holds(n):
             return Running(None, 0, TOO_LARGE)
         lease = cache.acquire(
             prompt, capacity_tokens=n, chunk_tokens=self._chunk, messages=message_starts

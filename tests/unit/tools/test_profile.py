@@ -94,12 +94,33 @@ def test_an_encoding_makes_room():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"), [((5000, 20, 20), "1 prompt does"), ((5000, 5000), "2 prompts do")]
+    ("large", "said"),
+    [(1, "1 prompt does not fit into the cache at all:"), (2, "2 prompts do not fit into")],
 )
-def test_what_is_too_large_for_the_pool_is_told(lengths, said):
-    result = profile(requests(*map(tokens, lengths)), ATTENTION, 100_000)
-    assert result.too_large == lengths.count(5000)
-    assert f"\n{said} not fit into the cache at all" in render(result)
+def test_what_is_too_large_for_the_pool_is_told_first_and_compared_by_nobody(large, said):
+    """An infinite cache would skip the second of the long ones."""
+    small, long = [tokens(200)] * 2, [tokens(5000, 1)] * large
+    result = profile(requests(*long, *small), ATTENTION, 100_000)
+    alone = profile(requests(*small), ATTENTION, 100_000)
+    assert (result.too_large, result.compared_tokens) == (large, 400)
+    assert (result.requests, result.prompt_tokens) == (2 + large, 400 + 5000 * large)
+    assert (result.caches, result.lost_tokens) == (alone.caches, alone.lost_tokens)
+    text = render(result)
+    assert text.startswith(said)
+    assert "of the other 2 prompts, 400 tokens" in " ".join(text.split())
+
+
+def test_a_cache_for_none_of_the_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"none of the prompts fits into 0\.0001 GB.* 4,000 tok"):
+        profile(requests(tokens(5000), tokens(4000)), ATTENTION, 100_000)
+
+
+@pytest.mark.parametrize("lengths", [(70, 300, 300), (1000, 1100), (16, 5, 80_000)])
+def test_the_table_is_80_columns_wide(lengths):
+    result = profile(requests(*map(tokens, lengths)), CONFIG, 1e8)
+    lines = render(result).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("< " in line for line in lines) <= 3  # each rule's block beside its bin
 
 
 def test_one_prompt_is_no_plural():
@@ -124,7 +145,7 @@ def test_the_table():
     assert any(line.startswith("64 - 127 ") and "< 64-token grid" in line for line in lines)
     assert any(line.split()[-2:] == ["0.0", "44.4"] for line in lines if "infinite" in line)
     assert any(line.startswith("state_never_saved") for line in lines)
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     assert "not measurements" in render(result) and "Answers (`output`) are not" in render(result)
 
 
