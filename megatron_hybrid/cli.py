@@ -1,4 +1,4 @@
-"""The command line: `megatron-hybrid demo`, `generate`, `convert`, `plan`, `profile`, `info`."""
+"""The command line: `megatron-hybrid demo`, `generate`, `explain`, `convert`, `plan`, ..."""
 
 import argparse
 import math
@@ -27,6 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Writes the default of what has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-hybrid",
@@ -37,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="the three prefix-caching modes side by side",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     demo.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
     demo.set_defaults(command=_demo)
@@ -45,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue your own text",
-        epilog="In brackets: the name in Python, which errors use.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="In brackets: the name in Python, which errors use. The model's own defaults are "
+        "those of its generation_config.json.",
+        formatter_class=_Formatter,
     )
     generate.add_argument(
         "--prompt",
@@ -54,34 +64,37 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="text to continue; several prompts run through one cache, one after the other",
     )
-    generate.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
+    default = "(default: the model's own, else"
     generate.add_argument(
-        "--tokens", type=int, default=64, help="most tokens to generate (num_tokens_to_generate)"
+        "--tokens",
+        type=int,
+        help=f"most tokens to generate (num_tokens_to_generate) {default} 30)",
     )
+    generate.add_argument("--temperature", type=float, help=f"0 is greedy {default} 1)")
+    generate.add_argument("--top-k", type=int, help=f"0 keeps all tokens {default} 0)")
+    generate.add_argument("--top-p", type=float, help=f"0 keeps all tokens {default} 0)")
     generate.add_argument(
-        "--context",
-        default="8192",
-        help="most tokens of prompt and answer: 4096, 100k, 1M (max_sequence_length)",
+        "--seed", type=int, help="of each prompt's draws (default: one from its place in the call)"
     )
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
-    generate.add_argument("--top-p", type=float, default=0.95, help="0 keeps all tokens")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument(
-        "--mode", default="restore", help="off, memory_only or restore (prefix_caching)"
-    )
-    generate.add_argument(
-        "--cache-mib", type=int, default=256, help="size of the page pool in MiB (cache_bytes)"
-    )
-    _add_state_encoding(generate)
-    generate.add_argument(
-        "--cache-dir",
-        help="folder that keeps the cache from one call to the next, of prompts from 16 tokens on",
-    )
+    _add_engine(generate)
     generate.set_defaults(command=_generate)
 
+    explain = commands.add_parser(
+        "explain",
+        help="what a cache knows of a prompt, and why it stops",
+        description="What would be skipped of the last prompt, and why not more. Others before it "
+        "are computed first.",
+        epilog="In brackets: the name in Python, which errors use.",
+        formatter_class=_Formatter,
+    )
+    explain.add_argument("--prompt", action="append", required=True, help="text; the last counts")
+    _add_engine(explain)
+    explain.set_defaults(command=_explain)
+
     convert = commands.add_parser(
-        "convert", help="a Hugging Face model folder into a checkpoint of ours, or back"
+        "convert",
+        help="a Hugging Face model folder into a checkpoint of ours, or back",
+        formatter_class=_Formatter,
     )
     convert.add_argument("source", help="folder to read")
     convert.add_argument("target", help="folder to write; must not exist, or be empty")
@@ -89,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--to",
         choices=("megatron", "huggingface"),
         default="megatron",
-        help="huggingface: back to the architecture that the model came from (default: megatron)",
+        help="huggingface: back to the architecture that the model came from",
     )
     convert.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the source"
@@ -99,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="memory of a model: KV, states, largest batch, what a cache holds",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     plan.add_argument("--model", required=True, help="model folder or config.json")
     plan.add_argument("--memory", type=gigabytes, required=True, help="of the device, in GB (10^9)")
@@ -111,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     profile = commands.add_parser(
         "profile",
         help="your own prompts: what prefix caches would skip of them",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     profile.add_argument(
         "prompts",
@@ -150,6 +163,42 @@ def _add_state_encoding(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
+    command.add_argument(
+        "--context",
+        default="8192",
+        help="most tokens of prompt and answer: 4096, 100k, 1M (max_sequence_length)",
+    )
+    command.add_argument(
+        "--mode", default="restore", help="off, memory_only or restore (prefix_caching)"
+    )
+    command.add_argument(
+        "--cache-mib", type=int, default=256, help="size of the page pool in MiB (cache_bytes)"
+    )
+    _add_state_encoding(command)
+    command.add_argument(
+        "--cache-dir",
+        help="folder that keeps the cache from one call to the next, of prompts from 16 tokens on",
+    )
+
+
+def _engine(options: argparse.Namespace):
+    """Of the options of `_add_engine`."""
+    from megatron_hybrid.config import InferenceConfig
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.tools.plan import parse_count
+
+    config = InferenceConfig(
+        prefix_caching=options.mode,
+        cache_bytes=options.cache_mib << 20,
+        max_sequence_length=parse_count(options.context),
+        state_encoding=options.state_encoding,
+        cache_dir=options.cache_dir,
+    )
+    return DynamicInferenceEngine(*_load(options.model), config)
+
+
 def _load(folder: str):
     """Model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there and
     leaves greedy answers no near ties to be decided by rounding."""
@@ -179,10 +228,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_hybrid.config import InferenceConfig
-    from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.sampling import SamplingParams
-    from megatron_hybrid.tools.plan import parse_count
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -191,15 +237,7 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
         num_tokens_to_generate=options.tokens,
     )
-    config = InferenceConfig(
-        prefix_caching=options.mode,
-        cache_bytes=options.cache_mib << 20,
-        max_sequence_length=parse_count(options.context),
-        state_encoding=options.state_encoding,
-        cache_dir=options.cache_dir,
-    )
-    model, tokenizer = _load(options.model)
-    engine = DynamicInferenceEngine(model, tokenizer, config)
+    engine = _engine(options)
     for prompt in options.prompt:
         events = engine.stream(prompt, params)  # what cannot be served is refused here
         print(prompt, end="", flush=True)
@@ -217,6 +255,21 @@ def _generate(options: argparse.Namespace) -> int:
     if options.cache_dir:
         engine.save_cache()
     engine.close()
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from megatron_hybrid.inference.sampling import SamplingParams
+
+    if options.cache_dir is not None and not Path(options.cache_dir).is_dir():
+        raise ValueError(
+            f"--cache-dir {options.cache_dir} is no folder: `generate --cache-dir` makes one"
+        )
+    *before, last = options.prompt
+    with _engine(options) as engine:
+        for prompt in before:
+            engine.generate(prompt, SamplingParams(num_tokens_to_generate=0))
+        print(engine.explain(last))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import wrap
 
 from megatron_hybrid.cache.lease import Match
 from megatron_hybrid.cache.report import MissReason
@@ -56,7 +57,7 @@ class KnownPosition:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `match` would answer, and why. `str` draws it."""
+    """What `match` would answer, and why. `str` draws it, in 80 columns."""
 
     match: Match
     held_tokens: int
@@ -100,7 +101,7 @@ class Explanation:
             lines.append(f"stops at {skipped:,}: what follows is new")
         if self.below is not None:
             lines.append(f"a request waits for what can be fetched, and starts at {position:,}")
-        return "\n".join(lines)
+        return "\n".join(part for line in lines for part in wrap(line, 80, subsequent_indent="  "))
 
 
 def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:

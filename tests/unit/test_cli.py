@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from reference import tiny_model
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_hybrid import cli
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.checkpoint import save_checkpoint
+from megatron_hybrid.models.pretrained import load_pretrained
 from megatron_hybrid.models.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
@@ -93,7 +97,7 @@ def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch)
         (["--mode", "on"], "prefix_caching is 'on'"),
         (["--temperature", "-1"], "temperature"),
         (["--tokens", "100000"], "max_sequence_length"),
-        (["--context", "5"], "max_sequence_length=5"),
+        (["--context", "5", "--tokens", "6"], "max_sequence_length=5"),
         (["--context", "much"], "'much' is no number of tokens"),
     ],
 )
@@ -113,10 +117,79 @@ def test_info_names_versions_and_optional_libraries(capsys):
         assert name in out
 
 
+def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    values = {"do_sample": True, "temperature": 0.7, "top_k": 5, "max_new_tokens": 9}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
+    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abc"]
+    assert cli.main(arguments) == 0
+    model, tokenizer = load_pretrained(tmp_path / "model", dtype=torch.float32)
+    (result,) = DynamicInferenceEngine(model, tokenizer).generate(["abc"])
+    assert len(result.generated_tokens) == 9
+    assert capsys.readouterr().out == f"abc{result.generated_text}\n"
+    assert cli.main(["convert", str(tmp_path / "model"), str(tmp_path / "copy")]) == 0
+    assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == values
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": "hot"}')
+    assert cli.main(arguments) == 2
+    assert "generation_config.json of the model has temperature='hot'" in capsys.readouterr().err
+
+
+def test_explain_after_the_prompts_before_it(folder, capsys):
+    known = "some forty characters of a prompt to skip"
+    arguments = ["explain", "--model", folder, "--prompt", known]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("0 of 41 prompt tokens are skipped (0.0%)")
+    assert cli.main([*arguments, "--prompt", known + ", and more"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("41 of 51 prompt tokens are skipped (80.4%), KV of 41 is shared\n")
+    assert "stops at 41: what follows is new" in out
+
+
+def test_explain_of_a_saved_cache(folder, capsys, tmp_path):
+    prompt, cache = "some forty characters of a prompt to skip", str(tmp_path / "cache")
+    arguments = ["--model", folder, "--prompt", prompt, "--cache-dir", cache]
+    assert cli.main(["explain", *arguments]) == 2
+    assert f"--cache-dir {cache} is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+    assert cli.main(["generate", *arguments]) == 0
+    capsys.readouterr()
+    assert cli.main(["explain", *arguments]) == 0
+    assert "41 can be fetched: the disk has them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "explain", "convert", "plan", "profile"])
+def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "default: None" not in out and "default: False" not in out
+    expected = {
+        "demo": "(default: demo)",
+        "generate": "0 is greedy (default: the model's own, else 1)",
+        "explain": "(cache_bytes) (default: 256)",
+        "convert": "(default: megatron)",
+        "plan": "(default: 8k)",
+        "profile": "(default: exact)",
+    }
+    assert expected[command] in out
+
+
+@pytest.mark.parametrize("command", ["plan", "info", "explain"])
+def test_what_is_printed_fits_80_columns(command, capsys):
+    arguments = {
+        "plan": ["--model", "demo", "--memory", "1"],
+        "info": [],
+        "explain": ["--prompt", "once upon a time there was", "--prompt", "once upon a time, a"],
+    }
+    assert cli.main([command, *arguments[command]]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_plan(folder, capsys):
     assert cli.main(["plan", "--model", folder, "--memory", "0.01GB", "--context", "1k"]) == 0
     table = capsys.readouterr().out
-    assert "KV per token" in table and "that prefixes have room: InferenceConfig(" in table
+    assert "KV per token" in table and "that prefixes have room:\nInferenceConfig(\n" in table
     assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["context"] == 8000 and values["model"]["largest_batch"] > 0
