@@ -390,7 +390,7 @@ def test_a_sequence_that_is_too_long_for_the_machine_is_refused(length):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("a\0b", "null byte"), ("a\ud800", "surrogates not allowed"), ("loop", ""), ("loop/a", "")],
+    [("a\0b", "null"), ("a\ud800", "surrogates not allowed"), ("loop", ""), ("loop/a", "")],
 )
 def test_a_name_that_no_folder_can_have_is_refused(name, why, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
