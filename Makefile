@@ -11,9 +11,11 @@ PINS    := constraints/python$(or $(filter $(VERSION),$(PINNED)),$(lastword $(PI
 # Installed first and by itself, so that a CPU build that is there already stays.
 TORCH   ?= $(if $(PINS),torch==2.13.0,torch)
 
-# -qq: errors alone. The pins bind the builds, too; pip 26.2 and newer ask for that by a variable of its own.
+# Of pip only errors show; QUIET= shows the rest, such as which requirements conflict.
+QUIET   ?= -qq
+# The pins bind the builds, too; pip 26.2 and newer ask for that by a variable of its own.
 HELD := $(if $(PINS),PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt)
-PIP  := $(HELD) $(BIN)/python -m pip -qq --disable-pip-version-check
+PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
@@ -122,7 +124,7 @@ $(VENV)/.installed-%: $(VENV)/.base setup.py
 # From metadata alone. In an environment of its own: that of the tests may not install while a pin is wrong.
 lock:
 	@$(PYTHON) -m venv .venv-lock
-	@.venv-lock/bin/python -m pip -qq --disable-pip-version-check install $(if $(wildcard $(PINS)),--constraint $(PINS)) uv
+	@.venv-lock/bin/python -m pip $(QUIET) --disable-pip-version-check install $(if $(wildcard $(PINS)),--constraint $(PINS)) uv
 	for version in $(PINNED); do \
 	    echo "pip setuptools $(TORCH)" | tr " " "\n" | .venv-lock/bin/uv pip compile --quiet --upgrade \
 	        --python-version $$version --python-platform linux --no-annotate --custom-compile-command "make lock" \
@@ -130,4 +132,4 @@ lock:
 	done
 
 clean:
-	rm -rf $(VENV) .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(sort $(VENV) .venv) .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis
