@@ -74,7 +74,7 @@ _GROUPS = {
     "requests": ("requests", "leases", "preemptions", "refused", "held_back", "parked"),
     "tokens": ("prompt_", "shared_", "skipped_", "fetched_", "forward_", "steps"),
     "lost tokens": (_LOST,),
-    "cached": ("checkpoints", "kv_blocks", "cached_", "known_", "tokens_forgotten"),
+    "cached": ("checkpoints", "kv_blocks", "cached_", "known_", "tokens_forgotten", "weight_"),
     "pool": ("page", "peak_pages", "pool_", "live_slot"),
     "host, disk": ("host_", "disk_", "fetches"),
     "other": ("",),

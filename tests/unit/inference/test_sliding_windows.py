@@ -301,7 +301,8 @@ def test_a_pool_for_one_window_serves_a_long_request(window, block, max_tokens):
         small.add_request(random_tokens(250), greedy(150))
     shorter = bound(window, 1, block) < pages  # forwards would help
     lower = f"lower max_tokens, now {max_tokens}, or " if shorter else ""
-    assert str(refused.value).endswith(f": {lower}raise cache_bytes or shorten the request")
+    remedy = "raise cache_bytes, or shorten the prompt or the answer (num_tokens_to_generate=150)"
+    assert str(refused.value).endswith(f": {lower}{remedy}")
     if shorter:
         single = {**fields, "max_tokens": 1}
         small = window_engine("W-", window, cache_bytes=page * pages, **single)
