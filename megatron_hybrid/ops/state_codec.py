@@ -41,8 +41,8 @@ _FACTOR_BITS = 6
 _FACTOR_LEVELS = 2 ** (_FACTOR_BITS - 1) - 1
 _MOST_LEVELS = 2.0**22
 """No step is smaller than this part of the largest element: fp32 has no more to give."""
-_MOST_SPREAD_BITS = 40.0
-"""The rms of the levels of a head is 2^-40 to 2^40 steps, so that their squares are finite."""
+_MOST_SPREAD_BITS = 3.5
+"""No head is told to be smaller than the largest of its state by more bits: 11 times."""
 _HEADROOM = 0.125
 """What is weighted is decoded in eighths: weights are 1 to 4, and parts may exceed their sum."""
 
@@ -236,16 +236,16 @@ def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
     Errors are relative to the size of a state: the layers of a model normalise what they get.
     Within a state a step grows with the square root of a head's rms: half-way between equal errors,
     right where the outputs of heads are summed up as they are, and equal relative errors, right
-    where each is normalised by itself.
+    where each is normalised by itself. But no head is so much smaller than the largest that its
+    step is more than 3.4 times as long, relative to it, as the average.
     """
     rms_H11 = x_HNP.square().mean((1, 2), keepdim=True).sqrt()
     some_H11 = rms_H11 > 0
-    size_H11 = torch.where(some_H11, rms_H11.log2() + unit_H11.log2(), 0.0)
-    typical = size_H11.sum() / some_H11.sum().clamp(min=1)
-    between_H11 = ((size_H11 + typical) / 2).clamp(
-        size_H11 - _MOST_SPREAD_BITS, size_H11 + _MOST_SPREAD_BITS
-    )
-    return torch.where(some_H11, between_H11 - unit_H11.log2(), 0.0).exp2()
+    size_H11 = torch.where(some_H11, rms_H11.log2() + unit_H11.log2(), -math.inf)
+    bits_H11 = (size_H11 - size_H11.amax()).clamp(min=-_MOST_SPREAD_BITS) / 2
+    average = torch.where(some_H11, bits_H11, 0.0).sum() / some_H11.sum().clamp(min=1)
+    # On average a head has levels of rms 1, whatever the sizes: no state takes bits from others.
+    return torch.where(some_H11, rms_H11 * (average - bits_H11).exp2(), 1.0)
 
 
 def _take_out_leading_parts(
