@@ -91,7 +91,7 @@ _set_handler = _numpy_function(_SET_HANDLER, ctypes.py_object)
 
 class FailingAllocator(TorchDispatchMode):
     """Within `with`, counts the allocations of the package in this thread; the `fail_at`-th from
-    then on fails, once.
+    then on fails, and some after it.
 
     Attributes:
         count: allocations since `arm`.
@@ -103,28 +103,36 @@ class FailingAllocator(TorchDispatchMode):
         super().__init__()
         self.arm(fail_at)
 
-    def arm(self, fail_at: int | None) -> None:
-        """The `fail_at`-th allocation from now on (1: the next one) fails; None: none does."""
+    def arm(self, fail_at: int | None, times: int = 1) -> None:
+        """The `fail_at`-th allocation from now on (1: the next one) fails, with those behind it
+        `times` together; None: none does."""
         self.count, self.fail_at, self.has_failed, self.failed = 0, fail_at, False, None
+        self.times = times
         self._line, self._seen = None, _num_allocated
 
     def __enter__(self):
         _set_handler(_COUNTING)
         self._seen = _num_allocated
         sys.settrace(self._trace)
+        sys.setprofile(self._profile)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
+        sys.setprofile(None)
         sys.settrace(None)
         _set_handler(_USUAL)
 
     def _fails(self, where) -> bool:
         self.count += 1
-        if self.count != self.fail_at:
+        if self.fail_at is None or not 0 <= self.count - self.fail_at < self.times:
             return False
-        self.has_failed, self.failed = True, where
+        self.has_failed, self.failed = True, self.failed or where
         return True
+
+    def _profile(self, frame, event, argument):
+        if event == "call" and sys.gettrace() is None:  # Python drops a trace that raised
+            sys.settrace(self._trace)
 
     def _trace(self, frame, event, argument):
         return self._trace_line if frame.f_code.co_filename.startswith(_PACKAGE) else None

@@ -1,4 +1,4 @@
-"""Engine steps of which every other one meets a failing allocation, of numpy or torch.
+"""Engine steps of which every other one meets failing allocations, of numpy or torch: one, 5 or 40.
 
 `python tests/memory_fuzz.py --steps 100000` (`make soak`) prints what was lost: nothing.
 """
@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,9 +106,8 @@ def one_step(engine, requests, random, failing: FailingAllocator, counts: Counts
     cancelled = None
     if random.integers(20) == 0 and requests:
         cancelled = requests[-1 - int(random.integers(min(4, len(requests))))][1]
-    fail_at = int(random.geometric(0.01)) if random.integers(2) else None
-    with failing:
-        failing.arm(fail_at)
+    failing.arm(int(random.geometric(0.01)), times=int(random.choice([1, 1, 5, 40])))
+    with failing if random.integers(2) else nullcontext():
         try:
             if cancelled is not None:
                 engine.cancel(cancelled)

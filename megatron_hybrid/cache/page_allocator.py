@@ -33,7 +33,7 @@ class PageAllocator:
         # Every state within a window behind a block holds that block's pages, of any prompt.
         self.cached_counts = np.zeros(num_pages, dtype=np.int32)
         # Those that were given back, a stack; beneath it all from _fresh on, never handed out yet.
-        self._returned = np.empty(0, dtype=np.int32)
+        self._returned = np.empty(num_pages, dtype=np.int32)
         self._num_returned = 0
         self._fresh = 1
         self.num_free = num_pages - 1
@@ -87,7 +87,6 @@ class PageAllocator:
         cached = self.cached_counts[unheld]
         num_cached = int(np.count_nonzero(cached))
         free = unheld[cached == 0] if num_cached else unheld
-        self._make_room(free.size)
         self.ref_counts[at] = refs
         self.num_evictable += num_cached
         self.num_let_go += num_cached > 0
@@ -110,15 +109,9 @@ class PageAllocator:
         counts -= 1
         held = counts | self.ref_counts[at]
         free = at[held == 0] if np.count_nonzero(held) else at
-        self._make_room(free.size)
         self.cached_counts[at] = counts
         self.num_evictable -= free.size
         self._push(free)
-
-    def _make_room(self, n: int) -> None:
-        """Room for n more pages that are given back."""
-        used = self._num_returned
-        self._returned = with_room(self._returned, used, used + n)
 
     def _push(self, pages: np.ndarray) -> None:
         start, self._num_returned = self._num_returned, self._num_returned + pages.size
@@ -131,7 +124,7 @@ class PageAllocator:
         returned = np.flatnonzero(~held[1 : self._fresh]).astype(np.int32)[::-1] + 1
         evictable = (ref_counts == 0) & (cached_counts > 0)
         self.ref_counts[:], self.cached_counts[:] = ref_counts, cached_counts
-        self._returned, self._num_returned = returned, returned.size
+        self._returned[: returned.size], self._num_returned = returned, returned.size
         self.num_free = returned.size + self.num_pages - self._fresh
         self.num_evictable = int(np.count_nonzero(evictable))
         self.num_let_go += 1

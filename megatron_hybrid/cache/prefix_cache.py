@@ -79,8 +79,7 @@ def rolled_back(operation: Callable) -> Callable:
 
     @wraps(operation)
     def whole(self, *args, **kwargs):
-        if self._is_miscounted:
-            self._recover()
+        self._recover_if_needed()
         num_leases = len(self._leases)
         try:
             return operation(self, *args, **kwargs)
@@ -347,7 +346,6 @@ class PrefixCache:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
-    @rolled_back
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Room for KV of tokens < capacity_tokens, and in local groups for a forward of
         chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
@@ -361,13 +359,16 @@ class PrefixCache:
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
         check_whole(capacity_tokens, chunk_tokens)
+        return self._extend(lease, capacity_tokens, end)
+
+    @rolled_back
+    def _extend(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
         if not self._pages.has_room(lease, capacity_tokens, end):
             self._stats.refused += 1
             return False
         self._pages.grow(lease, capacity_tokens, end)
         return True
 
-    @rolled_back
     def commit(
         self,
         lease: Lease,
@@ -383,7 +384,7 @@ class PrefixCache:
         become visible to others when a block fills, after a forward of more than one token, with
         flush=True (when the lease is about to end), and where a checkpoint is published. At the
         same times local blocks that no later token sees are given back. answered: the request is
-        complete; implies flush.
+        complete; implies flush. Needs no memory: without it they become visible later, or never.
         """
         check_live(lease)
         before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
@@ -392,7 +393,7 @@ class PrefixCache:
                 f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
-        size, lease.tokens = self.spec.block_size_tokens, tokens
+        lease.tokens = tokens
         flush = flush or answered or num_tokens_done - before > 1
         flush = flush or num_tokens_done >= lease.next_flush
         if flush:
@@ -403,19 +404,23 @@ class PrefixCache:
             while lease.next_rung <= num_tokens_done:
                 lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
                 lease.next_rung += self._rung_tokens
-            if num_tokens_done and self.mode != "off":
-                self._publish_tokens(lease, num_tokens_done)
-            if before < size <= num_tokens_done:
-                self._first_blocks.note(tokens, lease.salt)
         lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
             self._note_saving(lease)
         if flush:
-            lease.next_flush = (lease.done // size + 1) * size
-            try:
-                self._pages.roll(lease)
-            except MemoryError:  # the next time
-                self._is_miscounted = True
+            with suppress(MemoryError):
+                self._flush(lease, before)
+
+    @rolled_back
+    def _flush(self, lease: Lease, before: int) -> None:
+        """What is done becomes visible. before: what was done before."""
+        size = self.spec.block_size_tokens
+        if lease.done and self.mode != "off":
+            self._publish_tokens(lease, lease.done)
+        self._pages.roll(lease)
+        if before < size <= lease.done:
+            self._first_blocks.note(lease.tokens, lease.salt)
+        lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
@@ -515,25 +520,23 @@ class PrefixCache:
         self.abandon(reservation)  # its references; those of the index remain
         return first
 
-    @rolled_back
     def abandon(self, reservation: Reservation) -> None:
         """Give back a reservation (the forward did not happen). Needs no memory. Raises ValueError
         the second time."""
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
         self._note_saving(reservation.lease)
-        try:
-            self._drop_pages(reservation)
-        except MemoryError:
-            self._is_miscounted = True
-
-    def _drop_pages(self, reservation: Reservation) -> None:
-        """Give back what a reservation holds."""
-        self.allocator.release(reservation.pages)
-        for pages in reservation.local_pages:
-            self.allocator.release(pages)
+        if not self._is_miscounted:  # else they are counted anew without it
+            with suppress(MemoryError):
+                self._drop_pages(reservation)
 
     @rolled_back
+    def _drop_pages(self, *reservations: Reservation) -> None:
+        """Give back what they hold."""
+        for reservation in reservations:
+            for pages in (reservation.pages, *reservation.local_pages):
+                self.allocator.release(pages)
+
     def release(self, lease: Lease) -> None:
         """Drop all that a lease holds; pending reservations are abandoned, what was committed stays
         cached. Needs no memory. Raises ValueError when it was released before."""
@@ -542,14 +545,16 @@ class PrefixCache:
         self._end(lease)
         if lease.answered:
             self._answers.observe(lease.done - lease.prompt_tokens)
-        try:
-            for reservation in reservations:
-                self._drop_pages(reservation)
-            self._pages.release(lease)
-            self._evictor.let_go(lease.path)
-            self._stats.tokens_forgotten += self._index.forget(self._known_limit)
-        except MemoryError:
-            self._is_miscounted = True
+        if not self._is_miscounted:  # else pages are counted anew without it
+            with suppress(MemoryError):
+                self._give_back(lease, reservations)
+
+    @rolled_back
+    def _give_back(self, lease: Lease, reservations: list[Reservation]) -> None:
+        self._drop_pages(*reservations)
+        self._pages.release(lease)
+        self._evictor.let_go(lease.path)
+        self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
         """The lease holds nothing any more; its pages are yet to be given back."""
@@ -595,12 +600,14 @@ class PrefixCache:
         self._evictor.make_room(before + num_pages)
         return self.allocator.num_free - before
 
-    @rolled_back
     def clear(self) -> None:
         """Forget everything cached. Leases keep what they hold."""
-        self._index.clear()
         self._evictor.clear()
         self._first_blocks.clear()
+        self._is_miscounted = True
+        with suppress(MemoryError):  # else pages are counted before the next operation
+            self._index.clear()
+            self._recover()
         self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
@@ -628,8 +635,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Recount the holders of every page, and what is watched. Raises RuntimeError on a broken
         invariant."""
-        if self._is_miscounted:
-            self._recover()
+        self._recover_if_needed()
         self.allocator.check_integrity()
         self._index.check_integrity()
         self._reuse.check_integrity(self._index.checkpoints())
@@ -649,10 +655,14 @@ class PrefixCache:
 
     # ---- within ----
 
+    def _recover_if_needed(self) -> None:
+        if self._is_miscounted:
+            self._recover()
+
     def _recover(self) -> None:
         """An operation broke off: count anew what is held, and queue anew what can go."""
-        self._index.recover()
         self.allocator.recount(self._num_holders(), self._index.num_holders())
+        self._index.recover()
         for checkpoint in self._index.checkpoints():
             if checkpoint.pages is not None:
                 self._evictor.add(checkpoint)

@@ -454,6 +454,7 @@ class PrefixIndex:
                 run.append(child)
             if edge.parent is not None:
                 self._join(run)
+                self._fades(run[-1])
                 self.on_tail(run[-1])
 
     def _forget_old_roots(self) -> None:
@@ -465,7 +466,7 @@ class PrefixIndex:
             self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything. Without memory to count pages anew it raises, and all is forgotten."""
         for edge in list(self.edges()):
             for checkpoint in edge.checkpoints.values():
                 checkpoint.edge = checkpoint.pages = None

@@ -7,6 +7,7 @@ What is shared and kept is the cache's business, what runs next the scheduler's.
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -220,8 +221,7 @@ class DynamicInferenceEngine:
         return results
 
     def _step(self) -> None:
-        if self.scheduler.waiting:
-            self._check_weights()
+        self._check_weights()
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.is_busy:
@@ -258,6 +258,7 @@ class DynamicInferenceEngine:
             self._forget_all()
         except OSError as error:  # nothing of it is found any more, and nothing more is written
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
+            self._weights.accept()
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
@@ -432,18 +433,22 @@ class DynamicInferenceEngine:
             )
         if request.origin is not self.intake:
             raise ValueError("this request was added to another engine: cancel it there")
-        for sample_ in request.samples or [request]:
-            if sample_.closed:
-                continue
-            if not sample_.done:
-                sample_.finish_reason = "cancelled"
-                self.output.finish(sample_)
-                if sample_.report is None:
-                    sample_.report = PrefixReport(
-                        sample_.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
-                    )
-            self.scheduler.cancel(sample_)
+        with ExitStack() as ends:  # all of them, whatever one raises
+            for sample_ in reversed(request.samples or [request]):
+                ends.callback(self._cancel_sample, sample_)
         request.siblings = []
+
+    def _cancel_sample(self, request: Request) -> None:
+        if request.closed:
+            return
+        if not request.done:
+            request.finish_reason = "cancelled"
+            self.output.finish(request)
+            if request.report is None:
+                request.report = PrefixReport(
+                    request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
+                )
+        self.scheduler.cancel(request)
 
     # What outlives the engine ------------------------------------------------------------------
 
@@ -493,8 +498,8 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     def clear_cache(self) -> None:
         """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
-        it after the weights were written through `.data`: other changes of them are noticed when
-        the next request starts (`WeightWatch`).
+        it after the weights were written through `.data`: other changes of them are noticed at the
+        next step (`WeightWatch`).
 
         Raises:
             RuntimeError: requests are running or waiting; nothing has changed.
@@ -512,13 +517,15 @@ class DynamicInferenceEngine:
 
     def _forget_all(self) -> None:
         """What is cached from now on is of the weights as they are now."""
-        self.offload.clear()
-        self.cache.clear()
+        try:
+            self.offload.clear()  # first: what is on its way into the pool arrives
+        finally:
+            self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())
-        self._weights.accept()
         self._fingerprint = None
         if self.offload.disk is not None:
             self.offload.disk.store.is_for(self._made_for())
+        self._weights.accept()
 
     def _open_disk(self, folder: str | PathLike) -> DiskStore:
         page_bytes = self.cache.spec.page_bytes

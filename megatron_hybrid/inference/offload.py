@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -32,7 +32,7 @@ from megatron_hybrid.cache.tier import (
 )
 from megatron_hybrid.cache.tree import Checkpoint, Edge
 from megatron_hybrid.config import InferenceConfig
-from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.disk_store import RETRY_SECONDS, DiskStore
 from megatron_hybrid.inference.host_store import HostStore
 from megatron_hybrid.inference.interrupts import interrupts_wait
@@ -209,15 +209,9 @@ class Offload:
         with self._optional():
             self._offer_blocks(edge, end, self.tiers)
 
-    @contextmanager
-    def _optional(self) -> Iterator[None]:
+    def _optional(self) -> AbstractContextManager[None]:
         """Around what keeps something in a tier: without memory it is not kept, and counted."""
-        try:
-            yield
-        except Exception as error:
-            if not is_lack_of_memory(error):
-                raise
-            self.tiers[0].lacks_memory(error)
+        return optional_work(lambda error: self.tiers[0].lacks_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
         """Offers a stored state, with the KV before it, to tiers, until one takes it."""
@@ -450,13 +444,14 @@ class Offload:
     def _fail(self, fetch: Fetch, *, later: bool = True) -> None:
         """Ends a fetch of which nothing comes: its prompt is computed. later: not to be tried again
         for a while."""
-        if fetch.lease is not None:
-            self.cache.release(fetch.lease)
-        if later:
-            self._leave_alone(fetch.record)
-        self.stats.fetches_failed += 1
+        lease, fetch.lease = fetch.lease, None
         fetch.has_failed = True
         self._end(fetch)
+        self.stats.fetches_failed += 1
+        if later:
+            self._leave_alone(fetch.record)
+        if lease is not None:
+            self.cache.release(lease)
 
     def _leave_alone(self, record: Record) -> None:
         now = time.monotonic()
@@ -495,10 +490,12 @@ class Offload:
             fetch.arrival.wait()
             self._publish(fetch)
             return
-        for read in fetch.reads or []:
-            read.cancel()
-        fetch.has_failed = True
-        self._end(fetch)
+        try:
+            for read in fetch.reads or []:
+                read.cancel()
+        finally:
+            fetch.has_failed = True
+            self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:
         fetch.is_over = True

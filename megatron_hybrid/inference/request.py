@@ -102,6 +102,7 @@ class Request:
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
     looked_up_at: int | None = None  # in the memories below, after so many evictions from the pool
     fetch: Fetch | None = None  # what they had of it
+    lacks_memory: bool = False  # for the state that it would go on from: it is computed
     parked: ParkedRequest | None = None
     lease_before: Lease | None = None  # released; a parked request goes on with what it wanted
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
@@ -161,6 +162,11 @@ class Request:
     def prompt_needs_logits(self) -> bool:
         """Prompt log-probs are still to be collected, so every prompt token must be computed."""
         return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens
+
+    @property
+    def recompute_reason(self) -> MissReason | None:
+        """As `recompute_reason`, also for want of memory."""
+        return MissReason.NO_ROOM if self.lacks_memory else recompute_reason(self.params)
 
     def draw(self) -> Draw:
         return Draw(self.params, self.seed, self.sample_index, self.num_tokens)

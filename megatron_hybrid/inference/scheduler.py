@@ -7,8 +7,7 @@ decision follows from the order of requests and from numbers equal on all ranks.
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 
 import numpy as np
@@ -17,10 +16,10 @@ from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.tree import common_prefix
-from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.offload import Offload
-from megatron_hybrid.inference.request import Request, RequestStatus, recompute_reason
+from megatron_hybrid.inference.request import Request, RequestStatus
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
@@ -149,7 +148,21 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Gives a waiting request a lease and a slot, and its first work. False: no room now."""
+        """Gives a waiting request a lease and a slot, and its first work. False: no room now, also
+        where memory is short and others run, which must not wait for it."""
+        try:
+            return self._try_to_admit(plan, request)
+        except Exception as error:
+            is_alone = all(other is request for other in self.running)
+            if is_alone or not is_lack_of_memory(error):
+                raise
+            plan.drop(request)
+            if request.lease is not None:
+                self._end_lease(request)
+                self._requeue(request)
+            return False
+
+    def _try_to_admit(self, plan: StepPlan, request: Request) -> bool:
         tokens = request.tokens[: request.num_tokens]
         if request.parked is not None:
             if not self._resume_parked(request, self._budget(plan)):
@@ -163,7 +176,7 @@ class Scheduler:
             chunk_tokens=self._budget(plan),
             declared=request.cache_breakpoints,
             messages=request.message_starts,
-            recompute_reason=recompute_reason(request.params),
+            recompute_reason=request.recompute_reason,
             readmitted=request.report is not None,
         )
         if lease is None:
@@ -174,7 +187,9 @@ class Scheduler:
         del self.waiting[request]
         self._start(request, lease)
         if lease.checkpoint_pages is not None:
+            request.lacks_memory = True  # if this fails it is computed the next time
             self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
+            request.lacks_memory = False
         else:
             self.memory.clear_slot(request.slot)
         self._run_copies(request)
@@ -187,9 +202,9 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, lease: Lease) -> None:
-        insort(self.running, request, key=lambda r: r.request_id)
         request.lease = lease
         request.slot = self.free_slots.pop()
+        insort(self.running, request, key=lambda r: r.request_id)
         self.context.forget_slot(request.slot)
         request.status = RequestStatus.PREFILL
         request.waits_for = None
@@ -308,23 +323,16 @@ class Scheduler:
             for reservation in saved:
                 with self._optional(request.lease, reservation.position):
                     self.cache.publish_checkpoint(reservation)
-            for reservation in list(request.lease.reservations):
-                self.cache.abandon(reservation)
+            while request.lease.reservations:
+                self.cache.abandon(request.lease.reservations[0])
             if work.end == request.num_tokens and request.status is RequestStatus.PREFILL:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
 
-    @contextmanager
-    def _optional(self, lease: Lease, position: int) -> Iterator[None]:
-        """Around what saves a state: without memory it is not saved, and counted; no request fails
-        for it."""
-        try:
-            yield
-        except Exception as error:
-            if not is_lack_of_memory(error):
-                raise
-            self.cache.decline(lease, [position])
+    def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
+        """Around what saves a state: without memory it is not saved, and counted."""
+        return optional_work(lambda error: self.cache.decline(lease, [position]))
 
     def fork(self, request: Request) -> list[Request]:
         """Starts the request's further samples from its live slot, right after its prefill.
@@ -341,12 +349,13 @@ class Scheduler:
                 sibling.prompt_log_probs = list(request.prompt_log_probs)
                 lease = None
                 if self.free_slots:
-                    lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
+                    with suppress(MemoryError):
+                        lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
+                request.siblings.pop(0)
                 if lease is None:
-                    queued.append(request.siblings.pop(0))
+                    queued.append(sibling)
                     continue
                 self._start(sibling, lease)
-                request.siblings.pop(0)
                 self._run_copies(sibling)
                 self.memory.copy_slot(request.slot, sibling.slot)
                 sibling.num_computed = request.num_computed
@@ -361,12 +370,15 @@ class Scheduler:
         """A step failed, anywhere between its plan and its samples. What it had not yet filed does
         not count: pages and live slots may be half written. All running requests go back to the
         queue and start from what is cached."""
-        for request in reversed(self.running.copy()):
-            self._end_lease(request)
+        running = self.running[::-1]
+        leases = [self._take_lease(request) for request in running]
+        for request in running:
             if request.done:
                 request.status = RequestStatus.FINISHED
             else:
                 self._requeue(request)
+        for lease in leases:
+            self.cache.release(lease)
 
     def start_over(self) -> None:
         """Whatever requests have computed does not count; the tokens that they generated do."""
@@ -413,9 +425,9 @@ class Scheduler:
             if request.lease is not None:
                 self._save_live_slot(request, answered=False)
         finally:
+            request.status = RequestStatus.CANCELLED
             if request.lease is not None:
                 self._give_up_lease(request)
-            request.status = RequestStatus.CANCELLED
 
     @property
     def closing(self) -> list[Request]:
@@ -429,28 +441,33 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Ends the lease and frees the slot."""
-        self._give_up_lease(request)
-        request.status = RequestStatus.FINISHED
+        try:
+            self._give_up_lease(request)
+        finally:
+            request.status = RequestStatus.FINISHED
 
     def _give_up_lease(self, request: Request) -> None:
         try:
-            with suppress(MemoryError):  # then others do not find what it computed
-                self.cache.commit(
-                    request.lease,
-                    request.tokens,
-                    request.num_computed,
-                    flush=True,
-                    answered=request.done and request.num_computed == request.num_tokens,
-                )
+            self.cache.commit(
+                request.lease,
+                request.tokens,
+                request.num_computed,
+                flush=True,
+                answered=request.done and request.num_computed == request.num_tokens,
+            )
         finally:
             self._end_lease(request)
 
     def _end_lease(self, request: Request) -> None:
+        self.cache.release(self._take_lease(request))
+
+    def _take_lease(self, request: Request) -> Lease:
+        """The request is not running any more, and its slot is free; its lease is yet to end."""
         lease, request.lease = request.lease, None
         self.running.remove(request)
         self.free_slots.append(request.slot)
         request.slot = -1
-        self.cache.release(lease)
+        return lease
 
     # Preemption --------------------------------------------------------------------------------
 
@@ -460,7 +477,7 @@ class Scheduler:
         self.num_preemptions += 1
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
         if 0 < request.num_computed < request.num_tokens:
-            try:
+            with optional_work(lambda error: None):
                 request.parked = self.memory.park(
                     request.lease.block_table,
                     request.lease.local_tables,
@@ -468,11 +485,10 @@ class Scheduler:
                     request.slot,
                 )
                 request.lease_before = request.lease
-            except Exception as error:
-                if not is_lack_of_memory(error):
-                    raise
-        self._give_up_lease(request)
-        self._requeue(request)
+        try:
+            self._give_up_lease(request)
+        finally:
+            self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING

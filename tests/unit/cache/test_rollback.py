@@ -49,9 +49,14 @@ class FailingCache:
             with self.failing as allocator:
                 allocator.arm(fail_at)
                 try:
-                    return found(*args, **kwargs)
+                    result = found(*args, **kwargs)
                 except MemoryError:
                     allocator.arm(None)
+                else:
+                    if name != "commit" or not allocator.has_failed:
+                        return result
+                    # What it could not make visible comes now.
+                    return found(*args, **{**kwargs, "flush": True})
             self.num_failed += 1
             self.cache.check_integrity()
             assert list(self.cache._leases) == list(held), "a lease came or went"

@@ -5,13 +5,19 @@ import pytest
 from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.cache.page_allocator import PageAllocator
 from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.request import RequestStatus
 
 MODEL = tiny_model()
 
 
 def without_memory(*arguments, **options):
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+def no_memory(*arguments, **options):
+    raise MemoryError("no room")
 
 
 def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatch):
@@ -30,10 +36,6 @@ def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatc
 def test_invariant_8_a_state_without_memory_to_enter_it_is_not_saved(monkeypatch):
     engine = tiny_engine(MODEL)
     prompt = random_tokens(100)
-
-    def no_memory(*arguments):
-        raise MemoryError("no room for an array")
-
     monkeypatch.setattr(engine.cache._index, "store", no_memory)
     result = engine.generate([prompt], greedy(5))[0]
     assert is_greedy(MODEL, prompt, result.generated_tokens)
@@ -41,15 +43,12 @@ def test_invariant_8_a_state_without_memory_to_enter_it_is_not_saved(monkeypatch
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("operation", ["save_checkpoint", "commit", "reserve_checkpoint"])
+@pytest.mark.parametrize("operation", ["save_checkpoint", "_publish_tokens", "reserve_checkpoint"])
 def test_a_request_is_cancelled_without_memory_for_its_last_state(monkeypatch, operation):
     engine = tiny_engine(MODEL)
     request = engine.add_request(random_tokens(40), greedy(20))
     while request.num_generated < 3:
         engine.step()
-
-    def no_memory(*arguments, **options):
-        raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
         owner = engine.memory if operation == "save_checkpoint" else engine.cache
@@ -70,14 +69,14 @@ def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
     def failing(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 2:
-            return None
-        if len(calls) == 3:
             raise MemoryError("no room")
+        if len(calls) == 3:
+            raise OSError("a bug")
         return fork(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.cache, "fork", failing)
-        with pytest.raises(MemoryError):
+        with pytest.raises(OSError, match="a bug"):
             while engine.has_work:
                 engine.step()
     while engine.has_work:
@@ -97,6 +96,99 @@ def test_without_memory_to_park_it_a_preempted_request_starts_from_what_is_cache
     assert engine.stats()["preemptions"] > 0
     for prompt, result in zip(prompts, results):
         assert is_greedy(model, prompt, result.generated_tokens)
+    engine.check_integrity()
+
+
+def test_invariant_8_tokens_without_memory_to_publish_them_are_not_found_by_others(monkeypatch):
+    engine = tiny_engine(MODEL)
+    prompt = random_tokens(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache._index, "insert", no_memory)
+        result = engine.generate([prompt], greedy(5))[0]
+    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert engine.explain(prompt).match.shared_tokens == 0
+    engine.check_integrity()
+    engine.generate([prompt], greedy(1))
+    assert engine.generate([prompt], greedy(1))[0].prefix.skipped_tokens == 100
+
+
+@pytest.mark.parametrize("operation", ["load_checkpoint", "copy_pages"])
+def test_invariant_8_a_state_without_memory_to_restore_it_is_computed(monkeypatch, operation):
+    """Requests that run do not wait for it, however long memory is short."""
+    engine = tiny_engine(MODEL, state_encoding="bf16")
+    prompt = random_tokens(100)
+    engine.generate([prompt], greedy(2))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(8))
+    engine.step()
+    monkeypatch.setattr(CacheMemory, operation, without_memory)
+    request = engine.add_request(prompt + random_tokens(5, seed=1), greedy(3))
+    while not other.done:
+        engine.step()
+    if operation == "copy_pages":
+        monkeypatch.undo()
+    while engine.has_work:
+        engine.step()
+    assert is_greedy(MODEL, request.result().prompt_tokens, request.generated_tokens)
+    assert is_greedy(MODEL, other.result().prompt_tokens, other.generated_tokens)
+    engine.check_integrity()
+
+
+def test_an_admission_without_memory_lets_others_run(monkeypatch):
+    engine = tiny_engine(MODEL)
+    other = engine.add_request(random_tokens(30, seed=5), greedy(8))
+    engine.step()
+    monkeypatch.setattr(engine.cache, "acquire", no_memory)
+    engine.add_request(random_tokens(40), greedy(3))
+    while not other.done:
+        engine.step()
+    with pytest.raises(MemoryError):  # alone, whoever calls is told
+        while engine.has_work:
+            engine.step()
+
+
+@pytest.mark.parametrize("broken", ["release", "retain", "recount"])
+def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monkeypatch, broken):
+    """Memory that stays short for several steps, in which each look at the counts fails."""
+    engine = tiny_engine(MODEL, max_requests=4)
+    prompts = [random_tokens(40 + 9 * seed, seed=seed) for seed in range(4)]
+    requests = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(PageAllocator, broken, no_memory)
+        patch.setattr(PageAllocator, "recount", no_memory)
+        patch.setattr(engine.model, "forward", without_memory)
+        for _ in range(3):
+            with pytest.raises((MemoryError, RuntimeError)):
+                engine.step()
+        engine.cancel(requests[3])
+        assert requests[3].closed
+    while engine.has_work:
+        engine.step()
+    for prompt, request in zip(prompts[:3], requests):
+        assert is_greedy(MODEL, prompt, request.generated_tokens)
+    engine.check_integrity()
+    assert not engine.cache.allocator.ref_counts.any()
+
+
+@pytest.mark.parametrize("status", ["CLOSING", "DECODE"])
+def test_a_commit_that_breaks_off_leaves_no_request_behind(monkeypatch, status):
+    engine = tiny_engine(MODEL)
+    requests = [engine.add_request(random_tokens(40, seed=i), greedy(3), n=2) for i in range(2)]
+    while all(r.status is not RequestStatus[status] for r in requests[0].samples):
+        engine.step()
+
+    def broken(*arguments, **options):
+        raise OSError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "commit", broken)
+        with pytest.raises(OSError):
+            engine.cancel(requests[0])
+        with pytest.raises(OSError):
+            engine.cancel(requests[1])
+    assert all(sample.closed for request in requests for sample in request.samples)
+    assert not engine.has_work
     engine.check_integrity()
 
 

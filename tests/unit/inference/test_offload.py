@@ -589,14 +589,14 @@ def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, erro
 def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
     engine, prompt, store = slow
     request = engine.add_request(prompt, greedy(6))
-    commit = engine.cache.commit
+    publish = engine.cache.publish_checkpoint
 
-    def without_memory(lease, tokens, *rest, **options):
-        if lease.skipped_tokens:  # that of the fetch
+    def without_memory(reservation):
+        if reservation.lease.skipped_tokens:  # that of the fetch
             raise MemoryError("no room")
-        commit(lease, tokens, *rest, **options)
+        publish(reservation)
 
-    monkeypatch.setattr(engine.cache, "commit", without_memory)
+    monkeypatch.setattr(engine.cache, "publish_checkpoint", without_memory)
     step_with_arrival(engine, store)
     while not request.closed:
         engine.step()

@@ -8,7 +8,9 @@ import torch
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch import nn
 
+from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import weight_watch
+from megatron_hybrid.inference.disk_store import CacheFolderError
 
 PROMPT = random_tokens(130)
 
@@ -46,6 +48,50 @@ def load_state_dict_of_a_part(model):
 def replace_a_parameter(model):
     layer = model.output_layer
     layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+
+
+def replace_a_parameter_twice(model):
+    """The second one may lie where the first one was, under the same id."""
+    layer = model.output_layer
+    old = layer.weight.detach().clone()
+    for factor in (2.0, 0.5):
+        del layer.weight
+        layer.weight = nn.Parameter(old * factor)
+
+
+def assign_data(model):
+    layer = model.output_layer
+    layer.weight.data = layer.weight.data * 0.5
+
+
+def wrap_a_module(model):
+    """As adapters of low rank do."""
+
+    class Half(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            output, bias = self.inner(*args, **kwargs)
+            return output * 0.5, bias
+
+    model.output_layer = Half(model.output_layer)
+
+
+def optimizer_step_over_views(model):
+    """A fused optimizer over parts of the parameters' memory, as core's distributed one."""
+    views = [parameter.detach().view(-1)[:1] for parameter in model.parameters()]
+
+    class Fused(torch.optim.Optimizer):
+        def __init__(self):
+            super().__init__(views, {})
+
+        def step(self):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+
+    Fused().step()
 
 
 def fresh_weights(model):
@@ -97,11 +143,15 @@ CHANGES = [
     train_through_data,
     optimizer_step,
     optimizer_step_over_main_params,
+    optimizer_step_over_views,
+    replace_a_parameter_twice,
+    assign_data,
+    wrap_a_module,
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_noticed_when_the_next_request_starts(change, caplog):
+def test_changed_weights_are_noticed_before_the_next_request_starts(change, caplog):
     model = fresh_model()
     engine = tiny_engine(model)
     assert engine.generate([PROMPT], greedy(4)) and engine.generate([PROMPT], greedy(4))
@@ -139,7 +189,8 @@ def test_serving_changes_no_weights(pattern):
     assert engine.stats()["weight_changes"] == 0
 
 
-def test_running_requests_are_computed_anew(caplog):
+@pytest.mark.parametrize("others", [0, 1])
+def test_running_requests_are_computed_anew(caplog, others):
     """The tokens that they have stay; those that follow are the new weights' own."""
     model = fresh_model()
     engine = tiny_engine(model)
@@ -148,7 +199,7 @@ def test_running_requests_are_computed_anew(caplog):
         engine.step()
     before = running.generated_tokens
     write_in_place(model)
-    waiting = engine.add_request(PROMPT[:40], greedy(3))
+    waiting = [engine.add_request(PROMPT[:40], greedy(3)) for _ in range(others)]
     with caplog.at_level(logging.WARNING):
         while engine.has_work:
             engine.step()
@@ -157,7 +208,7 @@ def test_running_requests_are_computed_anew(caplog):
     assert tokens[: len(before)] == before and len(tokens) == 8
     fresh = copy_of(model)
     assert is_greedy(fresh, PROMPT + before, tokens[len(before) :])
-    assert is_greedy(fresh, PROMPT[:40], waiting.generated_tokens)
+    assert all(is_greedy(fresh, PROMPT[:40], other.generated_tokens) for other in waiting)
     engine.check_integrity()
 
 
@@ -208,6 +259,29 @@ def test_no_tier_gives_what_the_old_weights_computed(tmp_path):
     with tiny_engine(copy_of(model), **fields) as engine:  # the folder is the new weights'
         result = engine.generate([PROMPT], greedy(2))[0]
         assert result.prefix.skipped_tokens == 130
+
+
+def test_a_folder_is_not_written_for_new_weights_under_the_name_of_the_old(tmp_path, monkeypatch):
+    """Where the fingerprint of the new ones fails, the next step makes it before anything else."""
+    model = fresh_model()
+    old = copy_of(model)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    engine.generate([PROMPT], greedy(2))
+    write_in_place(model)
+    request = engine.add_request(PROMPT, greedy(2))
+
+    def no_memory(*arguments):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine_module, "fingerprint", no_memory)
+        engine.step()
+    while not request.closed:
+        engine.step()
+    engine.save_cache()
+    engine.close()
+    with pytest.raises(CacheFolderError, match="written for another weights"):
+        tiny_engine(old, cache_dir=tmp_path)
 
 
 def test_what_is_saved_after_a_change_is_not_taken_for_the_new_weights(tmp_path):
