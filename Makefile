@@ -51,7 +51,7 @@ unit: $(VENV)/.installed-test
 functional: $(VENV)/.installed-test
 	$(PYTEST) tests/functional
 
-# 100,000 engine steps, of which every other one meets a failing allocation; under an hour.
+# 100,000 engine steps, of which every other one meets failing allocations; under an hour.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/memory_fuzz.py
 
