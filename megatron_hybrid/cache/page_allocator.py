@@ -83,7 +83,11 @@ class PageAllocator:
         if np.count_nonzero(refs) < at.size:
             raise RuntimeError(f"release of a page that no request holds among {pages.tolist()}")
         refs -= 1
-        unheld = at[refs == 0] if np.count_nonzero(refs) else at
+        num_held = np.count_nonzero(refs)
+        if num_held == at.size:
+            self.ref_counts[at] = refs
+            return
+        unheld = at[refs == 0] if num_held else at
         cached = self.cached_counts[unheld]
         num_cached = int(np.count_nonzero(cached))
         free = unheld[cached == 0] if num_cached else unheld
