@@ -75,7 +75,7 @@ most: two to four milliseconds."""
 
 
 def rolled_back(operation: Callable) -> Callable:
-    """An operation of `PrefixCache` that raises leaves no new lease and no page unheld."""
+    """An operation of `PrefixCache` that raises leaves no new lease and leaks no page."""
 
     @wraps(operation)
     def whole(self, *args, **kwargs):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megatron_hybrid.cache.eviction import EvictionQueue, Key
 from megatron_hybrid.cache.prefix_keys import PrefixKeys
 from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.errors import optional_work
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Tier:
             uses: how often it was of use, this time included.
         Returns:
             Whether all of it is here now. Also False when the source finds no memory for its copies
-            (`is_lack_of_memory`): that must cost no request.
+            (`optional_work`): that must cost no request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:
@@ -217,13 +217,11 @@ class Tier:
                 # As if it had come and gone: what nobody returns to must not keep others out.
                 self._clock += value * cost / self.capacity_bytes
                 return False
-            try:
-                data = list(source.blocks(missing))
+            data = None
+            with optional_work(self.lacks_memory):
                 state_data = source.state() if state is not None else None
-            except (MemoryError, RuntimeError) as error:
-                if not is_lack_of_memory(error):
-                    raise
-                self.lacks_memory(error)
+                data = list(source.blocks(missing))
+            if data is None:
                 return False
             added: list[Record] = []
             try:

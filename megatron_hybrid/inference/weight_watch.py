@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from functools import cache
 
@@ -11,6 +10,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megatron_hybrid.models.hybrid_model import HybridModel
 
+_WITH_MEMORY = (Tensor, nn.Parameter)
+"""Types whose memory is their own; that of a subclass may lie in other tensors."""
 _watches: weakref.WeakSet[WeightWatch] = weakref.WeakSet()
 
 
@@ -33,40 +34,36 @@ class WeightWatch:
 
     def accept(self) -> None:
         """The weights as they are now are the ones that count."""
-        self._held = [
-            held
-            for module in self._model.modules()
-            for held in (module._modules, module._parameters, module._buffers)
-            if held
+        modules = list(self._model.modules())
+        self._children = [module._modules for module in modules if module._modules]
+        tensors = [held for module in modules for held in (module._parameters, module._buffers)]
+        self._tensors = [held for held in tensors if held]
+        gone = self._gone = []  # an id may come again, but not before its first owner has gone
+        self._references = [
+            weakref.ref(value, gone.append)
+            for held in (*self._children, *self._tensors)
+            for value in held.values()
+            if value is not None
         ]
-        values = self._values()
-        self._references = [_nothing if value is None else weakref.ref(value) for value in values]
-        self._accepted = self._counts(values)
+        self._accepted = self._mark()
 
     def has_changed(self) -> bool:
         """Whether they may be others than those that were accepted last. Waits for no device; takes
-        some 0.2 us for each module and parameter."""
-        values = self._values()
-        same = [reference() for reference in self._references]
-        return (
-            len(values) != len(same)
-            or not all(map(operator.is_, values, same))
-            or self._counts(values) != self._accepted
-        )
+        some 0.3 us for each module and parameter."""
+        return bool(self._gone) or self._mark() != self._accepted
 
-    def _values(self) -> list[nn.Module | Tensor | None]:
-        return [value for held in self._held for value in held.values()]
-
-    def _counts(self, values: list) -> list[int]:
-        """What rises when they are written, and where they lie."""
-        counts = [self._model.num_weight_changes, self._num_steps]
-        for value in values:
-            if isinstance(value, Tensor):
-                if not value.is_inference():
-                    counts.append(value._version)
-                if type(value) in (Tensor, nn.Parameter):  # others may have no memory of their own
-                    counts.append(value.data_ptr())
-        return counts
+    def _mark(self) -> list[int]:
+        """Which modules and tensors there are, what rises when they are written, where they lie."""
+        mark = [self._model.num_weight_changes, self._num_steps]
+        mark += [id(module) for held in self._children for module in held.values()]
+        for held in self._tensors:
+            for tensor in held.values():
+                mark.append(id(tensor))
+                if type(tensor) in _WITH_MEMORY:
+                    mark.append(tensor.data_ptr())
+                if tensor is not None and not tensor.is_inference():
+                    mark.append(tensor._version)
+        return mark
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer made a step."""
@@ -78,14 +75,10 @@ class WeightWatch:
             self._num_steps += 1
 
 
-def _nothing() -> None:
-    """A reference to None."""
-
-
 def _memory(tensor: Tensor | None) -> int:
     """Where the memory begins that a tensor, or another one that it is a part of, lies in; 0: it
     has none."""
-    if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
+    if type(tensor) not in _WITH_MEMORY:
         return 0
     return tensor.untyped_storage().data_ptr()
 
