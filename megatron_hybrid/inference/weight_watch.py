@@ -20,7 +20,7 @@ class WeightWatch:
 
     It sees `train()` and `load_state_dict`; each step of a torch optimizer (also of those inside of
     megatron-core's) over the memory of its parameters, or over the fp32 copies that core keeps of
-    them; modules, parameters and buffers that were replaced or came; and what was written to one in
+    them; modules, parameters and buffers that were replaced; and what was written to one in
     place (`Tensor._version`) or lies at another place (`parameter.data = ...`). It does not see
     writes through `.data`, nor hooks that were added.
     """
