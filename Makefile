@@ -53,7 +53,7 @@ functional: $(VENV)/.installed-test
 
 # 100,000 engine steps, of which every other one meets failing allocations; under an hour.
 soak: $(VENV)/.installed-test
-	$(BIN)/python tests/memory_fuzz.py
+	$(BIN)/python tests/helpers/memory_fuzz.py
 
 test-newest:
 	rm -rf .venv-newest
@@ -87,8 +87,8 @@ bench-replay-models: $(VENV)/.installed-bench
 	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
 
 models-table: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/functional/adapters --models-table \
-	    --deselect tests/functional/adapters/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
+	$(BIN)/python -m pytest tests/functional/huggingface --models-table \
+	    --deselect tests/functional/huggingface/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.common import Row, benchmark_model
 from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
 STEPS = 200
 

@@ -32,7 +32,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_hybrid.models.tokenizer import Tokenizer as PackagedTokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer as PackagedTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SHIPPED = Path(mh.__file__).parent / "demo_model"

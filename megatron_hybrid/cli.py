@@ -204,8 +204,8 @@ def _load(folder: str):
     leaves greedy answers no near ties to be decided by rounding."""
     import torch
 
-    from megatron_hybrid.models.checkpoint import CheckpointError
-    from megatron_hybrid.models.pretrained import load_pretrained
+    from megatron_hybrid.checkpoints.checkpoint import CheckpointError
+    from megatron_hybrid.checkpoints.pretrained import load_pretrained
 
     on_gpu = torch.cuda.is_available()
     model, tokenizer = load_pretrained(

@@ -20,8 +20,8 @@ from benchmarks.replay.__main__ import whole_number
 from benchmarks.replay.sweep import skipped_by
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cache import placement, reuse
-from megatron_hybrid.cache.tree import Kind
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.policy import placement, reuse
 
 GEOMETRY = "nemotron-h-8b"
 REPLAYED = [name for name in WORKLOADS if name != "rl-group"]

@@ -18,7 +18,7 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB, skipped_by
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import AGENT_PAUSE, AGENT_STEPS, agent
-from megatron_hybrid.cache.tree import common_prefix
+from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.tools.replay.request import Request
 
 GEOMETRY = GEOMETRIES["nemotron-h-8b"]

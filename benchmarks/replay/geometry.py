@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, prod
 
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 
 BYTES_PER_ELEMENT = {"exact": 4, "bf16": 2, "int8": 1}
 """Of a recurrent state in a checkpoint, by encoding, scales included. Convolution tails stay as

@@ -19,12 +19,12 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_hybrid.cache.page_allocator import NULL_PAGE, PageAllocator, indices
-from megatron_hybrid.cache.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Path
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
-from megatron_hybrid.cache.reuse import ReuseModel
-from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Path
 
 Key = tuple[int, float, int]
 

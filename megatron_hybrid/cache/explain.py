@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from textwrap import wrap
 
-from megatron_hybrid.cache.lease import Match
+from megatron_hybrid.cache.index.tree import Kind, Path
+from megatron_hybrid.cache.pages.lease import Match
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.tree import Kind, Path
 
 _KINDS = {
     Kind.PROMPT_END: "end of a prompt",

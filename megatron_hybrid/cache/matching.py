@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hybrid.cache.lease import Lease, Match
-from megatron_hybrid.cache.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Path, common_prefix
+from megatron_hybrid.cache.pages.lease import Lease, Match
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Path, common_prefix
 
 PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
 

@@ -20,7 +20,7 @@ from functools import wraps
 
 import numpy as np
 
-from megatron_hybrid.cache.admission import AnswerLengths, saved_by_one_more
+from megatron_hybrid.cache.amortized_sweep import Rounds
 from megatron_hybrid.cache.eviction import (
     Evictor,
     Leaving,
@@ -31,11 +31,16 @@ from megatron_hybrid.cache.eviction import (
     value_per_page,
 )
 from megatron_hybrid.cache.explain import Explanation, explain
-from megatron_hybrid.cache.lease import Lease, Match, Reservation
-from megatron_hybrid.cache.lease_pages import LeasePages, forward_end, held_pages
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.salt_index import FirstBlocks
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
-from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.cache.placement import (
+from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.lease import Lease, Match, Reservation
+from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end, held_pages
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.policy.admission import AnswerLengths, saved_by_one_more
+from megatron_hybrid.cache.policy.placement import (
     NO_RUNG,
     next_rung,
     prefill_positions,
@@ -43,7 +48,7 @@ from megatron_hybrid.cache.placement import (
     saves_work,
     tail_position,
 )
-from megatron_hybrid.cache.prefix_index import PrefixIndex
+from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.report import (
     ADMITTED,
     CLEARED,
@@ -53,11 +58,6 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-from megatron_hybrid.cache.reuse import ReuseModel
-from megatron_hybrid.cache.rounds import Rounds
-from megatron_hybrid.cache.salts import FirstBlocks
-from megatron_hybrid.cache.spec import CacheSpec
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind
 
 TOKENS_PER_PAGE = 1024
 """Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most

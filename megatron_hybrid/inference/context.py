@@ -17,8 +17,8 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from torch import Tensor
 
 from megatron_hybrid import compat
-from megatron_hybrid.cache.lease import Reservation
-from megatron_hybrid.cache.page_allocator import NULL_PAGE
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE
+from megatron_hybrid.cache.pages.lease import Reservation
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout

@@ -22,22 +22,22 @@ from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.config_checks import is_int
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
-from megatron_hybrid.inference.disk_store import DiskStore, real_path
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.intake import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
-from megatron_hybrid.inference.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
+from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream, StreamEvent
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.offload.disk_store import DiskStore, real_path
+from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 
 logger = logging.getLogger(__name__)
 

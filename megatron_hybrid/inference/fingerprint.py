@@ -8,7 +8,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.pages.spec import CacheSpec
 
 _CHUNK = 1 << 20
 """Elements that are mixed at a time: 16 MiB, near a CPU's caches."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup, aligned
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup, aligned
 from megatron_hybrid.inference.state_layout import StateLayout
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
 

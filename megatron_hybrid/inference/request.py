@@ -6,11 +6,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.memory import ParkedRequest
-from megatron_hybrid.inference.offload import Fetch
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
+from megatron_hybrid.offload.offload import Fetch
 
 _WIDTH = 80
 

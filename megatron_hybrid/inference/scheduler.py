@@ -12,14 +12,14 @@ from itertools import islice
 
 import numpy as np
 
-from megatron_hybrid.cache.lease import Lease
-from megatron_hybrid.cache.placement import most_wanted, worth_waiting
+from megatron_hybrid.cache.index.tree import common_prefix
+from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.tree import common_prefix
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
-from megatron_hybrid.inference.offload import Offload
 from megatron_hybrid.inference.request import Request, RequestStatus
+from megatron_hybrid.offload.offload import Offload
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""

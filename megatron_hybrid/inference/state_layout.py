@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from megatron_hybrid.cache.spec import aligned
+from megatron_hybrid.cache.pages.spec import aligned
 from megatron_hybrid.models.mixers.base import LayerCache
 from megatron_hybrid.ops import StatesCodec
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
-from megatron_hybrid.models.collectives import gather_last_dim
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
@@ -32,7 +31,6 @@ from megatron_hybrid.models.mixers.base import (
     StackInputs,
     UncachedContext,
 )
-from megatron_hybrid.models.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -40,8 +38,10 @@ from megatron_hybrid.models.parameter_names import (
     stack_experts,
 )
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
-from megatron_hybrid.models.sharded_state import sharded_state_dict
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.collectives import gather_last_dim
+from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
+from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 NO_LABEL = -100

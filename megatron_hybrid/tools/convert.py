@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_hybrid.models.checkpoint import CheckpointError, save_checkpoint, save_huggingface
-from megatron_hybrid.models.pretrained import load_pretrained
+from megatron_hybrid.checkpoints.checkpoint import (
+    CheckpointError,
+    save_checkpoint,
+    save_huggingface,
+)
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
 
 
 def convert(

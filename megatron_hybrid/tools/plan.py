@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
-from megatron_hybrid.inference.memory import cache_spec_of
-from megatron_hybrid.models.checkpoint import (
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
     CheckpointError,
     config_of,
@@ -25,10 +23,12 @@ from megatron_hybrid.models.checkpoint import (
     read_json,
     with_dtype,
 )
+from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
+from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
+from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
-from megatron_hybrid.models.pretrained import hub_advice, model_folder
 
 GB = 10**9
 RESERVED = 0.1

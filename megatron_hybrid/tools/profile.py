@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.config import HybridConfig, InferenceConfig
-from megatron_hybrid.inference.intake import check_messages
+from megatron_hybrid.inference.request_builder import check_messages
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.pretrained import model_folder
-from megatron_hybrid.models.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.tools.plan import GB, spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling

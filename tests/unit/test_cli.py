@@ -14,10 +14,10 @@ from reference import tiny_model
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_hybrid import cli
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.models.checkpoint import save_checkpoint
-from megatron_hybrid.models.pretrained import load_pretrained
-from megatron_hybrid.models.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
 from megatron_hybrid.tools.profile import read_requests

@@ -23,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
 
 

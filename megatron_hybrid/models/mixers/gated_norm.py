@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.collectives import sum_gradient_over_ranks
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
 def build_delta_norm(

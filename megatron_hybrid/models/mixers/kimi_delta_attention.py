@@ -23,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import kimi_delta_attention
 
 _A_RANGE = (1.0, 16.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
 class MLPMixer(MLP, Mixer):

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
 def build_input_projection(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.models.mixers.base import MixerContext, StateTensor
-from megatron_hybrid.models.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import causal_conv1d
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.spec import CacheSpec
 from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
 TOO_LARGE = "too_large"

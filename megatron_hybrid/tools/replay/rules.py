@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from megatron_hybrid.cache.spec import CacheSpec
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.models.mixers.base import LayerCache
 from megatron_hybrid.tools.replay.baseline import Running
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[2]
+HELPERS = Path(__file__).parents[2] / "helpers"
 SCRIPT = """
 from differential import RandomRun
 for seed in range(4):
@@ -18,7 +18,9 @@ print("hash", hash("a salt"))
 
 
 def test_invariant_7_processes_with_other_hash_seeds_decide_alike():
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     runs = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", SCRIPT],

@@ -7,11 +7,11 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
-from megatron_hybrid.models.checkpoint import save_checkpoint
-from megatron_hybrid.models.pretrained import load_pretrained
 
 RANKS = 2
 TWO_GROUPS = dict(mamba_num_groups=2, linear_num_key_heads=2, linear_num_value_heads=4)

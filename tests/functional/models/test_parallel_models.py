@@ -13,15 +13,15 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from sharded_tensors import pieces, whole
 
-from megatron_hybrid.config import HybridConfig
-from megatron_hybrid.models.checkpoint import (
+from megatron_hybrid.checkpoints.checkpoint import (
     full_state_dict,
     load_checkpoint,
     read_config,
     save_checkpoint,
 )
+from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
-from megatron_hybrid.models.tensor_sharding import unshard
+from megatron_hybrid.models.sharding.tensor_sharding import unshard
 
 RANKS = 2
 CONFIG = HybridConfig(

@@ -6,10 +6,10 @@ import pytest
 from settled import settled
 from simulator import Simulator, stored
 
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.tree import Kind
 
 FULL = KVGroup(2, 64)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from simulator import Simulator, cached_paths, known_tokens
 
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
 FULL = KVGroup(2, 64)
 SPECS = {

@@ -24,12 +24,12 @@ from megatron_hybrid.cache.eviction import (
     tail_start,
     value_per_page,
 )
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.prefix_index import PrefixIndex
 from megatron_hybrid.cache.report import CacheStats
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.tree import Checkpoint, Edge, Kind
 
 FULL = KVGroup(2, 64)
 HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages

@@ -5,10 +5,10 @@ import pytest
 from settled import settled
 from simulator import Simulator
 
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.tree import Kind
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 

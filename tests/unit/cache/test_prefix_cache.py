@@ -9,11 +9,11 @@ from simulator import Simulator
 
 from megatron_hybrid.cache import eviction, prefix_cache
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.reuse import ReuseModel
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.tree import Kind
 from megatron_hybrid.tools.replay.ours import Ours
 
 FULL = KVGroup(2, 64)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulator import Simulator, cached_paths, known_tokens, stored
 
+from megatron_hybrid.cache.index.prefix_index import SEQUENCE_TOKENS
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.prefix_index import SEQUENCE_TOKENS
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
 
 FULL, WIDE = KVGroup(2, 64), KVGroup(3, 128)
 WINDOW, ODD_WINDOW = KVGroup(2, 64, window=16), KVGroup(1, 64, window=21)

@@ -7,12 +7,12 @@ from failing_allocator import FailingAllocator
 from simulator import Simulator
 from test_prefix_cache_machine import SPECS, some_tokens
 
-from megatron_hybrid.cache.lease_pages import LeasePages, held_pages
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.salt_index import FirstBlocks
+from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.lease_pages import LeasePages, held_pages
+from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.prefix_index import PrefixIndex
-from megatron_hybrid.cache.reuse import ReuseModel
-from megatron_hybrid.cache.salts import FirstBlocks
 
 OPERATIONS = {
     "acquire",

@@ -9,9 +9,9 @@ from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine,
 from scripted import ByteTokenizer
 
 from megatron_hybrid.config import HybridConfig, InferenceConfig
-from megatron_hybrid.inference.disk_store import CacheFolderError
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.offload.disk_store import CacheFolderError
 
 MODEL = tiny_model()
 PROMPT = random_tokens(20)

@@ -10,9 +10,9 @@ from scripted import ByteTokenizer
 from settled import settled
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_hybrid.cache.tree import Kind
-from megatron_hybrid.models.chat_template import ChatTemplate
-from megatron_hybrid.models.tokenizer import Tokenizer
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.text.chat_template import ChatTemplate
+from megatron_hybrid.text.tokenizer import Tokenizer
 
 MODEL = tiny_model()
 CHATML = (

@@ -25,14 +25,14 @@ from reference import (
 )
 from scripted import ByteTokenizer
 
-from megatron_hybrid.cache import admission
+from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.page_mover import PageMover
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.offload.page_mover import PageMover
 
 MODEL = tiny_model()
 MODES = ("off", "memory_only", "restore")

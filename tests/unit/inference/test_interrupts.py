@@ -7,10 +7,10 @@ import threading
 import pytest
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
-from megatron_hybrid.inference.disk_store import DiskStore
+from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.offload.disk_store import DiskStore
 
 MODEL = tiny_model()
 

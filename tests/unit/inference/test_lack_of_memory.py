@@ -5,7 +5,7 @@ import pytest
 from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.cache.page_allocator import PageAllocator
+from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import RequestStatus
 

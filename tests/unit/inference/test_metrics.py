@@ -10,7 +10,7 @@ from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import CacheStats, MissReason
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
-from megatron_hybrid.inference.offload import OffloadStats
+from megatron_hybrid.offload.offload import OffloadStats
 
 LINE = re.compile(
     r"# HELP (?P<help>megatron_hybrid_[a-z_]+) [^\\\n]+\.\n"

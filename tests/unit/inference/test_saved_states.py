@@ -4,7 +4,7 @@ import pytest
 from differential import InjectedError, LogitsRecorder, check_answer, failing_forward
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.cache.tree import Kind
+from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.inference.scheduler import MIN_CAPTURES
 
 

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams
-from megatron_hybrid.models.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import weight_watch
-from megatron_hybrid.inference.disk_store import CacheFolderError
+from megatron_hybrid.offload.disk_store import CacheFolderError
 
 PROMPT = random_tokens(130)
 

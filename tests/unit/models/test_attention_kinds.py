@@ -15,7 +15,7 @@ from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from megatron_hybrid.models.adapters.tensors import attention_tensors
+from megatron_hybrid.checkpoints.huggingface.tensors import attention_tensors
 from megatron_hybrid.models.mixers.base import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 

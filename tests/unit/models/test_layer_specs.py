@@ -9,7 +9,7 @@ from small_models import ALL_MIXERS, random_tokens, small_config, small_model
 from torch import nn
 
 from megatron_hybrid import compat
-from megatron_hybrid.models.checkpoint import (
+from megatron_hybrid.checkpoints.checkpoint import (
     full_state_dict,
     load_checkpoint,
     load_state,

@@ -11,8 +11,8 @@ from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2RotaryEmbedding,
 )
 
+from megatron_hybrid.checkpoints.checkpoint import full_state_dict
 from megatron_hybrid.config import ACTIVATIONS
-from megatron_hybrid.models.checkpoint import full_state_dict
 from megatron_hybrid.models.mixers.base import StackInputs, UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 

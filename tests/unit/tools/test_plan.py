@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference import random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError
 from megatron_hybrid.config import STATE_ENCODINGS, HybridConfig
-from megatron_hybrid.models.checkpoint import CheckpointError
 from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
 
 # Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.

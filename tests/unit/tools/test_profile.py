@@ -10,7 +10,7 @@ from reference import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from megatron_hybrid.models.pretrained import DEMO_FOLDER
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.profile import OURS, profile, read_requests
 from megatron_hybrid.tools.profile_report import draw, render

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cache.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.rules import BlockAligned, OneState, rules, unified_block

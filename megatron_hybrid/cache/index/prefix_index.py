@@ -1,0 +1,547 @@
+"""PrefixIndex: a token-exact radix tree per salt, and how it grows, splits, joins and shrinks.
+
+The tree knows no leases and never fails for lack of room: who inserts brings the pages, and only
+the eviction policy says what to drop. What an edge is, and the invariant of a path: tree.py.
+
+Each change allocates what it needs first, then counts pages, then changes edges. Where memory is
+short it raises before an edge has changed: the tree is whole, and what it holds can be counted anew
+(`num_holders`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_hybrid.cache.index.packed_tokens import PackedTokens
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path, Root, common_prefix
+from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
+
+MAX_EMPTY_ROOTS = 256
+"""Salts without an edge that are kept."""
+SEQUENCE_TOKENS = 512
+"""What an edge that ends in nothing but known tokens, with the positions that are watched on it,
+takes besides its tokens, in tokens (2 KiB)."""
+MAX_WATCHED = 32
+"""Positions without a stored state that one edge remembers; the longest unused goes first."""
+
+
+class PrefixIndex:
+    """One tree per salt.
+
+    Args:
+        block_size_tokens: B.
+        pages_per_block: columns of a page row (0: nothing attends to everything).
+        allocator: told of every page that an edge or a checkpoint holds (`cache`, `uncache`).
+    """
+
+    def __init__(self, block_size_tokens: int, pages_per_block: int, allocator: PageAllocator):
+        self._block_size = block_size_tokens
+        self._pages_per_block = pages_per_block
+        self._allocator = allocator
+        self.on_tail: Callable[[Edge], object] = lambda edge: None
+        """Called with each edge that may have become a leaf with a droppable tail."""
+        self._roots: dict[str, Root] = {}
+        self._forget_at = 2 * MAX_EMPTY_ROOTS
+        self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
+        self._cuts = 0  # edges that lost their end; others may follow in its place
+        self.num_tokens = 0
+        self.num_held_tokens = 0
+        self.num_checkpoints = 0
+        self.num_watched = 0
+        """Checkpoints, stored or not."""
+
+    # ---- reading ----
+
+    def walk(self, salt: str, tokens: np.ndarray, seen: Path | None = None) -> Path:
+        """The path of the longest prefix of tokens (int32) that is in the tree. seen: as in
+        `reach`."""
+        last, known = self.reach(salt, tokens, seen)
+        edges, depth = last.from_root() if last else [], 0
+        for edge in edges:
+            depth = min(known, edge.held_end)
+            if depth < edge.end:
+                break
+        return Path(self._roots.get(salt), edges, depth, known, self._cuts)
+
+    def reach(
+        self, salt: str, tokens: np.ndarray, seen: Path | None = None
+    ) -> tuple[Edge | None, int]:
+        """How many leading tokens (int32) are known, and the edge that spans the last of them: the
+        root if none is known, None where there is no root.
+
+        seen: a path found before for tokens of which one is the other's start: what is left of it
+        is not compared again.
+        """
+        edge, known, n = self._roots.get(salt), 0, len(tokens)
+        if seen is not None and seen.cuts == self._cuts:
+            edge, known = seen.left(n) or (edge, 0)
+        while edge is not None and known < n:
+            if known == edge.end:
+                child = edge.children.get(int(tokens[known]))
+                if child is None:
+                    break
+                edge = child
+            known += common_prefix(edge.tokens[known - edge.start :], tokens[known:])
+            if known < edge.end:
+                break
+        return edge, known
+
+    def held_edge(self, path: Path, position: int) -> Edge | None:
+        """The edge that spans a position on a path found before, if KV is still held up to there
+        and no look-up is needed to tell."""
+        if path.cuts != self._cuts:
+            return None
+        edge, known = path.left(position) or (None, 0)
+        return edge if known == position and edge.held_end >= position else None
+
+    def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
+        """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to
+        and along an edge; their KV is held."""
+        edges = edge.from_root()
+        root = edges[0].parent
+        tokens = np.concatenate([edge.tokens for edge in edges])[:position]
+        return root.salt, tokens, Path(root, edges, position, position)
+
+    def edges(self) -> Iterator[Edge]:
+        """Every edge that is not a root, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            edge = stack.pop()
+            if edge.parent is not None:
+                yield edge
+            stack.extend(edge.children.values())
+
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """Every checkpoint, stored or not."""
+        for edge in self.edges():
+            yield from edge.checkpoints.values()
+
+    # ---- growing ----
+
+    def insert(
+        self,
+        salt: str,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        tick: int,
+        seen: Path | None = None,
+    ) -> Path:
+        """Make the tree hold all of tokens (int32 [n]); returns their path. seen: as for `walk`.
+
+        pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. Only those
+        for the part that the tree lacks are taken; the others stay the caller's own.
+        """
+        path = self.walk(salt, tokens, seen)
+        n = len(tokens)
+        if path.depth == n:
+            return path
+        if path.root is None:
+            path.root = self._roots[salt] = Root(salt, tokens[:0].copy(), pages[:0].copy())
+        elif not path.edges:  # keep salts in use behind the ones that are only remembered
+            self._roots[salt] = self._roots.pop(salt)
+        last = path.edges[-1] if path.edges else path.root
+        if path.known < last.end:
+            last = path.edges[-1] = self._split(last, path.known)
+        for edge in path.edges:
+            if edge.held_end < edge.end:
+                self._hold_again(edge, tokens, pages)
+        if path.known < n:
+            self._extend(path, tokens, pages)
+        path.depth = path.known = n
+        self.touch(path, tick)
+        self.on_tail(path.edges[-1])
+        return path
+
+    def touch(self, path: Path, tick: int) -> None:
+        """Mark the known tokens of a path as used now.
+
+        An edge is one unit of recency: the last one is split where the match ends, and edges that
+        have been used together again are joined.
+        """
+        edges = path.edges
+        if edges and path.known < edges[-1].end:
+            edges[-1] = self._split(edges[-1], path.known)
+        for edge in edges:
+            edge.last_access = tick
+        if edges and edges[-1] in self._forgettable:
+            self._forgettable.move_to_end(edges[-1])
+        run: list[Edge] = []  # in which each leads to the next alone
+        for edge in edges:
+            run.append(edge)
+            if len(edge.children) != 1 or edge is edges[-1]:
+                self._join(run)
+                run = []
+        path.edges = [edge for edge in edges if edge.parent is not None]
+
+    def _extend(self, path: Path, tokens: np.ndarray, pages: np.ndarray) -> None:
+        known, n = path.known, len(tokens)
+        last = path.edges[-1] if path.edges else path.root
+        first = known // self._block_size
+        if last.parent is not None and not last.children:
+            self._grow(last, tokens[known:], pages[first:], first)
+        else:
+            path.edges.append(self._new_edge(last, tokens[known:], pages[first:]))
+        self.num_tokens += n - known
+        self.num_held_tokens += n - known
+        self._fades(path.edges[-1])
+
+    def _new_edge(self, parent: Edge, tokens: np.ndarray, pages: np.ndarray) -> Edge:
+        edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
+        edge.first_block = edge.start // self._block_size
+        self._allocator.cache(pages)
+        parent.children[int(tokens[0])] = edge
+        parent.num_held_children += 1
+        self._forgettable.pop(parent, None)
+        return edge
+
+    def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
+        """Append to a leaf that is held whole."""
+        used = leaf.end - leaf.start
+        leaf._tokens = with_room(leaf._tokens, used, used + len(tokens))
+        self._put_rows(leaf, pages, first)
+        leaf._tokens[used : used + len(tokens)] = tokens
+        leaf.end += len(tokens)
+        leaf.held_end = leaf.end
+
+    def _hold_again(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Take the pages of what an edge knows but does not hold, from those of a whole path."""
+        first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
+        if isinstance(edge._tokens, PackedTokens):
+            edge._tokens = tokens[edge.start : edge.end].copy()
+        self._put_rows(edge, pages[first:end], first)
+        self.num_held_tokens += edge.end - edge.held_end
+        edge.parent.num_held_children += edge.held_end == edge.start
+        edge.held_end = edge.end
+        self._fades(edge)
+
+    def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
+        """Rows from block `first` on, behind those that are there. Where the last one was partial,
+        `pages` starts with a page that has all of its rows and more: it takes its place."""
+        row = first - edge.first_block
+        replaced = edge.pages(self._block_size)[row:]
+        edge._pages = with_room(edge._pages, row + len(replaced), row + len(pages))
+        if replaced.tolist() == pages[: len(replaced)].tolist():  # one row at most
+            self._allocator.cache(pages[len(replaced) :])
+        else:
+            self._allocator.cache(pages)
+            self._allocator.uncache(replaced)
+        edge._pages[row : row + len(pages)] = pages
+
+    def _split(self, edge: Edge, at: int) -> Edge:
+        """Cut an edge at start < at < end; `edge` becomes the lower part, the upper is returned."""
+        size = self._block_size
+        cut = at - edge.start
+        rows, tokens = edge.pages(size), edge.tokens
+        upper = Edge(edge.parent, edge.start, tokens[:cut].copy(), rows[:0])
+        upper.first_block = edge.first_block
+        upper.last_access = edge.last_access
+        upper.held_end = min(edge.held_end, at)
+        upper.num_stored = edge.num_stored
+        upper._pages = rows[: upper.num_rows(size)].copy()
+        kept_tokens, first_block = tokens[cut:].copy(), at // size
+        kept = rows[first_block - edge.first_block if edge.held_end > at else len(rows) :].copy()
+        shared = len(upper._pages) + len(kept) - len(rows)
+        if shared > 0:  # the page of a block that both have tokens of
+            self._allocator.cache(kept[:shared])
+        edge._tokens, edge._pages, edge.first_block = kept_tokens, kept, first_block
+        edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
+        edge.pack()
+        upper.parent.children[int(tokens[0])] = upper
+        upper.children[int(tokens[cut])] = edge
+        upper.num_held_children = int(edge.held_end > at)
+        upper.checkpoints = {p: c for p, c in edge.checkpoints.items() if p <= at}
+        edge.checkpoints = {p: c for p, c in edge.checkpoints.items() if p > at}
+        num_above = bisect_right(edge.stored, at)
+        upper.stored, edge.stored = edge.stored[:num_above], edge.stored[num_above:]
+        edge.num_stored -= len(upper.stored)
+        for checkpoint in upper.checkpoints.values():
+            checkpoint.edge = upper
+        # What follows a checkpoint inside its block is no tail before the cut, and one after it.
+        self.on_tail(edge)
+        self.on_tail(upper)
+        return upper
+
+    def watch(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0) -> Checkpoint:
+        """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
+        checkpoint = edge.checkpoints.get(position)
+        if checkpoint is None:
+            self._trim_watched(edge, MAX_WATCHED - 1)
+            checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
+            self.num_watched += 1
+        return checkpoint
+
+    def _unwatch(self, checkpoint: Checkpoint) -> None:
+        del checkpoint.edge.checkpoints[checkpoint.position]
+        checkpoint.edge = None
+        self.num_watched -= 1
+
+    def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
+        """Forget positions without a state, the longest unused first, beyond the limit. It looks at
+        all of the edge: where that has many, some beyond the limit are waited for."""
+        more = len(edge.checkpoints) - len(edge.stored) - limit
+        if more > len(edge.checkpoints) // 64:
+            watched = [c for c in edge.checkpoints.values() if c.pages is None]
+            watched.sort(key=lambda c: (c.last_use, c.position))
+            for checkpoint in watched[:more]:
+                self._unwatch(checkpoint)
+
+    def store(
+        self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
+    ) -> None:
+        """Publish the state of a checkpoint that has none."""
+        if checkpoint.pages is not None:
+            raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
+        for held in (pages, *local_pages):
+            self._allocator.cache(held)
+        checkpoint.pages, checkpoint.local_pages = pages, local_pages
+        insort(checkpoint.edge.stored, checkpoint.position)
+        self._count_stored(checkpoint.edge, 1)
+        self._fades(checkpoint.edge)
+
+    # ---- shrinking ----
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Give a stored state's pages back; that it was there is remembered."""
+        for pages in checkpoint.page_lists():
+            self._allocator.uncache(pages)
+        checkpoint.pages, checkpoint.local_pages = None, ()
+        edge = checkpoint.edge
+        del edge.stored[bisect_left(edge.stored, checkpoint.position)]
+        checkpoint.was_stored = True
+        self._count_stored(edge, -1)
+        self._trim_watched(edge)
+        self.on_tail(edge)
+        self._fades(edge)
+
+    def _count_stored(self, edge: Edge, more: int) -> None:
+        self.num_checkpoints += more
+        while edge is not None:
+            edge.num_stored += more
+            edge = edge.parent
+
+    def drop_kv(self, edge: Edge, new_end: int) -> None:
+        """Give back the KV that a held leaf has beyond new_end, and states there too; all of its
+        KV when new_end is not beyond its start. Its tokens stay known."""
+        if not edge.is_held_leaf():
+            raise RuntimeError("drop_kv of an edge that is no leaf with KV")
+        new_end = max(new_end, edge.start)
+        for position in edge.stored[bisect_right(edge.stored, new_end) :]:
+            self.drop_checkpoint(edge.checkpoints[position])
+        rows = edge.pages(self._block_size)
+        end = -(-new_end // self._block_size) if new_end > edge.start else edge.first_block
+        kept = rows[: end - edge.first_block].copy()
+        self._allocator.uncache(rows[len(kept) :])
+        edge._pages = kept
+        self.num_held_tokens -= edge.held_end - new_end
+        edge.held_end = new_end
+        edge.parent.num_held_children -= new_end == edge.start
+        edge.pack()
+        self._fades(edge)
+        self.on_tail(edge)
+        if edge.parent.parent is not None:
+            self.on_tail(edge.parent)
+
+    def _fades(self, edge: Edge) -> None:
+        """Note whether the end of an edge may be forgotten."""
+        if edge.parent is None or edge.children or self._needed_end(edge) == edge.end:
+            self._forgettable.pop(edge, None)
+        elif edge not in self._forgettable:
+            self._forgettable[edge] = None
+
+    def _needed_end(self, edge: Edge) -> int:
+        """Where the tokens of a leaf start that nothing needs: behind its KV, or where nothing
+        attends to everything behind its last state."""
+        if self._pages_per_block:
+            return edge.held_end
+        deepest = edge.deepest_checkpoint(edge.end)
+        return deepest.position if deepest else edge.start
+
+    def forget(self, limit: int) -> int:
+        """Forget known tokens, the longest unused first, until no more than `limit` are left or all
+        that are left are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Returns how many
+        tokens went."""
+        before = self.num_tokens
+        while self._forgettable and (
+            self.num_tokens + SEQUENCE_TOKENS * len(self._forgettable) > limit
+        ):
+            leaf, _ = self._forgettable.popitem(last=False)
+            self._forget_tail(leaf)
+        return before - self.num_tokens
+
+    def _forget_tail(self, leaf: Edge) -> None:
+        new_end = self._needed_end(leaf)
+        tokens = leaf.tokens[: new_end - leaf.start].copy()
+        pages, (first,) = leaf._pages, leaf.tokens[:1].tolist()
+        if not self._pages_per_block:
+            pages = pages[: -(-new_end // self._block_size) - leaf.first_block].copy()
+        for checkpoint in [c for p, c in leaf.checkpoints.items() if p > new_end]:
+            self._unwatch(checkpoint)
+        self.num_tokens -= leaf.end - new_end
+        if not self._pages_per_block:
+            self.num_held_tokens -= leaf.held_end - new_end
+        if new_end > leaf.start:
+            leaf._tokens, leaf._pages = tokens, pages
+            leaf.end = leaf.held_end = new_end
+            self._cuts += 1
+            return
+        parent = leaf.parent
+        del parent.children[first]
+        parent.num_held_children -= leaf.held_end > leaf.start
+        leaf.parent, leaf._tokens, leaf._pages = None, tokens, leaf._pages[:0]
+        leaf.end = leaf.held_end = leaf.start
+        if parent.parent is None:
+            if not parent.children:
+                self._forget_old_roots()
+            return
+        if len(parent.children) == 1:
+            (child,) = parent.children.values()
+            if child.last_access == parent.last_access:
+                self._join([parent, child])
+        self._fades(parent)
+        self.on_tail(parent)
+
+    def _join(self, run: list[Edge]) -> None:
+        """Join edges of which each has the next as its only child: the last one takes the place of
+        all."""
+        *joined, last = run
+        if not joined:
+            return
+        first, size = run[0], self._block_size
+        held = [edge for edge in run if edge.held_end > edge.start]
+        rows, twice_held = [edge.pages(size) for edge in held or run[:1]], []
+        for i, (edge, deeper) in enumerate(pairwise(held)):
+            # Of two that hold one block the deeper one's page counts.
+            rows[i], twice = np.split(rows[i], [deeper.first_block - edge.first_block])
+            twice_held.append(twice)
+        pages, tokens = np.concatenate(rows), np.concatenate([edge.tokens for edge in run])
+        nothing = tokens[:0].copy()  # a view would keep all of them
+        for twice in twice_held:  # one page may be in several of them
+            self._allocator.uncache(twice)
+        last._pages, last._tokens = pages, tokens
+        last.held_end = held[-1].held_end if held else first.start
+        last.start, last.first_block, last.parent = first.start, first.first_block, first.parent
+        last.num_stored = first.num_stored
+        last.parent.children[int(tokens[0])] = last
+        last.pack()
+        for edge in joined:
+            for checkpoint in edge.checkpoints.values():
+                checkpoint.edge = last
+        last.checkpoints = {p: c for edge in run for p, c in edge.checkpoints.items()}
+        last.stored = [position for edge in run for position in edge.stored]
+        self._trim_watched(last)
+        for edge in joined:
+            edge.parent, edge.children, edge.checkpoints, edge.stored = None, {}, {}, []
+            edge._tokens, edge._pages = nothing, edge._pages[:0]
+            edge.end = edge.held_end = edge.start
+            self._forgettable.pop(edge, None)
+        self._fades(last)
+        self.on_tail(last)
+
+    def recover(self) -> None:
+        """After a change that broke off: join the edges that it left cut, and enter again each tail
+        that it may not have entered."""
+        for edge in list(self.edges()):
+            run = [edge]
+            while len(run[-1].children) == 1:
+                (child,) = run[-1].children.values()
+                if child.last_access < run[-1].last_access:
+                    break
+                run.append(child)
+            if edge.parent is not None:
+                self._join(run)
+                self._fades(run[-1])
+                self.on_tail(run[-1])
+
+    def _forget_old_roots(self) -> None:
+        """Now and then, when the salts have doubled: it looks at all of them."""
+        if len(self._roots) >= self._forget_at:
+            empty = [salt for salt, root in self._roots.items() if not root.children]
+            for salt in empty[:-MAX_EMPTY_ROOTS]:
+                del self._roots[salt]
+            self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
+
+    def clear(self) -> None:
+        """Forget everything. Without memory to count pages anew it raises, and all is forgotten."""
+        for edge in list(self.edges()):
+            for checkpoint in edge.checkpoints.values():
+                checkpoint.edge = checkpoint.pages = None
+            edge.parent = None
+        self._roots.clear()
+        self._forgettable.clear()
+        self.num_tokens = self.num_held_tokens = self.num_checkpoints = self.num_watched = 0
+        self._allocator.recount(self._allocator.ref_counts, self.num_holders())
+
+    def num_holders(self) -> np.ndarray:
+        """How many edges and stored states hold each page, int32 [num_pages]."""
+        counts = np.zeros_like(self._allocator.cached_counts)
+        for edge in self.edges():
+            np.add.at(counts, edge.pages(self._block_size).ravel(), 1)
+            for position in edge.stored:
+                for held in edge.checkpoints[position].page_lists():
+                    np.add.at(counts, held, 1)
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError on a broken tree."""
+        num_tokens = num_held = num_checkpoints = num_watched = 0
+        for edge in self.edges():
+            num_tokens += edge.end - edge.start
+            num_held += edge.held_end - edge.start
+            stored = [c for c in edge.checkpoints.values() if c.pages is not None]
+            num_checkpoints += len(stored)
+            num_watched += len(edge.checkpoints)
+            pages = edge.pages(self._block_size)
+            forgettable = not edge.children and self._needed_end(edge) < edge.end
+            problems = {
+                "is empty": edge.end <= edge.start,
+                "has the wrong number of tokens": len(edge.tokens) != edge.end - edge.start,
+                "holds KV beyond its ends": not edge.start <= edge.held_end <= edge.end,
+                "has the wrong number of pages": (
+                    pages.shape != (edge.num_rows(self._block_size), self._pages_per_block)
+                ),
+                "starts at the wrong block": edge.first_block != edge.start // self._block_size,
+                "does not start at its parent's end": edge.start != edge.parent.end,
+                "holds KV that its parent lacks": (
+                    edge.held_end > edge.start and edge.parent.held_end < edge.parent.end
+                ),
+                "is filed under another token": (
+                    [edge.parent.children.get(token) for token in edge.tokens[:1].tolist()]
+                    != [edge]
+                ),
+                "should be one with its only child": any(
+                    len(edge.children) == 1 and child.last_access >= edge.last_access
+                    for child in edge.children.values()
+                ),
+                "has a checkpoint that lies elsewhere": any(
+                    c.edge is not edge or c.position != p or not edge.start < p <= edge.end
+                    for p, c in edge.checkpoints.items()
+                ),
+                "miscounts its children with KV": edge.num_held_children
+                != sum(child.held_end != child.start for child in edge.children.values()),
+                "lists other states than it has": (
+                    sorted(c.position for c in stored) != edge.stored
+                ),
+                "has a state beyond its KV": any(c.position > edge.held_end for c in stored),
+                "miscounts the states beneath it": edge.num_stored
+                != len(stored) + sum(child.num_stored for child in edge.children.values()),
+                "may be forgotten, or not, and that is not noted": (
+                    forgettable != (edge in self._forgettable)
+                ),
+            }
+            for problem, found in problems.items():
+                if found:
+                    raise RuntimeError(f"the edge at ({edge.start}, {edge.end}] {problem}")
+        if self.num_watched != num_watched:
+            raise RuntimeError(f"{num_watched} checkpoints are watched, counted {self.num_watched}")
+        counted = (num_tokens, num_held, num_checkpoints)
+        if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
+            raise RuntimeError(
+                f"the tree has {num_tokens} tokens, {num_held} held, and {num_checkpoints} "
+                f"checkpoints, counted {self.num_tokens}, {self.num_held_tokens} and "
+                f"{self.num_checkpoints}"
+            )

@@ -1,0 +1,294 @@
+"""The parts of the prefix index: edges with KV blocks along them, checkpoints, and paths.
+
+An edge spans the positions (start, end] of its path. It holds the tokens there, and KV up to
+`held_end`: one row of pages for each block that has at least one of these tokens. Behind held_end
+the tokens are only known: their KV was dropped, but where prompts part there, and which states were
+used, still teaches. KV is held from the root on: beneath an edge that lacks some there is none.
+
+A split inside a block leaves the page of that block with both edges, so the invariant holds for
+every held position m on a path: the path has a page for each block index below ceil(m / B), with
+valid rows for all tokens < m (of two edges that hold one block, the deeper one's page counts).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum
+
+import numpy as np
+
+from megatron_hybrid.cache.index.packed_tokens import PackedTokens
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE
+
+MIN_PACKED = 512
+"""Tokens of an edge from which on packing them saves more than it costs."""
+
+
+class Kind(IntEnum):
+    """What a position is in the request that computed it."""
+
+    PROMPT_END = 0
+    ANSWER_END = 1
+    JUNCTION = 2
+    """Where a prompt left a known one, or declared by the caller."""
+    MESSAGE = 3
+    """Where a message of a chat starts."""
+    TAIL = 4
+    """As far before the end of a prompt as successors usually leave it."""
+    RUNG = 5
+    """One of many at a distance."""
+
+
+class Checkpoint:
+    """A position whose state was worth saving: what became of it; its pages while it is stored."""
+
+    __slots__ = (
+        "born",
+        "counted",
+        "edge",
+        "kind",
+        "last_use",
+        "local_pages",
+        "missed",
+        "pages",
+        "passed",
+        "position",
+        "queued",
+        "refused",
+        "stand_in",
+        "turn",
+        "uses",
+        "was_stored",
+    )
+
+    def __init__(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0):
+        self.edge: Edge | None = edge  # None: its tokens were forgotten
+        self.position = position
+        self.kind = kind
+        self.turn = turn  # as in `Lease.turn`, of the request that got here first
+        self.pages: np.ndarray | None = None  # None: not stored
+        self.local_pages: Sequence[np.ndarray] = ()
+        self.was_stored = False
+        self.refused = False  # its state was wanted and found no room
+        self.uses = 0
+        self.stand_in = 0  # where the state lies that served last in its absence; 0: none yet
+        self.missed = 0  # uses that this one served
+        self.passed = False
+        self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
+        self.queued: tuple | None = None
+
+    def page_lists(self) -> list[np.ndarray]:
+        """All that it holds, one flat array per kind (a page is in one of them only)."""
+        return [self.pages, *(pages.ravel() for pages in self.local_pages)]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of `page_lists`; only while it is stored."""
+        if not self.local_pages:
+            return self.pages.size
+        return sum([pages.size for pages in self.local_pages], self.pages.size)
+
+    def is_covered(self) -> bool:
+        """Whether a deeper state is stored beneath it."""
+        edge = self.edge
+        if edge.num_stored > len(edge.stored):
+            return True
+        return bool(edge.stored) and edge.stored[-1] > self.position
+
+    def goes_on(self) -> bool:
+        """Whether tokens are known beneath it."""
+        return self.position < self.edge.end or bool(self.edge.children)
+
+    def is_fork(self) -> bool:
+        """Whether prompts part at its position."""
+        return self.position == self.edge.end and len(self.edge.children) > 1
+
+    def below(self) -> Checkpoint | None:
+        """The next stored state on the way back to the root."""
+        return self.edge.deepest_on_path(self.position - 1)
+
+
+class Edge:
+    """Tokens, block pages and checkpoints between two branching points (a root has none)."""
+
+    __slots__ = (
+        "_pages",
+        "_tokens",
+        "checkpoints",
+        "children",
+        "end",
+        "first_block",
+        "held_end",
+        "last_access",
+        "num_held_children",
+        "num_stored",
+        "parent",
+        "queued",
+        "start",
+        "stored",
+    )
+
+    def __init__(self, parent: Edge | None, start: int, tokens: np.ndarray, pages: np.ndarray):
+        self.parent = parent  # None: a root, or dropped
+        self.children: dict[int, Edge] = {}
+        self.start = start
+        self.end = self.held_end = start + len(tokens)
+        self.first_block = 0
+        self.checkpoints: dict[int, Checkpoint] = {}  # by position
+        self.stored: list[int] = []  # positions of those that have pages, ascending
+        self.num_held_children = 0  # those that hold KV
+        self.num_stored = 0  # stored checkpoints here and beneath
+        self.last_access = 0
+        self.queued: tuple | None = None
+        self._tokens: np.ndarray | PackedTokens = tokens
+        self._pages = pages
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [end - start]."""
+        if isinstance(self._tokens, PackedTokens):
+            return self._tokens.unpack()
+        return self._tokens[: self.end - self.start]
+
+    def pack(self) -> None:
+        """Keep the tokens in fewer bytes if all of them are only known, and many. Where there is no
+        memory to pack them in they stay as they are."""
+        if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
+            with suppress(MemoryError):
+                self._tokens = PackedTokens(self.tokens)
+
+    def num_rows(self, block_size: int) -> int:
+        """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""
+        if self.held_end == self.start:
+            return 0
+        return -(-self.held_end // block_size) - self.first_block
+
+    def pages(self, block_size: int) -> np.ndarray:
+        """int32 [num_rows, kv_pages_per_block]."""
+        return self._pages[: self.num_rows(block_size)]
+
+    def page_before(self, position: int, block_size: int) -> int:
+        """A page of the block that the token before a held position is in; the null page where
+        blocks have none."""
+        if not self._pages.shape[1]:
+            return NULL_PAGE
+        return int(self._pages[(position - 1) // block_size - self.first_block, 0])
+
+    def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
+        """The last stored checkpoint on this edge at a position <= limit."""
+        index = bisect_right(self.stored, limit)
+        return self.checkpoints[self.stored[index - 1]] if index else None
+
+    def deepest_on_path(self, limit: int) -> Checkpoint | None:
+        """The last stored checkpoint at a position <= limit, here or on the way from the root."""
+        found, edge = self.deepest_checkpoint(limit), self
+        while found is None and edge.parent is not None:
+            edge = edge.parent
+            if edge.stored:
+                found = edge.checkpoints[edge.stored[-1]]
+        return found
+
+    def at(self, position: int) -> Edge:
+        """The edge that spans a position on the way from the root to here, 1 to `end`."""
+        edge = self
+        while edge.start >= position:
+            edge = edge.parent
+        return edge
+
+    def from_root(self) -> list[Edge]:
+        """The edges that lead to its end; none for a root."""
+        edges, edge = [], self
+        while edge.parent is not None:
+            edges.append(edge)
+            edge = edge.parent
+        return edges[::-1]
+
+    def is_held_leaf(self) -> bool:
+        """Whether it holds KV and nothing beneath it does."""
+        return self.held_end > self.start and not self.num_held_children
+
+
+class Root(Edge):
+    """Where the prefixes of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str, tokens: np.ndarray, pages: np.ndarray):
+        super().__init__(None, 0, tokens, pages)
+        self.salt = salt
+
+
+class Path:
+    """How far a token sequence is in the tree. Valid until the tree changes."""
+
+    __slots__ = ("cuts", "depth", "edges", "known", "root")
+
+    def __init__(
+        self,
+        root: Edge | None,
+        edges: list[Edge],
+        depth: int,
+        known: int,
+        cuts: int = 0,
+    ):
+        self.root = root
+        self.edges = edges
+        self.depth = depth  # leading tokens whose KV is held
+        self.known = known  # leading tokens that are known; depth <= known
+        self.cuts = cuts  # the tree's when it was found
+
+    def left(self, limit: int) -> tuple[Edge, int] | None:
+        """After the tree changed: the last edge that still leads along the first `limit` tokens of
+        this path, and how far; None: look from the root. As long as no edge was cut, tokens before
+        the end of an edge in the tree stay what they were: splits and joins only move its start."""
+        edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
+        if edge is None or edge.parent is None or not known:
+            return None
+        return edge.at(known), known
+
+    def pages(self, num_blocks: int) -> np.ndarray:
+        """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
+        that the first `depth` tokens touch."""
+        held = [edge for edge in self.edges if edge.held_end > edge.start]
+        rows = []
+        for edge, deeper in zip(held, [*held[1:], None]):
+            end = num_blocks if deeper is None else min(num_blocks, deeper.first_block)
+            rows.append(edge._pages[: max(0, end - edge.first_block)])
+        return np.concatenate(rows)
+
+    def deepest_checkpoint(self) -> Checkpoint | None:
+        """The last stored checkpoint at a known position; KV is held up to all of them."""
+        return self.edges[-1].deepest_on_path(self.known) if self.edges else None
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those at known positions, stored or not."""
+        return [
+            checkpoint
+            for edge in self.edges
+            for checkpoint in edge.checkpoints.values()
+            if checkpoint.position <= self.known
+        ]
+
+    def missed_state(self, above: int) -> Checkpoint | None:
+        """The last checkpoint in (above, depth] whose state was dropped to make room, or found none
+        when it was wanted."""
+        missed = (
+            checkpoint
+            for checkpoint in self.checkpoints()
+            if above < checkpoint.position <= self.depth
+            and checkpoint.pages is None
+            and (checkpoint.was_stored or checkpoint.refused)
+        )
+        return max(missed, key=lambda checkpoint: checkpoint.position, default=None)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of leading positions where two int32 arrays agree."""
+    n = min(len(a), len(b))
+    if not n:
+        return 0
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax())
+    return first if differ[first] else n

@@ -1,0 +1,139 @@
+"""The handles that `PrefixCache` hands out: values and page lists, no decisions.
+
+Shape letters: M block rows, n pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hybrid.cache.index.tree import Kind, Path
+from megatron_hybrid.cache.policy.placement import NO_RUNG
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+
+NO_LOCAL_END = 1 << 62
+"""Room of the local tables where there are none."""
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Copy the first `num_rows` tokens of one block, all layers of one group, page by page."""
+
+    group: int
+    """Index into `CacheSpec.groups`."""
+    src_pages: np.ndarray
+    """int32 [pages_per_block of the group]."""
+    dst_pages: np.ndarray
+    """int32 [pages_per_block of the group]; private to the lease that owns the copy."""
+    num_rows: int
+    """Token rows [0, num_rows) of every layer's K and V are copied."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the cache holds of a prompt right now. A pure answer: nothing is pinned by it."""
+
+    prompt_tokens: int
+    shared_tokens: int
+    """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p where no layer
+    attends to everything."""
+    skipped_tokens: int
+    """p <= q: leading tokens that need no computing."""
+    miss_reason: MissReason | None
+
+
+@dataclass(eq=False)
+class Lease:
+    """One running request's hold on the cache. Read it freely; change it through `PrefixCache`."""
+
+    salt: str
+    tokens: np.ndarray
+    """int32: the prompt; from the first commit on, the array last given to `commit`."""
+    shared_tokens: int
+    """q: KV of full attention for positions < q is shared or copied."""
+    skipped_tokens: int
+    """p: the prefill starts here. p == L: no prefill, the saved hidden state gives the logits."""
+    report: PrefixReport
+    path: Path
+    """The furthest way through the tree that was found for its tokens; see `Path.left`."""
+
+    block_table: np.ndarray = field(init=False)
+    """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
+    Tables are never changed in place: a change puts a new array here."""
+    local_tables: list[np.ndarray] = field(default_factory=list)
+    """Per local group (order of `CacheSpec.local_groups`) int32 [M, pages_per_block]; page 0 (the
+    null page) where no later token sees the block. Local KV is written from position p on."""
+    local_first: list[int] = field(default_factory=list)
+    """Per local group: first block index that is still held."""
+    capacity_tokens: int = 0
+    """Tokens that the block table has room for (whole blocks)."""
+    local_end: int = NO_LOCAL_END
+    """Tokens that the local tables have room for (whole blocks)."""
+    done: int = field(init=False)
+    """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
+
+    copies: list[PageCopy] = field(default_factory=list)
+    """To be executed before this lease's first forward, then `PrefixCache.restored(lease)`."""
+    checkpoint_pages: np.ndarray | None = None
+    """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
+    the slot starts from zeros (p == 0, or a model without recurrent state)."""
+    wanted: dict[int, Kind] = field(default_factory=dict)
+    """Ascending positions in (p, L] whose state this prefill should save, and what each of them is;
+    see `PrefixCache.positions_to_save`."""
+    next_rung: int = NO_RUNG
+    """The next position in the answer whose state should be saved; > done."""
+    turn: int = 0
+    """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
+    turns in a row came before it. Where it goes on from neither, 1 if it found more tokens known
+    than it brought new ones and somebody forked there before; 0 if not."""
+    again: int = 0
+    """A position in (p, q] whose state is gone and was used often, which `acquire` may want; 0:
+    there is none."""
+    unwatched: dict[int, Kind] = field(default_factory=dict)
+    """Positions to be watched as soon as their tokens are in the index, and what they are."""
+    refused: set[int] = field(default_factory=set)
+    """Positions whose state was wanted and found no room."""
+    pins: list[np.ndarray] = field(default_factory=list)
+    """Pages held only until `restored`: sources of copies, the checkpoint's pages."""
+    reservations: list[Reservation] = field(default_factory=list)
+    """Neither published nor abandoned yet."""
+    next_flush: int = 0
+    """`commit` has nothing to do for single tokens below this position."""
+    answered: bool = False
+    """Its request is complete."""
+    released: bool = False
+
+    def __post_init__(self):
+        self.done = self.skipped_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """L: length of the prompt given to `acquire`."""
+        return self.report.prompt_tokens
+
+    @property
+    def saves_more(self) -> bool:
+        """Whether a state of its prompt, or one with a reservation, is still to be saved."""
+        return bool(self.reservations) or next(reversed(self.wanted), 0) > self.done
+
+    @property
+    def writable_from(self) -> int:
+        """KV of full attention is written for positions >= this only (it equals q)."""
+        return self.shared_tokens
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Room for one checkpoint that is being computed; invisible until it is published."""
+
+    lease: Lease
+    position: int
+    """Tokens that the state has seen."""
+    kind: Kind
+    """What it is in the request."""
+    pages: np.ndarray
+    """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
+    local_pages: list[np.ndarray]
+    """Per local group, int32 [blocks, pages_per_block]: the lease's own pages."""

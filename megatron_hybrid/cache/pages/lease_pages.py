@@ -1,0 +1,152 @@
+"""LeasePages: which pages a lease holds, from the first reference to the last.
+
+A lease starts by holding what it found (`hold`), then gets room for what it will write (`open`,
+`grow`); local blocks that no later token sees are given back (`roll`); in the end everything is
+released. Whether there is room is asked before anything changes (`has_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator
+from megatron_hybrid.cache.pages.lease import Lease, PageCopy
+from megatron_hybrid.cache.pages.spec import CacheSpec
+
+
+class LeasePages:
+    """Tables, pins and copies of leases."""
+
+    def __init__(self, spec: CacheSpec, allocator: PageAllocator, evictor: Evictor):
+        self._spec = spec
+        self._allocator = allocator
+        self._evictor = evictor
+
+    def hold(
+        self,
+        lease: Lease,
+        rows: np.ndarray | None,
+        local_rows: Sequence[np.ndarray] = (),
+        checkpoint_pages: np.ndarray | None = None,
+    ) -> None:
+        """References on all that a new lease starts from, so that no eviction takes it away.
+
+        rows: pages of the blocks of [0, q); local_rows: per local group those of
+        `CacheSpec.local_blocks` at p (default: none, the caller brings what is seen from p). Full
+        blocks become the lease's own tables; a last one filled in part is pinned, to be copied.
+        """
+        spec, size = self._spec, self._spec.block_size_tokens
+        if rows is None:
+            rows = np.empty((0, spec.kv_pages_per_block), dtype=np.int32)
+        full = lease.shared_tokens // size
+        lease.block_table = rows[:full]
+        lease.pins = [rows[full:]]
+        full = lease.done // size
+        for i, group in enumerate(spec.local_groups):
+            first = spec.first_local_block(group, lease.done)
+            table = np.full((first, spec.pages_per_block[group]), NULL_PAGE, dtype=np.int32)
+            shared = local_rows[i] if local_rows else table[:0]
+            lease.local_tables.append(np.concatenate([table, shared[: full - first]]))
+            lease.local_first.append(first)
+            lease.pins.append(shared[full - first :])
+        if checkpoint_pages is not None:
+            lease.pins.append(checkpoint_pages)
+        self._allocator.retain(np.concatenate(list(held_pages(lease))))
+        lease.capacity_tokens = len(lease.block_table) * size
+        if spec.local_groups:
+            lease.local_end = min(map(len, lease.local_tables)) * size
+
+    def open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
+        """Room for the rest of a held lease, and the copies of blocks shared in part."""
+        spec, size = self._spec, self._spec.block_size_tokens
+        self.grow(lease, capacity_tokens, end)
+        source, *local_sources = lease.pins[: 1 + len(spec.local_groups)]
+        if len(source):
+            own = lease.block_table[lease.shared_tokens // size]
+            for group, columns in spec.columns.items():
+                lease.copies.append(
+                    PageCopy(group, source[0, columns], own[columns], lease.shared_tokens % size)
+                )
+        for group, table, source in zip(spec.local_groups, lease.local_tables, local_sources):
+            if len(source):
+                own = table[lease.done // size]
+                lease.copies.append(PageCopy(group, source[0], own, lease.done % size))
+        lease.next_flush = (lease.done // size + 1) * size
+
+    def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, list[int]]:
+        """Blocks that the block table, and each local table, lack for this much room."""
+        blocks = self._spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
+        end = self._spec.num_blocks(end)
+        return (
+            max(0, blocks - len(lease.block_table)),
+            [max(0, end - len(table)) for table in lease.local_tables],
+        )
+
+    def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
+        """Pages that this much room takes beyond those that the lease has."""
+        spec = self._spec
+        blocks, local_blocks = self._missing(lease, capacity_tokens, end)
+        needed = blocks * spec.kv_pages_per_block
+        for group, missing in zip(spec.local_groups, local_blocks):
+            needed += missing * spec.pages_per_block[group]
+        return needed
+
+    def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
+        """Whether eviction could make the room."""
+        return self._allocator.can_free(self.num_needed(lease, capacity_tokens, end))
+
+    def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
+        """Append blocks to the tables; `has_room` said yes."""
+        spec = self._spec
+        blocks, local_blocks = self._missing(lease, capacity_tokens, end)
+        if blocks:
+            new = self._allocate(blocks, spec.kv_pages_per_block)
+            lease.block_table = np.concatenate([lease.block_table, new])
+            lease.capacity_tokens = len(lease.block_table) * spec.block_size_tokens
+        for i, (group, missing) in enumerate(zip(spec.local_groups, local_blocks)):
+            if missing:
+                new = self._allocate(missing, spec.pages_per_block[group])
+                lease.local_tables[i] = np.concatenate([lease.local_tables[i], new])
+        if lease.local_tables:
+            lease.local_end = min(map(len, lease.local_tables)) * spec.block_size_tokens
+
+    def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
+        """int32 [blocks, pages_per_block], what is worth least making room."""
+        needed = blocks * pages_per_block
+        if not self._evictor.make_room(needed, force=True):
+            raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
+        return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
+
+    def roll(self, lease: Lease) -> None:
+        """Give back the local blocks that no later token sees."""
+        for i, group in enumerate(self._spec.local_groups):
+            first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]
+            if first > held:
+                table = lease.local_tables[i].copy()
+                self._allocator.release(table[held:first])
+                table[held:first] = NULL_PAGE
+                lease.local_tables[i] = table
+                lease.local_first[i] = first
+
+    def release(self, lease: Lease) -> None:
+        """Drop every reference of a lease; its reservations are settled."""
+        self._allocator.release(np.concatenate(list(held_pages(lease))))
+
+
+def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
+    """Where the next forward ends: local KV needs room up to there."""
+    if chunk_tokens is None:
+        return max(lease.done, capacity_tokens)
+    return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
+
+
+def held_pages(lease: Lease) -> Iterator[np.ndarray]:
+    """Flat page lists of all that a lease holds, reservations aside."""
+    yield lease.block_table.ravel()
+    for first, table in zip(lease.local_first, lease.local_tables):
+        yield table[first:].ravel()
+    for pages in lease.pins:
+        yield pages.ravel()

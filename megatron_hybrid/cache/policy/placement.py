@@ -1,0 +1,105 @@
+"""Which positions of a prompt deserve a checkpoint, and when to wait for another's. Pure functions.
+
+p: tokens skipped, q: tokens that are known, L: tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megatron_hybrid.cache.index.tree import Kind
+
+NO_RUNG = 1 << 62
+"""The distance of rungs where there are none: the first one lies beyond all tokens."""
+MESSAGE_GAIN = 16
+"""Tokens behind the state that a prompt goes on from, or behind the start of another message, below
+which the start of a message is not worth a state of its own: each turn of a chat starts right
+behind the last answer."""
+
+
+def tail_position(
+    prompt_tokens: int, skipped_tokens: int, weights: Iterable[tuple[int, float]]
+) -> int:
+    """The position near the end of a prompt that saves its successors most.
+
+    weights: `TailDistances.weights`. A state d tokens before the end serves the share of them that
+    part at most d before it, and saves each the tokens from p to there.
+    """
+    best, position = 0.0, prompt_tokens
+    for distance, share in weights:
+        gain = share * (prompt_tokens - distance - skipped_tokens)
+        if gain > best:
+            best, position = gain, prompt_tokens - distance
+    return position
+
+
+def prefill_positions(
+    prompt_tokens: int,
+    skipped_tokens: int,
+    known_tokens: int,
+    declared: Iterable[int],
+    messages: Iterable[int],
+    tail: int,
+    rung_tokens: int,
+) -> dict[int, Kind]:
+    """Positions in (p, L] whose state a prefill from p to L should save, and what they are.
+
+    The prompt's end; the junction where this prompt leaves what is known (known_tokens); what the
+    caller declared; where messages of a chat start; the place near the end where its successors
+    are likely to leave it (`tail_position`); rungs (`next_rung`), for those that part earlier.
+    """
+    wanted = {prompt_tokens: Kind.PROMPT_END}
+    for position in (known_tokens, *declared):
+        wanted.setdefault(position, Kind.JUNCTION)
+    last = skipped_tokens
+    for position in sorted(messages):
+        if position >= last + MESSAGE_GAIN:
+            wanted.setdefault(position, Kind.MESSAGE)
+            last = position
+    wanted.setdefault(tail, Kind.TAIL)
+    for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens):
+        wanted.setdefault(position, Kind.RUNG)
+    return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
+
+
+def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
+    """At most `limit` of these positions, ascending: ends and junctions before the others, the deep
+    before the shallow. wanted: what they are; rungs where it does not say."""
+    kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.RUNG) > Kind.JUNCTION, -p))
+    return sorted(kept[:limit])
+
+
+def next_rung(position: int, rung_tokens: int) -> int:
+    """The first multiple of rung_tokens behind a position, in a prompt or in its answer."""
+    return (position // rung_tokens + 1) * rung_tokens
+
+
+def rung_distance(
+    checkpoint_bytes: int, kv_bytes_per_token: int, local_reach: int, block_size_tokens: int
+) -> int:
+    """Tokens between rungs, whole blocks. `NO_RUNG` where there is no KV to compare with.
+
+    Their states cost no more memory than the KV of full attention that they make usable, and of
+    local KV they keep each block once at most: they are no closer than the most tokens that a token
+    sees there (local_reach; 0: there is none).
+    """
+    if not kv_bytes_per_token:
+        return NO_RUNG
+    tokens = max(1, -(-checkpoint_bytes // kv_bytes_per_token), local_reach)
+    return -(-tokens // block_size_tokens) * block_size_tokens
+
+
+def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:
+    """Whether a checkpoint at this position of a request can ever spare a forward."""
+    return needs_state or position == prompt_tokens
+
+
+def worth_waiting(own_resume: int, other_done: int, other_position: int) -> bool:
+    """Single flight: whether to wait for a running request that shares this prompt.
+
+    own_resume: the position at which this prompt could start now. other_done: how far the other
+    has computed. other_position: the deepest position of the shared part that it will make
+    restorable. Waiting pays when the other is at least as far as this prompt could start, so that
+    it needs no more forwards to get there, and will get further than that.
+    """
+    return other_done >= own_resume and other_position > own_resume

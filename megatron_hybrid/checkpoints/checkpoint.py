@@ -1,0 +1,441 @@
+"""Checkpoints: a folder with config.json and safetensors, whole and of any parallel layout.
+
+On disk, tensors are unsharded and named as in `parameter_names`; each rank takes its pieces. A
+folder of Hugging Face's has other names and layouts, which an adapter maps to ours: to this file it
+differs in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
+from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.checkpoints.tensor_files import (
+    CheckpointError,
+    TensorFiles,
+    TensorPlan,
+    replace_file,
+    write_tensors,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.parameter_names import (
+    canonical_name,
+    is_parameter,
+    own_spelling,
+    stack_experts,
+)
+from megatron_hybrid.models.sharding.tensor_sharding import full_shape, shard, unshard
+
+CONFIG_FILE = "config.json"
+
+_EMBEDDING = "embedding.word_embeddings.weight"  # ours
+_HEAD = "lm_head.weight"  # theirs, in every architecture
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
+    """Write config.json and the weights. Every rank of the model calls it, one writes.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    state = full_state_dict(model)
+    if state is not None and _writes(model):
+        _write(folder, model.config.to_dict(), state)
+
+
+def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
+    """Write the folder that transformers reads: the config.json that the model came with, and the
+    weights under its names. Every rank of the model calls it, one writes.
+
+    Raises:
+        CheckpointError: the model did not come from such a folder, is not what its config.json says
+            any more, or the folder cannot be written.
+    """
+    hf = model.config.huggingface_config
+    if hf is None:
+        raise CheckpointError(
+            "the model has no huggingface_config, which a Hugging Face folder is written from: it "
+            "was not loaded from one. Use save_checkpoint."
+        )
+    adapter = _adapter(hf, "huggingface_config")
+    expected = _huggingface_config(hf, "huggingface_config").to_dict()
+    own = model.config.to_dict()
+    changed = sorted(
+        key
+        for key in own
+        if key not in ("params_dtype", "init_method_std", "recurrent_state_dtype")
+        and own[key] != expected[key]
+    )
+    if changed:
+        raise CheckpointError(
+            f"the model has {changed[0]}={own[changed[0]]!r}, but its config.json says "
+            f"{expected[changed[0]]!r}. Load it without overriding {changed[0]}."
+        )
+    state = full_state_dict(model)
+    if state is None or not _writes(model):
+        return
+    theirs: dict[str, Tensor] = {}
+    for tensor_map in adapter.tensors(model.config):
+        values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
+        theirs.update(zip(tensor_map.theirs, values, strict=True))
+    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    _write(folder, {**hf, "dtype": dtype}, theirs)
+
+
+def _writes(model: HybridModel) -> bool:
+    data_parallel = getattr(model.pg_collection, "dp", None)
+    return data_parallel is None or data_parallel.rank() == 0
+
+
+def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str, Tensor]) -> None:
+    folder = Path(folder)
+    text = json.dumps(config, indent=2) + "\n"
+    plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
+
+    def replace_config() -> None:
+        path = folder / CONFIG_FILE
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    write_tensors(folder, plan, state.__getitem__, ready=replace_config)
+
+
+def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
+    """The whole model by canonical names, on the CPU of the first tensor- and pipeline-parallel
+    rank; None on the others. Every rank calls it.
+
+    What is fp32 in a model of less precision, but was loaded from a tensor in the model's dtype, is
+    given in that one again, unless it has changed since and would be rounded."""
+    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    state: dict[str, Tensor] = {}
+    for name, tensor in _own_tensors(model).items():
+        piece = tensor.detach().contiguous()
+        pieces = [piece]
+        if tp.size() > 1 and getattr(tensor, "tensor_model_parallel", False):
+            pieces = [torch.empty_like(piece) for _ in range(tp.size())]
+            dist.all_gather(pieces, piece, group=tp)
+        if tp.rank() == 0:
+            whole = unshard(pieces, tensor).cpu().contiguous()
+            dtype = model.config.params_dtype
+            if whole.dtype != dtype == getattr(tensor, "loaded_dtype", None):
+                narrow = whole.to(dtype)
+                whole = narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
+            state[name] = whole
+    if tp.rank() != 0:
+        return None
+    if pp.size() == 1:
+        return state
+    stages = [None] * pp.size() if pp.rank() == 0 else None
+    dist.gather_object(state, stages, dst=dist.get_global_rank(pp, 0), group=pp)
+    if pp.rank() != 0:
+        return None
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = False) -> None:
+    """Load a folder's weights into a model, whatever its parallel layout and layer spec.
+
+    Args:
+        folder: one of ours, or the Hugging Face folder that `model.config` was read from.
+        cast: round floating-point values to a dtype of less precision, rather than refuse them.
+            A Hugging Face folder whose word embedding is in the model's dtype may have some of its
+            tensors in fp32. Those that the model keeps in fp32 are loaded as they are, the others
+            are rounded in any case, as transformers does.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
+    values, config = read_json(Path(folder) / CONFIG_FILE), model.config
+    with TensorFiles.open(folder) as files:
+        if _is_huggingface(values):
+            adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
+            given = {adapter.text_name(name): name for name in files.names()}
+            for name in adapter.ignored_names(given, config):
+                del given[name]
+            shapes = {name: files.shape(file_name) for name, file_name in given.items()}
+            maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
+            embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
+            if config.share_embeddings_and_output_weights and _HEAD in given:
+                if embedding in given:
+                    _drop_copy(_HEAD, embedding, given, files, str(folder))
+                else:  # the one tensor goes by the other name
+                    given[embedding] = given.pop(_HEAD)
+            mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
+        else:
+            given = {canonical_name(name): name for name in files.names()}
+            maps = _identity(_own_tensors(model))
+            mixed = False
+        source = _Source(str(folder), given, files.shape, files.dtype, files.read)
+        rounded = _FLOATS if cast else (torch.float32,) if mixed else ()
+        drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
+        with progress(f"loading {folder}", drawn) as advance:
+            _load(model, maps, source, rounded, advance)
+
+
+def load_state(
+    model: HybridModel, state: Mapping[str, Any], source: str = "state dict", cast: bool = False
+) -> None:
+    """Load a whole (unsharded) state dict, such as that of megatron-core's own hybrid model.
+
+    Args:
+        state: names of any layer spec and megatron-core release to tensors; extra states of
+            Transformer Engine are passed over.
+        source: what to call it in errors.
+        cast: round floating-point values to a dtype of less precision, rather than refuse them.
+
+    Raises:
+        CheckpointError: not a state of this model.
+    """
+    state = stack_experts(state)
+    given = {canonical_name(name): name for name in state if is_parameter(name)}
+    tensors = _Source(
+        source,
+        given,
+        lambda name: tuple(state[name].shape),
+        lambda name: state[name].dtype,
+        state.__getitem__,
+    )
+    rounded = _FLOATS if cast else ()
+    _load(model, _identity(_own_tensors(model)), tensors, rounded, lambda num_bytes: None)
+
+
+def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
+    """The config of a checkpoint, ours or Hugging Face's; `overrides` are fields of this run.
+
+    Raises:
+        CheckpointError: config.json is missing, unreadable or not a config, or the weights are
+            quantized.
+        ValueError, TypeError: an override is not possible.
+    """
+    path = Path(folder) / CONFIG_FILE
+    values = read_json(path)
+    if (method := quantization(values)) is not None:
+        raise CheckpointError(
+            f"{path} has a quantization_config of quant_method={method!r}; only unquantized "
+            "weights can be read: load them in transformers, dequantize, and save them again."
+        )
+    return config_of(with_dtype(values, path.parent), str(path), **overrides)
+
+
+def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
+    """The config that the content of a config.json describes. What it says of the quantization of
+    weights is passed over: the model is as it would be with weights in floating point.
+
+    Raises:
+        CheckpointError: it is no usable config, or of an unknown architecture.
+        ValueError, TypeError: an override is not possible.
+    """
+    try:
+        if _is_huggingface(values):
+            return _huggingface_config(values, source, **overrides)
+        if "layer_pattern" not in values:
+            raise CheckpointError(
+                f"{source} has neither a layer_pattern, as ours have, nor a model_type, as those "
+                "of transformers have. Convert the model to one of these."
+            )
+        return HybridConfig.from_dict(values, **overrides)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        if overrides:
+            config_of(values, source)  # if that is usable, the fault is not the file's
+            raise
+        raise CheckpointError(f"{source} is no usable config: {error}") from error
+
+
+def quantization(values: Mapping[str, Any]) -> str | None:
+    """How a config.json says that its weights are quantized ("fp8"); None: they are not."""
+    for part in _parts(values):
+        if isinstance(found := part.get("quantization_config"), Mapping) and found:
+            return str(found.get("quant_method"))
+    return None
+
+
+def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The content of a config.json, with a `dtype` where Hugging Face's names none: of quantized
+    weights bfloat16, else that of the folder's first floating-point tensor, as in
+    transformers. Without weights it stays as it is, which is float32."""
+    named = any(part.get(key) for part in _parts(values) for key in ("dtype", "torch_dtype"))
+    if named or not _is_huggingface(values):
+        return values
+    if quantization(values) is not None:
+        return {**values, "dtype": "bfloat16"}
+    try:
+        with TensorFiles.open(folder) as files:
+            dtypes = map(files.dtype, files.names())
+            found = next((dtype for dtype in dtypes if dtype in _FLOATS), None)
+    except CheckpointError:  # none are there, or who reads them will say what is wrong with them
+        found = None
+    return values if found is None else {**values, "dtype": str(found).removeprefix("torch.")}
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config.json, and the language model in it where it is a composite one."""
+    text = values.get("text_config")
+    return [values, text] if isinstance(text, Mapping) else [values]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist: name a folder with a checkpoint, or its config.json"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values
+
+
+def _is_huggingface(values: Mapping[str, Any]) -> bool:
+    return "layer_pattern" not in values and ("model_type" in values or "architectures" in values)
+
+
+def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in adapters():
+        raise CheckpointError(
+            f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
+            f"{', '.join(sorted(adapters()))}. docs/adding_a_model.md says how to add one."
+        )
+    return adapters()[model_type]
+
+
+def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
+    adapter = _adapter(hf, source)
+    hf = adapter.text_config(hf)
+    check_general_keys(hf)
+    fields = {**adapter.config(hf), "huggingface_config": hf}
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    return HybridConfig(**{**fields, **overrides})
+
+
+def _drop_copy(
+    name: str, original: str, given: dict[str, str], files: TensorFiles, source: str
+) -> None:
+    """Pass over an output layer that is stored beside the word embedding that it is tied to."""
+    copy = files.read(given.pop(name))
+    if not torch.equal(copy, files.read(given[original])):
+        raise CheckpointError(
+            f"{name} differs from {original} in {source}, though config.json says that they are "
+            "one (tie_word_embeddings). Config and weights do not belong together."
+        )
+
+
+def _own_tensors(model: HybridModel) -> dict[str, Tensor]:
+    """Every parameter and kept buffer by canonical name."""
+    tensors = model.state_dict(keep_vars=True)
+    own = own_spelling(tensors, model.layer_offset)
+    return {name: tensors[spelling] for name, spelling in own.items()}
+
+
+def _identity(names: Iterable[str]) -> list[TensorMap]:
+    return [TensorMap((name,), (name,)) for name in names]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Tensors to load from."""
+
+    name: str
+    given: dict[str, str]
+    """What the maps call a tensor -> what the source calls it."""
+    shape: Callable[[str], tuple[int, ...]]
+    dtype: Callable[[str], torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+def _load(
+    model: HybridModel,
+    maps: list[TensorMap],
+    source: _Source,
+    rounded: tuple[torch.dtype, ...],
+    advance: Callable[[int], None],
+) -> None:
+    """Copy this rank's pieces into the model; all is checked before the first one is."""
+    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    own = _own_tensors(model)
+    # Other pipeline stages take the rest, so only the sole stage can tell what is too much.
+    extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
+    if pp.size() > 1:
+        maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
+    missing = sorted({name for m in maps for name in m.theirs} - source.given.keys())
+    if missing:
+        raise CheckpointError(_listing(missing, f"not in {source.name}, but the model has"))
+    if extra:
+        raise CheckpointError(
+            _listing(sorted(extra), f"in {source.name}, but the model does not have")
+        )
+    for tensor_map in maps:
+        _check_map(tensor_map, own, tp.size(), source, rounded)
+    with torch.no_grad():
+        for tensor_map in maps:
+            theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
+            for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
+                if name in own:
+                    own[name].copy_(shard(value, own[name], tp.rank(), tp.size()))
+                    own[name].loaded_dtype = value.dtype  # for `full_state_dict`
+            advance(sum(tensor.nbytes for tensor in theirs))
+
+
+def _check_map(
+    tensor_map: TensorMap,
+    own: Mapping[str, Tensor],
+    tp_size: int,
+    source: _Source,
+    rounded: tuple[torch.dtype, ...],
+) -> None:
+    """Shapes and dtypes, from headers alone."""
+    ours = [
+        torch.empty(full_shape(own[name], tp_size), dtype=own[name].dtype, device="meta")
+        for name in tensor_map.ours
+    ]
+    for name, expected in zip(tensor_map.theirs, tensor_map.layout.to_theirs(ours), strict=True):
+        given = source.given[name]
+        if source.shape(given) != tuple(expected.shape):
+            raise CheckpointError(
+                f"{given} has shape {list(source.shape(given))} in {source.name}, but the model's "
+                f"config gives it {list(expected.shape)}. Config and weights do not belong "
+                "together."
+            )
+        dtype = source.dtype(given)
+        if dtype == expected.dtype or dtype in rounded:
+            continue
+        if dtype not in _FLOATS:
+            remedy = "Quantized weights are not read: dequantize them first."
+        elif torch.promote_types(dtype, expected.dtype) == expected.dtype:
+            continue
+        else:
+            remedy = (
+                "Set params_dtype alike, or have it rounded: by dtype=... of load_pretrained, "
+                "--dtype of megatron-hybrid convert, cast=True of load_checkpoint."
+            )
+        raise CheckpointError(
+            f"{given} is {dtype} in {source.name}, but {expected.dtype} in the model. {remedy}"
+        )
+
+
+def _listing(names: list[str], relation: str) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{relation} {names[0]}{more}. The config does not describe these weights."

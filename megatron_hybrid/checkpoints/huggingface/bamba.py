@@ -1,0 +1,65 @@
+"""Bamba: Mamba-2 and attention layers, each followed by a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    activation,
+    attention_fields,
+    mamba2_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    mamba2_hybrid_layer,
+    mlp_tensors,
+    model_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+
+
+class Bamba(Adapter):
+    """`BambaForCausalLM`."""
+
+    model_types = ("bamba",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        # transformers rotates half of each head where rope_parameters say nothing else, whatever
+        # an old partial_rotary_factor says.
+        hf = {"rms_norm_eps": 1e-5, **hf, "partial_rotary_factor": 0.5}
+        only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
+        attention = hf.get("attn_layer_indices") or ()
+        symbols = ["*" if i in attention else "M" for i in range(required(hf, "num_hidden_layers"))]
+        fields = {
+            **model_fields(hf),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
+            **rotary_fields(hf, partial=True),
+            **mamba2_fields(hf, hf["rms_norm_eps"]),
+            "layer_pattern": "".join(f"{symbol}-" for symbol in symbols),
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": activation(hf),
+            "add_bias_linear": hf.get("mlp_bias", False),
+        }
+        if "*" in symbols:
+            biases = {"add_bias_linear": hf.get("attention_bias", False)}
+            fields["layer_overrides"] = {"*": biases}
+        return fields
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config, norm="model.final_layernorm.weight")
+        for i in range(config.num_layers // 2):
+            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
+            yield from mamba2_hybrid_layer(config, 2 * i, theirs)
+            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.pre_ff_layernorm.weight")
+            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.feed_forward")
+
+
+ADAPTER = Bamba()

@@ -1,0 +1,99 @@
+"""What an adapter is: a config in our terms, and which of our tensors are which of theirs."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
+from megatron_hybrid.config import HybridConfig
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Some of our tensors hold the same numbers as some of theirs."""
+
+    ours: tuple[str, ...]
+    """Canonical parameter names (`models/parameter_names.py`)."""
+    theirs: tuple[str, ...]
+    """Names in the safetensors files."""
+    layout: Layout = SAME
+    """How the numbers lie in each."""
+
+
+class Adapter(ABC):
+    """One architecture of Hugging Face."""
+
+    model_types: tuple[str, ...]
+    """The `model_type`s of config.json that this adapter reads."""
+
+    composite_types: tuple[str, ...] = ()
+    """The `model_type`s of models that take images or sound too, and whose `text_config` is of one
+    of `model_types`. Their language model is read, and written as a folder of that alone."""
+
+    composite_tied: bool = False
+    """`tie_word_embeddings` of such a model whose config.json does not say it."""
+
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of tensor names that hold nothing of the model, such as tables that are
+    computed anew; they are neither read nor written."""
+
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of the language model: `hf` itself, or what a composite one says of it.
+
+        Raises:
+            ValueError: a composite one says nothing of it, or it is another model.
+        """
+        if hf["model_type"] not in self.composite_types:
+            return dict(hf)
+        text = hf.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"config.json has text_config={text!r}, where its language model goes")
+        defaults = {"model_type": self.model_types[0], "tie_word_embeddings": self.composite_tied}
+        text = {**defaults, **text}
+        if text["model_type"] not in self.model_types:
+            raise ValueError(
+                f"config.json has a text_config of the model_type {text['model_type']!r}; only "
+                f"{' or '.join(map(repr, self.model_types))} is supported"
+            )
+        whole = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+        return text | {key: hf[key] for key in whole if hf.get(key) is not None}
+
+    def text_name(self, name: str) -> str:
+        """What a folder of the language model alone calls a tensor of a folder."""
+        spellings = {"model.language_model.": "model.", "language_model.": ""}
+        for prefix, plain in spellings.items() if self.composite_types else ():
+            if name.startswith(prefix):
+                return plain + name.removeprefix(prefix)
+        return name
+
+    def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
+        """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`."""
+        patterns = [re.compile(pattern) for pattern in self.ignored]
+        return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
+
+    @abstractmethod
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of HybridConfig for a config.json (`text_config`). `params_dtype` and
+        `huggingface_config` are filled in by the caller.
+
+        Raises:
+            ValueError: the config asks for what cannot be done here; names key and value.
+        """
+
+    @abstractmethod
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """Every tensor of the model, once; `config.huggingface_config` is the config.json."""
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """One of `tensors` for reading a folder that holds tensors of these names (`text_name`) and
+        shapes.
+
+        For architectures whose folders are of several kinds; `tensors` is what gets written.
+        """
+        return tensor_map

@@ -1,0 +1,105 @@
+"""DeepSeek-V3: multi-head latent attention, and experts behind the first few layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    activation,
+    grouped_expert_fields,
+    latent_attention_fields,
+    model_fields,
+    num_shared_experts,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    latent_attention_tensors,
+    layer_norms,
+    mlp_tensors,
+    model_tensors,
+    moe_tensors,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.mixers.rotary import yarn_scale
+
+_FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
+
+
+class DeepseekV3(Adapter):
+    """`DeepseekV3ForCausalLM`."""
+
+    model_types = ("deepseek_v3",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        hf = {"q_lora_rank": 1536, **hf}
+        only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
+        only(hf, moe_layer_freq=1, ep_size=1)
+        num_layers = required(hf, "num_hidden_layers")
+        dense = min(hf.get("first_k_dense_replace", 3), num_layers)
+        fields = {
+            **model_fields(hf),
+            **latent_attention_fields(hf),
+            **rotary_fields(hf),
+            "rotary_interleaved": hf.get("rope_interleave", True),
+            "layer_pattern": "+-" * dense + "+E" * (num_layers - dense),
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": activation(hf),
+        }
+        if (scale := _softmax_scale(fields)) is not None:
+            fields["softmax_scale"] = scale
+        if dense < num_layers:
+            fields |= grouped_expert_fields(
+                num_experts=hf.get("n_routed_experts", 256),
+                topk=hf.get("num_experts_per_tok", 8),
+                width=hf.get("moe_intermediate_size", 2048),
+                num_shared=num_shared_experts(hf, "n_shared_experts"),
+                groups=hf.get("n_group", 8),
+                chosen_groups=hf.get("topk_group", 4),
+                scaling_factor=hf.get("routed_scaling_factor", 2.5),
+            )
+        return fields
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        mlps = {"-": mlp_tensors, "E": moe_tensors}
+        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+            theirs = f"model.layers.{i}"
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield from layer_norms(mixer, mlp, theirs)
+            yield from latent_attention_tensors(
+                config, f"{mixer}.self_attention", f"{theirs}.self_attn"
+            )
+            yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+    def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
+        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens.
+
+        A layer is one by what only these have, not by its number alone: an ordinary layer that
+        config.json does not count is a contradiction, and refused."""
+        num_layers = config.num_layers // 2
+        further = {
+            match[1]
+            for name in names
+            if (match := _FURTHER.fullmatch(name)) and int(match[2]) >= num_layers
+        }
+        return {name for name in names if name.startswith(tuple(further))}
+
+
+def _softmax_scale(fields: Mapping[str, Any]) -> float | None:
+    """The factor of q . k where YaRN has one for all dimensions (arXiv 2309.00071, section 3.4)."""
+    scaling = fields.get("rotary_scaling", {})
+    if not scaling.get("mscale_all_dim"):
+        return None
+    temperature = yarn_scale(scaling["factor"], scaling["mscale_all_dim"])
+    return temperature**2 * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) ** -0.5
+
+
+ADAPTER = DeepseekV3()

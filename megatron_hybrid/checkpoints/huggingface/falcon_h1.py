@@ -1,0 +1,90 @@
+"""Falcon-H1: attention and Mamba-2 side by side in each layer, then a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    activation,
+    attention_fields,
+    mamba2_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    mamba2_tensors,
+    mlp_tensors,
+    model_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+
+
+class FalconH1(Adapter):
+    """`FalconH1ForCausalLM`."""
+
+    model_types = ("falcon_h1",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **hf}
+        # The activation is that of the convolution, too; the biases are those of the projections
+        # into and out of the Mamba-2 part.
+        only(
+            hf,
+            hidden_act=("silu", "swish"),
+            projectors_bias=hf.get("mamba_proj_bias", False),
+            attn_layer_indices=None,
+            mamba_use_mlp=True,
+        )
+        gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
+        attention = attention_fields({"num_key_value_heads": 8, **hf})
+        return {
+            **model_fields(hf),
+            **attention,
+            **rotary_fields(hf),
+            **mamba2_fields(hf, hf["rms_norm_eps"]),
+            "layer_pattern": "H-" * required(hf, "num_hidden_layers"),
+            "layer_overrides": {"H": {"add_bias_linear": hf.get("attention_bias", False)}},
+            "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
+            "logits_multiplier": hf.get("lm_head_multiplier", 1.0),
+            # A factor of the keys is one of the scores.
+            "softmax_scale": hf.get("key_multiplier", 1.0) * attention["kv_channels"] ** -0.5,
+            "attention_input_multiplier": hf.get("attention_in_multiplier", 1.0),
+            "attention_output_multiplier": hf.get("attention_out_multiplier", 1.0),
+            "mamba_input_multiplier": hf.get("ssm_in_multiplier", 1.0),
+            "mamba_output_multiplier": hf.get("ssm_out_multiplier", 1.0),
+            "mamba_section_multipliers": hf.get("ssm_multipliers") or [1.0] * 5,
+            "mamba_gated_norm": _gated_norm(hf),
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": activation(hf),
+            "add_bias_linear": hf.get("mlp_bias", False),
+            "mlp_gate_multiplier": gate,
+            "mlp_output_multiplier": down,
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config, norm="model.final_layernorm.weight")
+        for i in range(config.num_layers // 2):
+            heads, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            own, theirs = config.for_layer(2 * i + 1), f"model.layers.{i}"
+            yield same(f"{heads}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+            yield from attention_tensors(own, f"{heads}.mixer.attention", f"{theirs}.self_attn")
+            yield from mamba2_tensors(own, f"{heads}.mixer.mamba", f"{theirs}.mamba")
+            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.pre_ff_layernorm.weight")
+            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.feed_forward")
+
+
+def _gated_norm(hf: Mapping[str, Any]) -> str:
+    if not hf.get("mamba_rms_norm", False):
+        return "none"
+    return "norm_first" if hf.get("mamba_norm_before_gate", True) else "gate_first"
+
+
+ADAPTER = FalconH1()

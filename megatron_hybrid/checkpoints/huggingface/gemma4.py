@@ -1,0 +1,220 @@
+"""Gemma 4 (text): windows between full attention with other heads, keys and values that several
+layers share, per-layer embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    WINDOW_SYMBOLS,
+    activation,
+    attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+    symbols_of,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    mlp_tensors,
+    model_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+
+_DEFAULTS = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+}
+"""What config.json files leave out, as transformers fills it in."""
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+    },
+}
+
+
+class Gemma4(Adapter):
+    """`Gemma4ForCausalLM`, and the language model of `Gemma4ForConditionalGeneration`."""
+
+    model_types = ("gemma4_text",)
+    composite_types = ("gemma4",)
+    composite_tied = True
+    ignored = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        hf = {**_DEFAULTS, **hf}
+        # "vision" is causal among text tokens.
+        only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
+        if hf["hidden_size_per_layer_input"]:
+            only(hf, vocab_size_per_layer_input=hf["vocab_size"])
+        kinds = _layer_types(hf)
+        rope = hf.get("rope_parameters") or _ROPE
+        symbols = symbols_of(kinds, WINDOW_SYMBOLS, hf["num_hidden_layers"])
+        overrides = {
+            symbol: rotary_fields({"rope_parameters": rope[kind]})
+            for kind, symbol in dict(zip(kinds, symbols)).items()
+        }
+        if hf.get("attention_k_eq_v"):
+            overrides["*"]["keys_as_values"] = True
+        if hf.get("enable_moe_block"):
+            overrides["D"] = {"norm_placement": "post"}  # it has norms of its own before
+        layer = _layer(hf)
+        if layer.endswith("P"):
+            overrides["P"] = {"norm_placement": "post"}
+        overrides.setdefault(layer[-1], {})["layer_scalar"] = True
+        for number, fields in _single_layers(hf, kinds, len(layer)):
+            if fields:
+                overrides[str(number)] = fields
+        return {
+            **model_fields({**hf, "per_layer_config": None}),  # see _single_layers
+            **attention_fields(hf),
+            "layer_pattern": "".join(symbol + layer for symbol in symbols),
+            "layer_overrides": overrides,
+            "sliding_window": hf["sliding_window"],
+            "embedding_multiplier": hf["hidden_size"] ** 0.5,
+            "round_embedding_multiplier": True,
+            "per_layer_input_size": hf["hidden_size_per_layer_input"] or None,
+            "norm_placement": "sandwich",
+            "qk_layernorm": True,
+            "value_l2_norm": True,
+            "softmax_scale": 1.0,
+            "final_logit_softcap": hf.get("final_logit_softcapping"),
+            "ffn_hidden_size": hf["intermediate_size"],
+            "activation_func": activation(hf, "hidden_activation"),
+            **(_experts(hf) if hf.get("enable_moe_block") else {}),
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        per_layer = config.per_layer_input_size is not None
+        if per_layer:
+            for ours, theirs in (
+                ("weight", "embed_tokens_per_layer"),
+                ("projection.weight", "per_layer_model_projection"),
+                ("norm.weight", "per_layer_projection_norm"),
+            ):
+                yield same(f"per_layer_embedding.{ours}", f"model.{theirs}.weight")
+        has_experts = "D" in config.layer_pattern
+        step = 3 if per_layer else 2
+        for i in range(config.num_layers // step):
+            theirs = f"model.layers.{i}"
+            mixer, mlp, last = (f"decoder.layers.{step * i + n}" for n in (0, 1, step - 1))
+            names = {
+                f"{mixer}.input_layernorm": "input_layernorm",
+                f"{mixer}.post_layernorm": "post_attention_layernorm",
+                f"{mlp}.post_layernorm": "post_feedforward_layernorm",
+            }
+            if has_experts:
+                names[f"{mlp}.mlp.pre_dense_layernorm"] = "pre_feedforward_layernorm"
+                names[f"{mlp}.mlp.post_dense_layernorm"] = "post_feedforward_layernorm_1"
+                names[f"{mlp}.mlp.pre_experts_layernorm"] = "pre_feedforward_layernorm_2"
+                names[f"{mlp}.mlp.post_experts_layernorm"] = "post_feedforward_layernorm_2"
+                names[f"{mlp}.mlp.router"] = "router.proj"
+                for ours, name in (
+                    ("router_scale", "router.scale"),
+                    ("expert_scale", "router.per_expert_scale"),
+                    ("experts.linear_fc1.weight", "experts.gate_up_proj"),
+                    ("experts.linear_fc2.weight", "experts.down_proj"),
+                ):
+                    yield same(f"{mlp}.mlp.{ours}", f"{theirs}.{name}")
+            else:
+                names[f"{mlp}.pre_mlp_layernorm"] = "pre_feedforward_layernorm"
+            if per_layer:
+                names[f"{last}.post_layernorm"] = "post_per_layer_input_norm"
+                names[f"{last}.mixer.gate"] = "per_layer_input_gate"
+                names[f"{last}.mixer.projection"] = "per_layer_projection"
+            for ours, name in names.items():
+                yield same(f"{ours}.weight", f"{theirs}.{name}.weight")
+            yield same(f"{last}.layer_scalar", f"{theirs}.layer_scalar")
+            attention, dense = (config.for_layer(step * i + n) for n in (1, 2))
+            yield from attention_tensors(
+                attention, f"{mixer}.self_attention", f"{theirs}.self_attn"
+            )
+            own = f"{mlp}.mlp.dense" if has_experts else f"{mlp}.mlp"
+            yield from mlp_tensors(dense, own, f"{theirs}.mlp")
+
+
+def _layer(hf: Mapping[str, Any]) -> str:
+    """Our layers behind the attention of one of theirs."""
+    mlp = "D" if hf.get("enable_moe_block") else "-"
+    return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
+
+
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_moe_experts": required(hf, "num_experts"),
+        "moe_router_topk": required(hf, "top_k_experts"),
+        "moe_ffn_hidden_size": required(hf, "moe_intermediate_size"),
+    }
+
+
+def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+    kinds = list(hf.get("layer_types") or []) or [
+        "sliding_attention" if i % 6 else "full_attention"
+        for i in range(1, hf["num_hidden_layers"] + 1)
+    ]
+    return [*kinds[:-1], "full_attention"]  # which transformers makes it, whatever is given
+
+
+def _single_layers(
+    hf: Mapping[str, Any], kinds: list[str], behind: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and fields of the layers of ours that are unlike others of their symbol.
+
+    Args:
+        kinds: layer types.
+        behind: how many layers of ours follow the attention of each of theirs.
+    """
+    given = hf.get("per_layer_config")
+    if given is not None:  # transformers pads the numbers: "05"
+        given = {int(layer): fields for layer, fields in given.items()}
+        if unknown := sorted(given.keys() - range(len(kinds))):
+            raise ValueError(f"config.json has per_layer_config for the layer {unknown[0]}")
+    heads = {"head_dim": hf["global_head_dim"]}
+    if hf.get("attention_k_eq_v") and hf.get("num_global_key_value_heads"):
+        heads["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    names = {"head_dim": "kv_channels", "num_key_value_heads": "num_query_groups"}
+    unshared = len(kinds) - hf["num_kv_shared_layers"]
+    for i, kind in enumerate(kinds):
+        number = 1 + i * (1 + behind)
+        own = heads if kind == "full_attention" else {}
+        if given is not None:
+            own = given.get(i, {})
+        if unknown := sorted(set(own) - names.keys()):
+            raise ValueError(f"config.json has per_layer_config with {unknown[0]!r} for layer {i}")
+        fields = {names[name]: value for name, value in own.items()}
+        if i >= unshared:
+            if kind not in kinds[:unshared]:
+                raise ValueError(
+                    f"config.json has num_kv_shared_layers={hf['num_kv_shared_layers']}, but layer "
+                    f"{i} ({kind}) finds none of its type before them whose keys it could share"
+                )
+            source = max(j for j in range(unshared) if kinds[j] == kind)
+            fields["kv_source_layer"] = 1 + source * (1 + behind)
+            if hf.get("use_double_wide_mlp"):
+                yield number + 1, {"ffn_hidden_size": 2 * hf["intermediate_size"]}
+        yield number, fields
+
+
+ADAPTER = Gemma4()

@@ -1,0 +1,92 @@
+"""GPT-OSS: attention with sinks, every other layer windowed, and experts with biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    WINDOW_SYMBOLS,
+    attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+    symbols_of,
+)
+from megatron_hybrid.checkpoints.huggingface.layouts import SAME, alternating, chained, transposed
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    layer_norms,
+    model_tensors,
+    moe_tensors,
+    same,
+)
+from megatron_hybrid.config import ACTIVATIONS, HybridConfig
+
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What transformers takes where a config says nothing but `rope_theta`."""
+
+
+class GptOss(Adapter):
+    """`GptOssForCausalLM`, with weights in floating point: published ones are MXFP4, which
+    transformers writes out by `Mxfp4Config(dequantize=True)`."""
+
+    model_types = ("gpt_oss",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
+        layers = required(hf, "num_hidden_layers")
+        types = hf.get("layer_types") or [
+            "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+        ]
+        symbols = symbols_of(types, WINDOW_SYMBOLS, layers)
+        has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
+        return {
+            **model_fields({"rms_norm_eps": 1e-5, **hf}),
+            **attention_fields({"head_dim": 64, "num_key_value_heads": 8, **hf}),
+            **rotary_fields(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
+            "layer_pattern": "".join(f"{symbol}E" for symbol in symbols),
+            "sliding_window": hf.get("sliding_window", 128),
+            "softmax_type": "learnable",
+            "add_bias_linear": True,
+            "num_moe_experts": hf.get("num_local_experts") or required(hf, "num_experts"),
+            "moe_router_topk": hf.get("num_experts_per_tok", 4),
+            "moe_ffn_hidden_size": required(hf, "intermediate_size"),
+            "activation_func": ACTIVATIONS["quick_gelu"],
+            "activation_func_clamp_value": hf.get("swiglu_limit", 7.0),
+            "glu_linear_offset": 1.0,
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        for i in range(config.num_layers // 2):
+            theirs = f"model.layers.{i}"
+            mixer, moe = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            attention = f"{mixer}.self_attention"
+            yield from layer_norms(mixer, moe, theirs)
+            yield from attention_tensors(config, attention, f"{theirs}.self_attn")
+            yield same(f"{attention}.core_attention.softmax_offset", f"{theirs}.self_attn.sinks")
+            ours, theirs = f"{moe}.mlp", f"{theirs}.mlp"
+            yield from moe_tensors(config, ours, theirs, router="router", projections=None)
+            for projection, name, layout in (
+                ("fc1.weight", "gate_up_proj", chained(transposed(), alternating(1))),
+                ("fc1.bias", "gate_up_proj_bias", alternating(1)),
+                ("fc2.weight", "down_proj", transposed()),
+                ("fc2.bias", "down_proj_bias", SAME),
+            ):
+                experts = f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}"
+                yield same(*experts, layout)
+
+
+ADAPTER = GptOss()

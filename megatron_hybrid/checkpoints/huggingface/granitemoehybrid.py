@@ -1,0 +1,96 @@
+"""Granite 4 hybrids: Mamba-2 and attention layers, each followed by an MLP or by experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    MAMBA2_SYMBOLS,
+    activation,
+    attention_fields,
+    mamba2_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+    symbols_of,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    mamba2_hybrid_layer,
+    model_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+
+
+class GraniteMoeHybrid(Adapter):
+    """`GraniteMoeHybridForCausalLM`."""
+
+    model_types = ("granitemoehybrid",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
+        num_layers = required(hf, "num_hidden_layers")
+        types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
+        symbols = symbols_of(types, MAMBA2_SYMBOLS, num_layers)
+        mlp = "E" if hf.get("num_local_experts", 8) else "-"
+        position = hf.get("position_embedding_type")
+        fields = {
+            **model_fields(hf),
+            **attention_fields(hf),
+            **(mamba2_fields(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
+            "layer_pattern": "".join(symbol + mlp for symbol in symbols),
+            "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
+            "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),
+            "residual_multiplier": hf.get("residual_multiplier", 1.0),
+            "softmax_scale": hf.get("attention_multiplier", 1.0),
+            "position_embedding_type": "rope" if position == "rope" else "none",
+            "activation_func": activation(hf),
+            "ffn_hidden_size": hf.get("shared_intermediate_size", 1024),
+            **(_moe_fields(hf) if mlp == "E" else {}),
+        }
+        if position == "rope":
+            fields |= rotary_fields(hf)
+        if "*" in symbols:
+            biases = {"add_bias_linear": hf.get("attention_bias", False)}
+            fields["layer_overrides"] = {"*": biases}
+        return fields
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        for i in range(config.num_layers // 2):
+            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
+            yield from mamba2_hybrid_layer(config, 2 * i, theirs)
+            yield same(
+                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
+            )
+            yield from _mlp_tensors(config, f"{mlp}.mlp", theirs)
+
+
+def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_moe_experts": hf.get("num_local_experts", 8),
+        "moe_ffn_hidden_size": required(hf, "intermediate_size"),
+        "moe_shared_expert_intermediate_size": hf.get("shared_intermediate_size", 1024),
+        "moe_router_topk": hf.get("num_experts_per_tok", 2),
+        "moe_router_score_function": "softmax",
+    }
+
+
+def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """Gate and value lie in one tensor, and experts in one, on both sides."""
+    shared, linears = ours, (("linear_fc1", "input_linear"), ("linear_fc2", "output_linear"))
+    if config.num_moe_experts is not None:
+        shared, moe = f"{ours}.shared_experts", f"{theirs}.block_sparse_moe"
+        yield same(f"{ours}.router.weight", f"{moe}.router.layer.weight")
+        for own, name in linears:
+            yield same(f"{ours}.experts.{own}.weight", f"{moe}.{name}.weight")
+    for own, name in linears:
+        yield same(f"{shared}.{own}.weight", f"{theirs}.shared_mlp.{name}.weight")
+
+
+ADAPTER = GraniteMoeHybrid()

@@ -1,0 +1,121 @@
+"""LFM2: gated short convolutions and attention, each followed by a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+    symbols_of,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    mlp_tensors,
+    model_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+
+PROJECTIONS = ("w1", "w3", "w2")
+"""What the projections of an MLP are called: gate, up and down."""
+
+_SYMBOLS = {"conv": "C", "full_attention": "*"}
+
+
+class Lfm2(Adapter):
+    """`Lfm2ForCausalLM`."""
+
+    model_types = ("lfm2",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(hf, block_use_swiglu=True)
+        if hf.get("layer_types") is None:
+            layers = range(required(hf, "num_hidden_layers"))
+            attention = hf.get("full_attn_idxs")
+            attention = layers if attention is None else attention
+            hf = {**hf, "layer_types": [_type(layer in attention) for layer in layers]}
+        return {
+            **decoder_fields(hf),
+            "layer_pattern": "".join(f"{symbol}-" for symbol in mixer_symbols(hf)),
+            "ffn_hidden_size": _mlp_width(hf),
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config, norm="model.embedding_norm.weight")
+        for i in range(config.num_layers // 2):
+            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
+            yield from mixer_tensors(config, 2 * i, theirs)
+            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.ffn_norm.weight")
+            feed_forward = f"{theirs}.feed_forward"
+            yield from mlp_tensors(config, f"{mlp}.mlp", feed_forward, projections=PROJECTIONS)
+
+
+def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """All but the layers and what comes after each mixer."""
+    only(hf, use_pos_enc=True)
+    tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
+    hf = {"norm_eps": 1e-5, **hf, "tie_word_embeddings": tied}
+    return {
+        **model_fields(hf, "norm_eps"),
+        **attention_fields({"num_key_value_heads": 8, **hf}),
+        **rotary_fields(hf, 1e6),
+        "qk_layernorm": True,
+        "short_conv_kernel": hf.get("conv_L_cache", 3),
+        "short_conv_bias": hf.get("conv_bias", False),
+    }
+
+
+def mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
+    """The symbol of each layer's mixer."""
+    return symbols_of(required(hf, "layer_types"), _SYMBOLS, required(hf, "num_hidden_layers"))
+
+
+def mixer_tensors(config: HybridConfig, layer: int, theirs: str) -> Iterator[TensorMap]:
+    """A convolution or attention, and the norm before it.
+
+    Args:
+        config: that of the model.
+        layer: its index among ours.
+        theirs: prefix, such as "model.layers.0".
+    """
+    ours, norm = f"decoder.layers.{layer}", f"{theirs}.operator_norm.weight"
+    if layer_symbols(config.layer_pattern)[layer] == "*":
+        yield same(f"{ours}.input_layernorm.weight", norm)
+        yield from attention_tensors(
+            config,
+            f"{ours}.self_attention",
+            f"{theirs}.self_attn",
+            output="out_proj",
+            norm="layernorm",
+        )
+        return
+    yield same(f"{ours}.norm.weight", norm)
+    for kind in ("weight", "bias") if config.short_conv_bias else ("weight",):
+        for own, name in (("in_proj", "in_proj"), ("conv1d", "conv"), ("out_proj", "out_proj")):
+            yield same(f"{ours}.mixer.{own}.{kind}", f"{theirs}.conv.{name}.{kind}")
+
+
+def _type(attends: bool) -> str:
+    return "full_attention" if attends else "conv"
+
+
+def _mlp_width(hf: Mapping[str, Any]) -> int:
+    """The width that transformers gives the MLP."""
+    width = hf.get("block_ff_dim") or required(hf, "intermediate_size")
+    if not hf.get("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(hf.get("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
+    multiple = hf.get("block_multiple_of", 256)
+    return -(-width // multiple) * multiple
+
+
+ADAPTER = Lfm2()

@@ -1,0 +1,105 @@
+"""Llama 4 (text): attention in chunks with RoPE, in full without; experts, one for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    activation,
+    attention_fields,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.checkpoints.huggingface.layouts import transposed
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    layer_norms,
+    mlp_tensors,
+    model_tensors,
+    moe_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+
+
+class Llama4(Adapter):
+    """`Llama4ForCausalLM`, and the language model of `Llama4ForConditionalGeneration`."""
+
+    model_types = ("llama4_text",)
+    composite_types = ("llama4",)
+    ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(hf, attention_bias=False)
+        without_rope = {"position_embedding_type": "none", "qk_l2_norm": False}
+        if hf.get("attn_temperature_tuning", True):
+            without_rope["attention_temperature_scale"] = hf.get("attn_scale", 0.1)
+            without_rope["attention_temperature_floor"] = hf.get("floor_scale", 8192)
+        width = required(hf, "intermediate_size")
+        pattern = _pattern(hf)
+        return {
+            **model_fields({"rms_norm_eps": 1e-5, **hf}),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
+            **rotary_fields(hf, 500000.0),
+            "layer_pattern": pattern,
+            "layer_overrides": {"*": without_rope} if "*" in pattern else {},
+            "attention_chunk_size": hf.get("attention_chunk_size", 8192),
+            "rotary_interleaved": True,
+            "qk_l2_norm": hf.get("use_qk_norm", True),
+            "ffn_hidden_size": hf.get("intermediate_size_mlp", 16384),
+            "activation_func": activation(hf),
+            "num_moe_experts": hf.get("num_local_experts", 16),
+            "moe_router_topk": hf.get("num_experts_per_tok", 1),
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": width,
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+            theirs = f"model.layers.{i}"
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield from layer_norms(mixer, mlp, theirs)
+            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
+            ours, theirs = f"{mlp}.mlp", f"{theirs}.feed_forward"
+            if symbol == "-":
+                yield from mlp_tensors(config, ours, theirs)
+                continue
+            yield from moe_tensors(
+                config, ours, theirs, router="router", projections=None, shared="shared_expert"
+            )
+            for name, projection in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+                experts = f"{ours}.experts.linear_{name}.weight", f"{theirs}.experts.{projection}"
+                yield same(*experts, transposed())
+
+
+def _pattern(hf: Mapping[str, Any]) -> str:
+    """Chunks where there is RoPE, and experts in every `interleave_moe_layer_step`th layer."""
+    layers = required(hf, "num_hidden_layers")
+    interval, step = hf.get("no_rope_layer_interval", 4), hf.get("interleave_moe_layer_step", 1)
+    has_rope = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    experts = hf.get("moe_layers")
+    if experts is None:
+        experts = range(step - 1, layers, step)
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:layers]]
+    if (given := hf.get("layer_types")) and list(given) != types:
+        raise ValueError(
+            f"config.json has layer_types={given} and no_rope_layers={has_rope}; only layers with "
+            "RoPE in chunks and layers without RoPE in full are supported"
+        )
+    return "".join(
+        ("L" if rope else "*") + ("E" if i in experts else "-")
+        for i, rope in enumerate(has_rope[:layers])
+    )
+
+
+ADAPTER = Llama4()

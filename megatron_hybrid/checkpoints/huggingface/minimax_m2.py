@@ -1,0 +1,85 @@
+"""MiniMax-M2: full attention and experts, chosen by sigmoid scores and a bias that only selects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    activation,
+    attention_fields,
+    check_sigmoid_topk,
+    model_fields,
+    only,
+    required,
+    rotary_fields,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    layer_norms,
+    model_tensors,
+    moe_tensors,
+)
+from megatron_hybrid.config import HybridConfig
+
+
+class MiniMaxM2(Adapter):
+    """`MiniMaxM2ForCausalLM`."""
+
+    model_types = ("minimax_m2",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        only(
+            hf,
+            scoring_func="sigmoid",
+            use_routing_bias=True,
+            use_qk_norm=True,
+            qk_norm_type="per_layer",
+            shared_intermediate_size=0,
+            router_jitter_noise=0.0,
+            sliding_window=None,
+            layernorm_full_attention_beta=1,
+            layernorm_mlp_beta=1,
+        )
+        for kind in hf.get("attn_type_list") or ():
+            only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
+        topk = hf.get("num_experts_per_tok", 8)
+        check_sigmoid_topk(topk)
+        heads = attention_fields({"head_dim": 128, "num_key_value_heads": 8, **hf})
+        if (rotary_dim := hf.get("rotary_dim")) is not None:
+            hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}
+        return {
+            **model_fields(hf),
+            **heads,
+            **rotary_fields(hf, 5000000.0, partial=True),
+            "layer_pattern": "*E" * required(hf, "num_hidden_layers"),
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all_heads",
+            "activation_func": activation(hf),
+            "num_moe_experts": hf.get("num_local_experts", 256),
+            "moe_router_topk": topk,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_ffn_hidden_size": required(hf, "intermediate_size"),
+        }
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config)
+        for i in range(config.num_layers // 2):
+            theirs = f"model.layers.{i}"
+            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
+            yield from layer_norms(mixer, mlp, theirs)
+            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
+            yield from moe_tensors(
+                config,
+                f"{mlp}.mlp",
+                f"{theirs}.block_sparse_moe",
+                expert_bias="e_score_correction_bias",
+                projections=("w1", "w3", "w2"),
+            )
+
+
+ADAPTER = MiniMaxM2()

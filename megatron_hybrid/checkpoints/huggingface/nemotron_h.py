@@ -1,0 +1,121 @@
+"""Nemotron-H: Mamba-2, attention, MLP and mixture-of-experts layers in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.fields import (
+    MAMBA2_SYMBOLS,
+    activation,
+    attention_fields,
+    grouped_expert_fields,
+    model_fields,
+    only,
+    required,
+    symbols_of,
+)
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
+    mamba2_tensors,
+    mlp_tensors,
+    model_tensors,
+    moe_tensors,
+    same,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+
+_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+}
+
+
+class NemotronH(Adapter):
+    """`NemotronHForCausalLM`."""
+
+    model_types = ("nemotron_h",)
+    ignored = (r"mtp\..*",)  # heads that predict several tokens
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.config`."""
+        hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
+        head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
+        hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
+        only(
+            hf,
+            mamba_hidden_act=("silu", "swish"),
+            attention_bias=False,
+            mamba_proj_bias=False,
+            sliding_window=None,
+            tie_word_embeddings=False,
+        )
+        pattern = _pattern(hf)
+        fields = {
+            **model_fields(hf, "layer_norm_epsilon"),
+            **attention_fields({"num_key_value_heads": 8, **hf}),
+            "position_embedding_type": "none",
+            "layer_pattern": pattern,
+            "mamba_num_heads": hf.get("mamba_num_heads", 128),
+            "mamba_head_dim": hf.get("mamba_head_dim", 64),
+            "mamba_num_groups": hf.get("n_groups", 8),
+            "mamba_state_dim": hf.get("ssm_state_size", 128),
+            "mamba_conv_kernel": hf.get("conv_kernel", 4),
+            "mamba_chunk_size": hf.get("chunk_size", 128),
+            "mamba_conv_bias": hf.get("use_conv_bias", True),
+            "mamba_proj_bias": hf.get("use_bias", False),
+            "mamba_norm_epsilon": hf["layer_norm_epsilon"],
+            # Not time_step_limit: transformers clamps by this one, from below alone.
+            "mamba_dt_min": hf.get("time_step_min", 0.001),
+            "ffn_hidden_size": hf.get("intermediate_size", 21504),
+            "gated_linear_unit": False,
+            "activation_func": activation(hf, "mlp_hidden_act", "relu2"),
+        }
+        if "-" in pattern:
+            fields["layer_overrides"] = {"-": {"add_bias_linear": hf.get("mlp_bias", False)}}
+        if "E" in pattern:
+            fields |= _moe_fields(hf)
+        return fields
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.tensors`."""
+        yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
+        moe = partial(moe_tensors, projections=("up_proj", "down_proj"))
+        parts = {"M": mamba2_tensors, "*": attention_tensors, "-": mlp_tensors, "E": moe}
+        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
+            ours, theirs, kind = f"decoder.layers.{i}", f"backbone.layers.{i}", KINDS[symbol]
+            yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
+            own = config.for_layer(i + 1)
+            yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
+
+
+def _pattern(hf: Mapping[str, Any]) -> str:
+    if (pattern := hf.get("hybrid_override_pattern")) is not None:
+        return pattern
+    types = required(hf, "layers_block_type")
+    return "".join(symbols_of(types, MAMBA2_SYMBOLS, len(types)))  # num_hidden_layers may be stale
+
+
+def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    only(hf, mlp_bias=False, norm_topk_prob=True)
+    fields = grouped_expert_fields(
+        num_experts=hf.get("n_routed_experts", 8),
+        topk=hf.get("num_experts_per_tok", 2),
+        width=hf.get("moe_intermediate_size", 7688),
+        num_shared=0,
+        groups=hf.get("n_group", 1),
+        chosen_groups=hf.get("topk_group", 1),
+        scaling_factor=hf.get("routed_scaling_factor", 1.0),
+    )
+    shared = hf.get("moe_shared_expert_intermediate_size", 7688)
+    latent = hf.get("moe_latent_size")
+    return {**fields, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+
+
+ADAPTER = NemotronH()

@@ -1,0 +1,211 @@
+"""The tensors that many architectures have in common: ours on the left, theirs on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_hybrid.checkpoints.huggingface.base import TensorMap
+from megatron_hybrid.checkpoints.huggingface.layouts import (
+    SAME,
+    Layout,
+    grouped,
+    grouped_with_gates,
+    joined,
+    stacked,
+)
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.layer_pattern import layer_symbols
+
+
+def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
+    """One tensor of ours, one of theirs."""
+    return TensorMap((ours,), (theirs,), layout)
+
+
+def model_tensors(
+    config: HybridConfig,
+    embedding: str = "model.embed_tokens.weight",
+    norm: str = "model.norm.weight",
+    head: str = "lm_head.weight",
+) -> Iterator[TensorMap]:
+    """Embedding, final norm and output layer."""
+    yield same("embedding.word_embeddings.weight", embedding)
+    yield same("decoder.final_norm.weight", norm)
+    if not config.share_embeddings_and_output_weights:
+        yield same("output_layer.weight", head)
+
+
+def layer_norms(mixer: str, mlp: str, theirs: str) -> Iterator[TensorMap]:
+    """The norms in front of the mixer and of the MLP of one of their layers, in Llama's names."""
+    yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+    yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+
+
+def attention_tensors(
+    config: HybridConfig, ours: str, theirs: str, *, output: str = "o_proj", norm: str = "norm"
+) -> Iterator[TensorMap]:
+    """q_proj, k_proj, v_proj and o_proj, q_norm and k_norm: those of them that the config has.
+
+    Args:
+        config: that of the layer (`HybridConfig.for_layer`).
+        ours: prefix, such as "decoder.layers.0.self_attention".
+        theirs: prefix, such as "model.layers.0.self_attn".
+        output: what they call o_proj.
+        norm: what they call q_norm and k_norm, behind the q_ and k_.
+    """
+    names = "qkv"[: 1 + config.num_kv_projections]
+    groups, head_dim = config.num_query_groups, config.kv_channels
+    heads_per_group = config.num_attention_heads // groups
+    if config.attention_output_gate:
+        layout = grouped_with_gates(heads_per_group, head_dim, groups)
+    else:
+        rows = [heads_per_group * head_dim, *[head_dim] * config.num_kv_projections]
+        layout = grouped(rows, groups)
+    kinds = ["weight"]
+    if config.add_bias_linear or config.add_qkv_bias:
+        kinds.append("bias")
+    for kind in kinds:
+        projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in names)
+        yield TensorMap((f"{ours}.linear_qkv.{kind}",), projections, layout)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
+    if config.add_bias_linear:
+        yield same(f"{ours}.linear_proj.bias", f"{theirs}.{output}.bias")
+    if config.qk_layernorm:
+        for name in names[:2]:
+            yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{name}_{norm}.weight")
+
+
+def latent_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """Multi-head latent attention in DeepSeek's names (arguments: see `attention_tensors`)."""
+    names = {
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+        "linear_proj": "o_proj",
+    }
+    if config.q_lora_rank is None:
+        names["linear_q_proj"] = "q_proj"
+    else:
+        names["linear_q_down_proj"] = "q_a_proj"
+        names["q_layernorm"] = "q_a_layernorm"
+        names["linear_q_up_proj"] = "q_b_proj"
+    for own, name in names.items():
+        yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
+
+
+def mlp_tensors(
+    config: HybridConfig,
+    ours: str,
+    theirs: str,
+    width: int | None = None,
+    projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[TensorMap]:
+    """gate_proj, up_proj and down_proj of a gated MLP, or up_proj and down_proj of a plain one.
+
+    Args:
+        width: None: `config.ffn_hidden_size`.
+        projections: what they call gate_proj, up_proj and down_proj.
+    """
+    gate, up, down = projections
+    width = width or config.ffn_hidden_size
+    for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
+        if config.gated_linear_unit:
+            gate_and_up = (f"{theirs}.{gate}.{kind}", f"{theirs}.{up}.{kind}")
+            yield TensorMap((f"{ours}.linear_fc1.{kind}",), gate_and_up, joined((width, width)))
+        else:
+            yield same(f"{ours}.linear_fc1.{kind}", f"{theirs}.{up}.{kind}")
+        yield same(f"{ours}.linear_fc2.{kind}", f"{theirs}.{down}.{kind}")
+
+
+def mamba2_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """A Mamba-2 mixer, whose parameters have the same names and layouts on both sides."""
+    names = ["in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"]
+    if config.mamba_conv_bias:
+        names.append("conv1d.bias")
+    if config.mamba_proj_bias:
+        names += ["in_proj.bias", "out_proj.bias"]
+    if config.mamba_gated_norm != "none":
+        names.append("norm.weight")
+    for name in names:
+        yield same(f"{ours}.{name}", f"{theirs}.{name}")
+
+
+def mamba1_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """A Mamba-1 mixer, whose parameters have the same names and layouts on both sides."""
+    names = ["in_proj.weight", "conv1d.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"]
+    names += ["A_log", "D", "out_proj.weight"]
+    if config.mamba1_conv_bias:
+        names.append("conv1d.bias")
+    if config.mamba1_proj_bias:
+        names += ["in_proj.bias", "out_proj.bias"]
+    if config.mamba1_norm == "weighted":
+        names += [f"{part}_layernorm.weight" for part in ("dt", "b", "c")]
+    for name in names:
+        yield same(f"{ours}.{name}", f"{theirs}.{name}")
+
+
+def mamba2_hybrid_layer(config: HybridConfig, layer: int, theirs: str) -> Iterator[TensorMap]:
+    """A layer that is either Mamba-2 or attention: the mixer and the norm before it.
+
+    Args:
+        config: that of the model.
+        layer: its index among ours.
+        theirs: prefix, such as "model.layers.0".
+    """
+    ours, own = f"decoder.layers.{layer}", config.for_layer(layer + 1)
+    norm = f"{theirs}.input_layernorm.weight"
+    if layer_symbols(config.layer_pattern)[layer] == "M":
+        yield same(f"{ours}.norm.weight", norm)
+        yield from mamba2_tensors(own, f"{ours}.mixer", f"{theirs}.mamba")
+    else:
+        yield same(f"{ours}.input_layernorm.weight", norm)
+        yield from attention_tensors(own, f"{ours}.self_attention", f"{theirs}.self_attn")
+
+
+def moe_tensors(
+    config: HybridConfig,
+    ours: str,
+    theirs: str,
+    *,
+    router: str = "gate",
+    expert_bias: str = "gate.e_score_correction_bias",
+    projections: Sequence[str] | None = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_experts",
+) -> Iterator[TensorMap]:
+    """A mixture of experts: router, selection bias, experts one by one, latent projections, shared
+    expert; of these what the config has.
+
+    Args:
+        config: that of the layer (`HybridConfig.for_layer`).
+        ours: prefix, such as "decoder.layers.1.mlp".
+        theirs: prefix, such as "model.layers.0.mlp".
+        router: what they call the router.
+        expert_bias: what they call the bias that only selects.
+        projections: what they call those of an expert, `experts.0.<name>.weight`, as many as a
+            gated or plain MLP has; None: they lie otherwise, and the caller maps our
+            `experts.linear_fc1.weight` [E, gate and up, in] and `experts.linear_fc2.weight`
+            [E, out, in].
+        shared: what they call the shared expert; its gate is `shared_expert_gate`.
+    """
+    yield same(f"{ours}.router.weight", f"{theirs}.{router}.weight")
+    if config.add_bias_linear:
+        yield same(f"{ours}.router.bias", f"{theirs}.{router}.bias")
+    if config.moe_router_enable_expert_bias:
+        yield same(f"{ours}.router.expert_bias", f"{theirs}.{expert_bias}")
+    if projections is not None:
+        *fc1, fc2 = projections
+        for own, names in (("linear_fc1", fc1), ("linear_fc2", [fc2])):
+            experts = tuple(
+                f"{theirs}.experts.{i}.{name}.weight"
+                for i in range(config.num_moe_experts)
+                for name in names
+            )
+            yield TensorMap((f"{ours}.experts.{own}.weight",), experts, stacked(len(names)))
+    if config.moe_latent_size is not None:
+        for name in ("fc1_latent_proj", "fc2_latent_proj"):
+            yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
+    if (width := config.moe_shared_expert_intermediate_size) is not None:
+        yield from mlp_tensors(config, f"{ours}.shared_experts", f"{theirs}.{shared}", width)
+        if config.moe_shared_expert_gate:
+            gate = f"{ours}.shared_experts.gate_weight"
+            yield same(gate, f"{theirs}.shared_expert_gate.weight")

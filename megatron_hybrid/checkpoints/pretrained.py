@@ -1,0 +1,105 @@
+"""A trained model and its tokenizer from a folder, or the one that ships in the package."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_config
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
+
+
+def load_pretrained(
+    folder: str | os.PathLike,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> tuple[HybridModel, Tokenizer | None]:
+    """A model in eval mode, and its tokenizer (None where the folder has none).
+
+    Args:
+        folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
+            docs/models.md), or "demo" for the small model in the package.
+        device: where to put it, such as "cuda"; None: torch's default device.
+        dtype: what to run it in; None: what it was saved in. In half precision, what is computed
+            with in fp32 is kept in fp32, and not rounded: routers, their biases, and the `A_log`,
+            `D` and `dt_bias` of recurrent layers.
+        overrides: HybridConfig fields of this run, such as tensor_model_parallel_size.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or a broken one.
+        ValueError: there is no such device here.
+    """
+    device = _checked_device(device)
+    path = model_folder(folder)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
+            f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
+            f"{hub_advice(folder)}"
+        )
+    if dtype is not None:
+        overrides["params_dtype"] = dtype
+    # Drawing random weights that are overwritten at once takes longer than reading the file.
+    config = read_config(path, perform_initialization=False, **overrides)
+    with device:
+        model = build_hybrid_model(config)
+    load_checkpoint(model, path, cast=dtype is not None)
+    return model.eval(), _load_tokenizer(path, config.vocab_size)
+
+
+def model_folder(name: str | os.PathLike) -> Path:
+    """The folder that is meant: "demo" is in the package."""
+    return DEMO_FOLDER if str(name) == DEMO else Path(name)
+
+
+def hub_advice(name: str | os.PathLike) -> str:
+    """What to do where a folder that is not there may be meant as a model of a hub."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
+        return ""
+    return (
+        f" A model of the Hugging Face Hub has to be downloaded first: `hf download {name} "
+        "--local-dir FOLDER`."
+    )
+
+
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    """Raises ValueError if it cannot be used."""
+    if device is None:
+        return torch.get_default_device()
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:1' ({error})") from None
+    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
+        has_cuda = torch.version.cuda or torch.version.hip
+        why = f"finds {torch.cuda.device_count()} GPUs" if has_cuda else "is a build for CPUs"
+        raise ValueError(
+            f"device is {device!r}, and torch {torch.__version__} {why}: use another device, or "
+            "install the build of torch for your GPU"
+        )
+    return checked
+
+
+def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    file = find_tokenizer(path)
+    if file is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_folder(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if tokenizer.base_vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{file} has {tokenizer.base_vocab_size} tokens, but the model's "
+            f"vocab_size is {vocab_size}. They do not belong together."
+        )
+    return tokenizer

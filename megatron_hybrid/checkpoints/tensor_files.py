@@ -1,0 +1,392 @@
+"""The safetensors files of a folder, read and written as one mapping of names to tensors.
+
+A folder holds model.safetensors, or shards (model-00001-of-00003.safetensors, ...) with an index
+(model.safetensors.index.json) that says which tensor lies in which. Of both, the single file
+counts, as everywhere in the Hugging Face world.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.progress import progress
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_WRITE_BYTES = 64 << 20  # at a time, so that the progress bar moves within a large tensor
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or is not one of this model. Nothing has been loaded."""
+
+
+class TensorFiles:
+    """Tensors of a folder by name. Shapes and dtypes come from the files' headers alone.
+
+    ```
+    with TensorFiles.open(folder) as files:
+        weight = files.read("lm_head.weight")
+    ```
+    """
+
+    def __init__(self, folder: Path, where: dict[str, Path], opened: dict[Path, Any], close):
+        self._folder = folder
+        self._where = where
+        self._opened = opened
+        self._close = close
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike) -> TensorFiles:
+        """Open all files of a folder and read their headers.
+
+        Raises:
+            CheckpointError: no weights, an unreadable file, or files that contradict each other.
+        """
+        folder = Path(folder)
+        index, weight_map = folder / INDEX_FILE, None
+        if (folder / WEIGHTS_FILE).is_file():
+            paths = [folder / WEIGHTS_FILE]
+        elif index.is_file():
+            weight_map = _read_index(index)
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            raise CheckpointError(_nothing_found(folder))
+        with ExitStack() as stack:
+            opened = {path: _open_file(path, stack, index) for path in paths}
+            names = {path: list(file.keys()) for path, file in opened.items()}
+            if weight_map is not None:
+                _check_index(index, weight_map, names)
+            where = {name: path for path in paths for name in names[path]}
+            return cls(folder, where, opened, stack.pop_all().close)
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._close()
+
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self._where)
+
+    def files(self) -> list[Path]:
+        """The files that hold them, in order."""
+        return list(self._opened)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(path.stat().st_size for path in self._opened)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError where there is no such tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises CheckpointError where there is no such tensor, or none of a dtype known here."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"{name} in {self._where[name]} has the dtype {stored}, which is not read; known "
+                f"are {', '.join(_DTYPES)}."
+            )
+        return _DTYPES[stored]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, memory-mapped: its bytes are read as they are used.
+
+        It stays valid after the files are closed. Copy it before you write into it.
+
+        Raises:
+            CheckpointError: as `dtype`.
+        """
+        self.dtype(name)
+        return self._opened[self._where[name]].get_tensor(name)
+
+    def _slice(self, name: str):
+        if name not in self._where:
+            raise CheckpointError(f"{self._folder} holds no tensor {name}.")
+        return self._opened[self._where[name]].get_slice(name)
+
+
+class TensorPlan(NamedTuple):
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: str | os.PathLike,
+    plan: Sequence[TensorPlan],
+    make: Callable[[str], Tensor],
+    max_shard_bytes: int = 5 << 30,
+    metadata: Mapping[str, str] | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Write tensors as the weights of a folder, in place of those that it has.
+
+    Everything is written beside the old files before the first of these is replaced, and shards
+    are of no effect before their index is there. So a crash leaves the old weights; only where old
+    and new shards have the same names, a crash between their renames leaves a folder without index,
+    which `TensorFiles.open` refuses.
+
+    Args:
+        plan: all tensors, in the order in which they are made.
+        make: gives the tensor of a name, on any device. One tensor is held at a time.
+        max_shard_bytes: most bytes of tensors in one file. A larger tensor has a file of its own.
+        metadata: strings for the files' headers; None: {"format": "pt"}, which readers look for.
+        ready: called when all is written, before the first of the old files is replaced; if it
+            raises they stay.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+        ValueError: a name is planned twice, a dtype cannot be stored, or `make` does not keep to
+            the plan.
+    """
+    folder = Path(folder)
+    _check_plan(plan)
+    shards = _split(plan, max_shard_bytes)
+    paths = [folder / WEIGHTS_FILE]
+    if len(shards) > 1:
+        count = len(shards)
+        paths = [folder / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    temporaries = [_temporary(path) for path in paths]
+    total_bytes = sum(tensor.num_bytes for tensor in plan)
+    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with progress(f"writing {folder}", total_bytes) as advance:
+                for temporary, shard in zip(temporaries, shards):
+                    _write_file(temporary, shard, make, metadata, advance)
+            ready()
+            _put_in_place(folder, temporaries, paths, shards)
+        finally:
+            for temporary in temporaries:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file beside `path`, then put it in its place, as a whole or not at all.
+
+    The file gets the mode that the umask gives.
+    """
+    temporary = _temporary(path)
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the umask allows; some writers choose their own
+        write(temporary)
+        temporary.chmod(mode)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+def _nothing_found(folder: Path) -> str:
+    message = f"{folder / WEIGHTS_FILE} does not exist, nor does {INDEX_FILE} beside it. "
+    if any(_SHARD.fullmatch(path.name) for path in folder.glob("*.safetensors")):
+        return message + (
+            "There are shards, but without their index it is not known whether they belong "
+            "together: the folder was copied or saved in part. Copy or save it again."
+        )
+    pickled = [name for name in PICKLED_FILES if (folder / name).exists()]
+    if pickled:
+        return message + (
+            f"There is {pickled[0]}, but pickled weights are not read. Convert them: load the "
+            "folder in transformers and call save_pretrained."
+        )
+    return message + "A checkpoint holds its weights there."
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} cannot be read as JSON: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")
+    for name, file in weight_map.items():
+        # A file of this very folder: an index may come from anywhere, and must not reach out of it.
+        if not isinstance(file, str) or file in ("", ".", "..") or re.search(r"[/\\\0]", file):
+            raise CheckpointError(
+                f"{index} puts {name} into {file!r}, which is not the name of a file in its folder."
+            )
+    return weight_map
+
+
+def _open_file(path: Path, stack: ExitStack, index: Path):
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist, but {index} names it. Copy it there.")
+    try:
+        return stack.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). It is truncated or no safetensors file; "
+            "copy or save it again."
+        ) from error
+    except RuntimeError as error:  # from torch, which maps it
+        raise CheckpointError(f"{path} cannot be mapped into memory: {error}") from error
+
+
+def _check_index(
+    index: Path, weight_map: Mapping[str, str], names: Mapping[Path, list[str]]
+) -> None:
+    present = {(path.name, name) for path in names for name in names[path]}
+    for name, file in weight_map.items():
+        if (file, name) not in present:
+            raise CheckpointError(f"{index} puts {name} into {file}, which does not hold it.")
+    for file, name in sorted(present):
+        if name not in weight_map:
+            raise CheckpointError(
+                f"{index.parent / file} holds {name}, which {index} does not name. They do not "
+                "belong together."
+            )
+        if weight_map[name] != file:
+            raise CheckpointError(f"{name} lies in {file} and in {weight_map[name]} of {index}.")
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+def _check_plan(plan: Sequence[TensorPlan]) -> None:
+    seen = set()
+    for name, _, dtype in plan:
+        if name in seen:
+            raise ValueError(f"{name} is planned twice")
+        if dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name} is {dtype}; files hold {', '.join(map(str, _DTYPE_NAMES))}")
+        seen.add(name)
+
+
+def _split(plan: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
+    """The tensors of each file, in order; one file at least."""
+    shards: list[list[TensorPlan]] = [[]]
+    used = 0
+    for tensor in plan:
+        if shards[-1] and used + tensor.num_bytes > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += tensor.num_bytes
+    return shards
+
+
+def _write_file(
+    path: Path,
+    shard: list[TensorPlan],
+    make: Callable[[str], Tensor],
+    metadata: dict[str, str],
+    advance: Callable[[int], None],
+) -> None:
+    """One safetensors file: the header's length, the header (JSON), then the tensors' bytes.
+
+    safetensors' own writer takes all tensors of a file at once; this one takes them one by one.
+    Format: https://huggingface.co/docs/safetensors, "Format".
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    # Wide elements first, so that every tensor starts at a multiple of its element size.
+    for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in shard:
+            file.seek(8 + len(text) + header[tensor.name]["data_offsets"][0])
+            _write_tensor(file, tensor, make, advance)
+
+
+def _write_tensor(
+    file: BinaryIO, plan: TensorPlan, make: Callable[[str], Tensor], advance: Callable[[int], None]
+) -> None:
+    name, shape, dtype = plan
+    tensor = make(name)
+    if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+        raise ValueError(
+            f"{name} was planned as {dtype} of shape {list(shape)}, but is {tensor.dtype} of shape "
+            f"{list(tensor.shape)}"
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for piece in flat.split(_WRITE_BYTES):
+        file.write(piece.numpy())
+        advance(len(piece))
+
+
+def _put_in_place(
+    folder: Path, temporaries: list[Path], paths: list[Path], shards: list[list[TensorPlan]]
+) -> None:
+    """Rename the new files, write their index, remove the weights that they replace."""
+    index = folder / INDEX_FILE
+    if len(paths) > 1 and any(path.exists() for path in paths):
+        index.unlink(missing_ok=True)  # it must not join old and new shards
+    for temporary, path in zip(temporaries, paths):
+        os.replace(temporary, path)
+    kept = set(paths)
+    if len(paths) > 1:
+        total_size = sum(tensor.num_bytes for shard in shards for tensor in shard)
+        files = {t.name: path.name for path, shard in zip(paths, shards) for t in shard}
+        content = {"metadata": {"total_size": total_size}, "weight_map": files}
+        text = json.dumps(content, indent=2) + "\n"
+        replace_file(index, lambda path: path.write_text(text, encoding="utf-8"))
+        kept.add(index)
+    # First what would lead readers to the old ones.
+    old_shards = [path for path in folder.glob("*.safetensors") if _SHARD.fullmatch(path.name)]
+    for path in (folder / WEIGHTS_FILE, index, *old_shards):
+        if path not in kept:
+            path.unlink(missing_ok=True)

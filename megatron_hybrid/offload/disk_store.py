@@ -1,0 +1,701 @@
+"""DiskStore: the bytes of the disk tier's records, in a folder that outlives the process.
+
+    cache.json   what the records are good for (`fingerprint.py`), and the size of a page
+    pages.bin    pages, a record in any of them
+    index.log    one line for each record that came or went: a checksum, then JSON
+    lock         held by the engine that uses the folder
+
+A record counts from the moment its line is complete, and its pages are written before that; a line
+that says that a record went is written before its pages are used again. So a process may die at any
+moment: what it loses are the records that were on their way. Every line and every record has a
+checksum: what does not fit it is named and never used. A record's covers what it is good for, too:
+bytes that other weights made do not fit, whatever the files say.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_hybrid.inference.interrupts import interrupts_wait
+from megatron_hybrid.offload.page_mover import HostPages
+from megatron_hybrid.offload.tier import Record
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Of the folder, and of what a page holds: raised when either changes."""
+MAX_WAITING_BYTES = 1 << 30
+"""Bytes on their way to the disk beyond which no further state or prompt is taken in."""
+RETRY_SECONDS = 30.0
+"""After reading or writing failed, it is left alone for so long."""
+MAX_STALE_LINES = 10_000
+"""Lines of the log about records that have gone, beyond those about records that are there, at
+which it is written anew."""
+MAX_PROBLEMS = 1000
+_THREADS = "cache-disk"
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT
+_HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
+
+
+class CacheFolderError(ValueError):
+    """The folder of a cache cannot be used; the message says which file, and why."""
+
+
+def real_path(folder: str | os.PathLike) -> Path:
+    """The absolute path of a folder, which need not exist, without links.
+
+    Raises:
+        CacheFolderError: no folder can have that name.
+    """
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, NUL, half a character
+        raise CacheFolderError(
+            f"{str(folder)!r} cannot be used as a cache folder: {error}. Name another one, in "
+            "cache_dir or for save_cache"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A record that is on the disk, and where."""
+
+    record: Record
+    parent: bytes | None
+    """Key of the record before it."""
+    slots: np.ndarray
+    """int64 [n]: pages of pages.bin."""
+    checksum: str
+
+
+class DiskStore:
+    """Records' pages in a folder.
+
+    Args:
+        folder: made if it does not exist.
+        page_bytes: bytes of a page.
+        fingerprint: what the records are good for.
+        pin_memory: read into pinned memory, from where copies to a CUDA device hold nobody up.
+
+    Raises:
+        CacheFolderError: it holds something else, was made for another model or configuration, or
+            another engine uses it. Nothing in it has changed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        page_bytes: int,
+        fingerprint: dict[str, str],
+        pin_memory: bool = False,
+    ):
+        self.folder = real_path(folder)  # the process may go elsewhere
+        self.page_bytes = page_bytes
+        self._pin_memory = pin_memory
+        self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}
+        self._placed: dict[bytes, Placed] = {}
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
+        self._waiting: dict[bytes, HostPages] = {}
+        self.waiting_bytes = 0
+        """Host memory of what is on its way to the disk."""
+        self._changed = threading.Condition()
+        self._closing = self._closed = False
+        self._process = os.getpid()
+        self._error: Exception | None = None  # of writing, since the last `mend`
+        self._retry_at: float | None = None  # None: writing works
+        self._unwritten: list[Record] = []
+        self._is_full = False  # since the last `was_full`
+        self._gave_way = False  # since writing worked
+        self._num_lines = 0
+        self.num_unwritten = 0
+        """Records that could not be written, since the start."""
+        self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
+        """What was damaged and left out, and what could not be read or written, the last of it;
+        logged too."""
+        self._made_for = self._hash_head()
+        self._lock, self._pages = self._open_folder()
+        self._log: int | None = None
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
+        self._writer = threading.Thread(target=self._write_jobs, name=_THREADS, daemon=True)
+
+    # ---- opening ----
+
+    def _open_folder(self) -> tuple[int, int]:
+        """Descriptors of the lock and of the pages."""
+        lock = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._check_files()
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self._take_lock(lock)
+            self._check_head()
+            return lock, os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o600)
+        except BaseException as error:
+            if lock is not None:
+                os.close(lock)
+            if isinstance(error, OSError):
+                raise CacheFolderError(
+                    f"{self.folder} cannot be used as a cache folder: {error}. It must be a folder "
+                    f"that can be written, on a disk with free space; else name another one"
+                ) from None
+            raise
+
+    def _take_lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CacheFolderError(
+                f"{self.folder} is in use by another engine, or by one that was not closed "
+                f"(`engine.close()`); give each its own folder"
+            ) from None
+
+    def _check_files(self) -> None:
+        """Raises CacheFolderError for a folder of something else, before anything is put there."""
+        entries = {entry.name: entry for entry in self.folder.iterdir()}
+        others = entries.keys() - {_LOCK, f"{_HEAD}.new"}
+        if others and _HEAD not in entries:
+            raise CacheFolderError(
+                f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
+                f"folder; name a new or an empty one"
+            )
+        for name in (_HEAD, f"{_HEAD}.new", _PAGES, _LOG, f"{_LOG}.new", _LOCK):
+            entry = entries.get(name)
+            # What a link leads to may be anything, and would be written over.
+            if entry is not None and (entry.is_symlink() or not entry.is_file()):
+                what = "a link" if entry.is_symlink() else "no file"
+                raise CacheFolderError(
+                    f"{entry} is {what}: {self.folder} is no cache folder, or was damaged; remove "
+                    f"it, or name another one"
+                )
+
+    def _check_head(self) -> None:
+        path = self.folder / _HEAD
+        if not path.exists():
+            self._write_head()
+            return
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CacheFolderError(f"{path} is damaged ({error}); remove {self.folder}") from None
+        if not isinstance(found, dict):
+            raise CacheFolderError(f"{path} is damaged (no JSON object); remove {self.folder}")
+        for name, expected in self._head.items():
+            if name not in found:
+                raise CacheFolderError(f"{path} is damaged (no {name!r}); remove {self.folder}")
+            if found[name] != expected:
+                raise CacheFolderError(
+                    f"{path} was written for another {name.replace('_', ' ')}: {found[name]!r} "
+                    f"there, {expected!r} here; use another folder"
+                )
+
+    def load(self) -> list[tuple[Record, bytes | None]]:
+        """The records that the folder holds, parents first, each with its parent's key; writing
+        starts. Call it once, before anything else. A disk that is full does not hinder reading.
+
+        Raises:
+            CacheFolderError: the log cannot be read.
+        """
+        entries: dict[bytes, tuple[int, Placed]] = {}
+        for line_number, text in self._read_log():
+            try:
+                key, placed = self._parse(text)
+            except (ValueError, TypeError, KeyError, MemoryError) as error:
+                self._warn(f"{_LOG} line {line_number}", f"not used, it makes no sense ({error!r})")
+                continue
+            entries.pop(key, None)  # one that came again takes its place behind its parent
+            if placed is not None:
+                entries[key] = line_number, placed
+        size = os.fstat(self._pages).st_size // self.page_bytes
+        found, taken = [], np.zeros(size, dtype=bool)
+        for line_number, placed in reversed(entries.values()):  # of two on a page the later wrote
+            slots = placed.slots
+            if (slots >= size).any() or taken[slots].any():
+                self._warn(f"{_LOG} line {line_number}", "not used, its pages are not there")
+                continue
+            taken[slots] = True
+            found.append(placed)
+        self._placed = {placed.record.key: placed for placed in reversed(found)}
+        try:
+            self._write_anew()
+        except OSError as error:
+            self._failed(error)
+        self._writer.start()
+        return [(placed.record, placed.parent) for placed in self._placed.values()]
+
+    def _parse(self, text: bytes) -> tuple[bytes, Placed | None]:
+        """The key that a line is about, and where its record is; None: it went.
+
+        Raises:
+            ValueError, TypeError, KeyError, MemoryError: no line of ours.
+        """
+        entry = json.loads(text)
+        key = bytes.fromhex(entry["key"])
+        if entry["op"] != "put":
+            return key, None
+        runs = [np.arange(first, first + count) for first, count in entry["slots"]]
+        slots = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
+        if slots.dtype != np.int64 or (slots < 0).any():
+            raise ValueError(f"slots {entry['slots']}")
+        num_bytes = len(slots) * self.page_bytes
+        record = Record(key, None, int(entry["position"]), num_bytes, bool(entry["state"]))
+        record.saved_work, record.cost_bytes = float(entry["saved"]), int(entry["cost"])
+        parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
+        return key, Placed(record, parent, slots, entry["sum"])
+
+    def _read_log(self) -> Iterator[tuple[int, bytes]]:
+        """The lines that are whole, with their numbers."""
+        path = self.folder / _LOG
+        if not path.exists():
+            return
+        try:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+                    if not line.endswith(b"\n"):
+                        self._warn(f"{_LOG} line {number}", "not used, it is incomplete")
+                    elif checksum != b"%08x" % zlib.crc32(text):
+                        self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
+                    else:
+                        yield number, text
+        except OSError as error:
+            raise CacheFolderError(
+                f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
+            ) from None
+
+    def _write_anew(self, *, gives_way: bool = False) -> None:
+        """The log without what has gone, and the head; the old ones stay until the new ones are
+        complete. What no record uses of the pages is free.
+
+        gives_way: where there is no room for the log, the records that lie last make some.
+
+        Raises:
+            OSError: writing failed, or the folder is another's now.
+        """
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
+        # First, for the new log may need the room of what was begun behind the last record. Dying
+        # in between is safe: what the old log says of pages that have gone is refused by the size
+        # of the file or by a checksum.
+        self._cut_pages()
+        path = self.folder / _LOG
+        lines = b"".join(map(_put_line, self._placed.values()))
+        try:
+            _write_whole(path, lines)
+        except OSError as error:
+            if not gives_way or self._gave_way or error.errno not in _NO_SPACE:
+                raise
+            self._gave_way = True  # not again before it helped: others may take what is freed
+            self._give_way(2 * len(lines))
+            lines = b"".join(map(_put_line, self._placed.values()))
+            _write_whole(path, lines)
+        self._gave_way = False
+        self._num_lines = len(self._placed)
+        log, self._log = self._log, os.open(path, os.O_WRONLY | os.O_APPEND)
+        if log is not None:
+            os.close(log)
+        self._write_head()
+
+    def _cut_pages(self) -> None:
+        """Cuts the pages behind the last record's off; what is free before them can be used when
+        the log does not name it any more."""
+        used = [placed.slots for placed in self._placed.values()]
+        used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
+        self._num_slots = int(used.max(initial=-1)) + 1
+        is_free = np.ones(self._num_slots, dtype=bool)
+        is_free[used] = False
+        self._free = np.flatnonzero(is_free)[::-1].tolist()
+        os.ftruncate(self._pages, self._num_slots * self.page_bytes)
+
+    def _give_way(self, num_bytes: int) -> None:
+        """Gives up the records with pages in the last `num_bytes`."""
+        limit = self._num_slots - -(-num_bytes // self.page_bytes)
+        gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
+        for placed in gone:
+            del self._placed[placed.record.key]
+        with self._changed:
+            self._unwritten += [placed.record for placed in gone]
+            self.num_unwritten += len(gone)
+        self._cut_pages()
+
+    def _write_head(self) -> None:
+        _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+
+    def _check_ours(self, *opened: tuple[str, int]) -> None:
+        """Raises OSError if the folder's files are not those that were opened."""
+        for name, descriptor in opened:
+            try:
+                is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
+            except FileNotFoundError:
+                is_ours = False
+            if not is_ours:
+                raise OSError(
+                    f"{self.folder / name} was removed or replaced while an engine used it, what "
+                    f"was saved there is lost (close the engine and open a new one)"
+                )
+
+    def _write_line(self, line: bytes) -> None:
+        _write_all(self._log, line)
+        self._num_lines += 1
+
+    def _warn(self, what: str, why: str) -> None:
+        problem = f"{self.folder / what}: {why}"
+        self.problems.append(problem)
+        logger.warning(problem)
+
+    # ---- as the store of a tier ----
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked process: the threads that read and write are not there,
+        and whoever waits for them would do so for ever."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the cache folder {self.folder} belongs to process {self._process}, of which "
+                f"this one ({os.getpid()}) is a fork: make an engine of its own, with a folder of "
+                f"its own, in each process, after the fork"
+            )
+
+    def accepts(self) -> bool:
+        self.check_process()
+        has_failed = self._retry_at is not None and time.monotonic() < self._retry_at
+        return not has_failed and self.waiting_bytes < MAX_WAITING_BYTES
+
+    def put(self, record: Record, data: HostPages) -> None:
+        self.check_process()
+        with self._changed:
+            self._waiting[record.key] = data
+            self.waiting_bytes += record.num_bytes
+            self._jobs.append(("put", record, data))
+            self._changed.notify_all()
+
+    def drop(self, record: Record) -> None:
+        self.check_process()
+        with self._changed:
+            self._jobs.append(("drop", record, None))
+            self._changed.notify_all()
+
+    def take_unwritten(self) -> list[Record]:
+        """Records that could not be written, since the last call."""
+        with self._changed:
+            taken, self._unwritten = self._unwritten, []
+        return taken
+
+    def was_full(self) -> bool:
+        """Whether the disk or a quota had no more space, since the last call."""
+        with self._changed:
+            was_full, self._is_full = self._is_full, False
+        return was_full
+
+    def free_bytes(self) -> int:
+        """What more records might find room for, beside their lines in the log."""
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize * 7 // 8
+
+    def get(self, record: Record) -> Future[HostPages | None]:
+        """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
+        self.check_process()
+        waiting = self._waiting.get(record.key)
+        if waiting is not None:
+            future: Future[HostPages | None] = Future()
+            future.set_result(waiting)
+            return future
+        return self._readers.submit(self._read_or_warn, record)
+
+    def _read_or_warn(self, record: Record) -> HostPages | None:
+        try:
+            return self._read(record)
+        except Exception as error:
+            self._warn(_PAGES, f"reading a record of position {record.position} failed ({error})")
+            raise
+
+    def _read(self, record: Record) -> HostPages | None:
+        placed = self._placed.get(record.key)
+        if placed is None:  # writing it failed
+            return None
+        shape = len(placed.slots), self.page_bytes
+        data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
+        target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
+        for row, slot, count in _runs(placed.slots):
+            part = target[row * self.page_bytes : (row + count) * self.page_bytes]
+            offset = slot * self.page_bytes
+            while part:  # one call reads 2 GiB at most
+                read = os.preadv(self._pages, [part], offset)
+                if not read:
+                    self._warn(f"{_PAGES} page {slot}", "not used, the file ends before its end")
+                    return None
+                part, offset = part[read:], offset + read
+        if self._checksum(record, data.numpy()) != placed.checksum:
+            what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
+            self._warn(what, "not used, their checksum does not fit")
+            return None
+        return HostPages(data)
+
+    def _checksum(self, record: Record, pages: np.ndarray) -> str:
+        """Of a record's bytes, its key, and what it is good for."""
+        digest = blake2b(record.key, digest_size=16, key=self._made_for)
+        digest.update(np.ascontiguousarray(pages))
+        return digest.hexdigest()
+
+    def _hash_head(self) -> bytes:
+        return blake2b(json.dumps(self._head, sort_keys=True).encode(), digest_size=32).digest()
+
+    # ---- writing, in a thread ----
+
+    def _write_jobs(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                operation, record, data = self._jobs[0]
+            try:
+                is_done = self._do(operation, record, data)
+            except Exception as error:  # without this thread nobody could wait for it either
+                self._failed(error)
+                is_done = False
+            with self._changed:
+                self._jobs.popleft()
+                if operation == "put":
+                    if not is_done:
+                        self._unwritten.append(record)
+                        self.num_unwritten += 1
+                    self.waiting_bytes -= record.num_bytes
+                    if self._waiting.get(record.key) is data:
+                        del self._waiting[record.key]
+                self._changed.notify_all()
+
+    def _do(self, operation: str, record: Record, data: HostPages | None) -> bool:
+        """Whether a job could be done: after a failure nothing is put for a while."""
+        if operation == "drop":
+            self._forget(record)
+        elif self._retry_at is not None and time.monotonic() < self._retry_at:
+            return False
+        else:
+            if self._retry_at is not None:
+                self._write_anew(gives_way=True)
+                self._retry_at = None
+            self._write(record, data)
+        if self._retry_at is None and self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
+            self._write_anew()
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        """Writing failed: nothing is written until `_write_anew` was possible. What the files say
+        stays true meanwhile, for no page is used again."""
+        self._error = error
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            with self._changed:
+                self._is_full = True
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._warn("", f"writing failed ({error}); it is tried again in {RETRY_SECONDS:.0f} s")
+
+    def _write(self, record: Record, data: HostPages) -> None:
+        pages = data.numpy()
+        slots = self._take(len(pages))
+        self._write_pages(slots, pages)
+        parent = record.parent.key if record.parent is not None else None
+        placed = Placed(record, parent, slots, self._checksum(record, pages))
+        self._write_line(_put_line(placed))
+        self._placed[record.key] = placed
+
+    def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        for row, slot, count in _runs(slots):
+            part = memoryview(pages[row : row + count]).cast("B")
+            offset = slot * self.page_bytes
+            while part:
+                written = os.pwrite(self._pages, part, offset)
+                part, offset = part[written:], offset + written
+
+    def _take(self, count: int) -> np.ndarray:
+        more = max(0, count - len(self._free))
+        new = range(self._num_slots, self._num_slots + more)
+        self._num_slots += more
+        reused = [self._free.pop() for _ in range(count - more)]
+        return np.array(sorted([*reused, *new]), dtype=np.int64)
+
+    def _forget(self, record: Record) -> None:
+        placed = self._placed.pop(record.key, None)
+        if placed is not None and self._retry_at is None:
+            self._write_line(_log_line({"op": "drop", "key": record.key.hex()}))
+            self._free += placed.slots[::-1].tolist()
+
+    # ---- ending ----
+
+    def is_for(self, fingerprint: dict[str, str]) -> None:
+        """From now on the records are good for something else; there are none.
+
+        Raises:
+            OSError: writing failed, or the folder is another's now. What is there is good for what
+                it was, and nothing is written until that can be changed.
+        """
+        self._wait_for_jobs()
+        self._head.update(fingerprint)
+        self._made_for = self._hash_head()
+        self._mend()
+
+    def shrink(self, max_bytes: int) -> None:
+        """Moves what lies behind so many bytes of pages.bin to free pages before them, and cuts the
+        file there. There must be no more records than fit; a full disk leaves it as it is."""
+        self._wait_for_jobs()
+        limit = max_bytes // self.page_bytes
+        if self._retry_at is not None or self._num_slots <= limit:
+            return
+        try:
+            self._write_anew()  # what has gone must have left the log before its pages are used
+            for key, placed in self._placed.items():
+                behind = placed.slots[placed.slots >= limit]
+                if len(behind):
+                    slots = placed.slots.copy()
+                    slots[slots >= limit] = self._take(len(behind))
+                    for old, new in zip(behind, slots[placed.slots >= limit]):
+                        page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
+                        self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
+                    self._placed[key] = replace(placed, slots=slots)
+            self._write_anew()
+        except OSError as error:
+            self._failed(error)
+
+    def mend(self) -> None:
+        """Writes again if it had failed.
+
+        Raises:
+            OSError: it fails again, or the folder's files were removed or replaced.
+        """
+        self._wait_for_jobs()
+        if self._error is not None:
+            self._mend()
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
+
+    def _mend(self) -> None:
+        try:
+            self._write_anew()
+        except OSError as error:
+            self._failed(error)
+            raise self._told(error) from error
+        self._error = self._retry_at = None
+
+    def _told(self, error: Exception) -> OSError:
+        return OSError(f"writing to {self.folder} failed: {error}; mend that, then call it again")
+
+    def _wait_for_jobs(self) -> None:
+        self.check_process()
+        with self._changed:
+            while self._jobs:
+                self._changed.wait()
+
+    def flush(self) -> None:
+        """Returns when all that was put is on the disk, also after a loss of power.
+
+        Raises:
+            OSError: since the last `mend` writing failed, or the folder's files are not there any
+                more.
+        """
+        self._wait_for_jobs()
+        if self._error is not None:
+            raise self._told(self._error) from self._error
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
+        os.fsync(self._pages)
+        os.fsync(self._log)
+
+    @interrupts_wait()
+    def close(self) -> None:
+        """Writes what waits and lets the folder go. What is yet to be read is not read. In a forked
+        process the folder stays the other one's. After an interrupt, call it again."""
+        is_ours = os.getpid() == self._process
+        if is_ours:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._writer.is_alive():
+                self._writer.join()
+            self._readers.shutdown(cancel_futures=True)
+        if self._closed:
+            return
+        self._closed = True
+        if is_ours:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
+        for descriptor in (self._pages, self._log, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def close_from_anywhere(self) -> None:
+        """`close`, for a garbage collector: it may run in a thread of this store, which cannot wait
+        for itself."""
+        if threading.current_thread().name.startswith(_THREADS):
+            threading.Thread(target=self.close, name="cache-close").start()
+        else:
+            self.close()
+
+
+def _put_line(placed: Placed) -> bytes:
+    record = placed.record
+    return _log_line(
+        {
+            "op": "put",
+            "key": record.key.hex(),
+            "parent": placed.parent.hex() if placed.parent else "",
+            "state": record.is_state,
+            "position": record.position,
+            "saved": record.saved_work,
+            "cost": record.cost_bytes,
+            "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
+            "sum": placed.checksum,
+        }
+    )
+
+
+def _log_line(entry: dict) -> bytes:
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(row, first slot, count) of each run of neighbouring slots."""
+    if not len(slots):
+        return
+    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    for start, end in zip(starts, [*starts[1:], len(slots)]):
+        yield int(start), int(slots[start]), int(end - start)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """The file has its old content or the new one, whenever the process dies."""
+    new = path.with_name(path.name + ".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)  # half of it would take room from what is tried next
+        raise
+    finally:
+        os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the names too outlast a loss of power
+    finally:
+        os.close(folder)

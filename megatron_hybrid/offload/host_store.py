@@ -1,0 +1,33 @@
+"""HostStore: the bytes of the host tier's records, in host memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from megatron_hybrid.offload.page_mover import HostPages
+from megatron_hybrid.offload.tier import Record
+
+
+class HostStore:
+    """Records' pages by key. What is dropped is freed when nobody reads it any more."""
+
+    def __init__(self):
+        self._pages: dict[bytes, HostPages] = {}
+
+    def accepts(self) -> bool:
+        return True
+
+    def put(self, record: Record, data: HostPages) -> None:
+        self._pages[record.key] = data
+
+    def get(self, record: Record) -> Future[HostPages | None]:
+        future: Future[HostPages | None] = Future()
+        future.set_result(self._pages[record.key])
+        return future
+
+    def pages(self, record: Record) -> HostPages:
+        """A record's pages."""
+        return self._pages[record.key]
+
+    def drop(self, record: Record) -> None:
+        del self._pages[record.key]

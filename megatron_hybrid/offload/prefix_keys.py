@@ -1,0 +1,106 @@
+"""Names for what a prefix leaves behind, for memories that keep no tokens.
+
+The key of a full block is a hash of the salt and of all tokens up to the block's end; that of a
+state also of the tokens behind the last full block. 256 bits of BLAKE2b: two prefixes with one key
+are as good as impossible, also for somebody who looks for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+
+import numpy as np
+
+from megatron_hybrid.cache.index.tree import common_prefix
+
+_BYTES = 32
+MAX_RECENT = 8
+"""Sequences whose keys are remembered (10 bytes a token with blocks of 16)."""
+
+
+class PrefixKeys:
+    """Keys of the prefixes of one token sequence, computed as far as they are asked for.
+
+    Args:
+        tokens: int32 [L].
+        salt: prefixes of different salts have different keys.
+        block_size_tokens: B.
+    """
+
+    def __init__(self, tokens: np.ndarray, salt: str, block_size_tokens: int):
+        self.num_tokens = len(tokens)
+        self.salt = salt
+        self._bytes = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        self._block_bytes = 4 * block_size_tokens
+        self._chain = [blake2b(_bytes_of(salt), digest_size=_BYTES, person=b"salt").digest()]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [L]."""
+        return np.frombuffer(self._bytes, dtype="<i4")
+
+    def take_over(self, other: PrefixKeys, num_tokens: int) -> None:
+        """What is known of another sequence, with which this one has num_tokens in common."""
+        self._chain = other._chain[: 1 + 4 * num_tokens // self._block_bytes]
+
+    def block(self, index: int) -> bytes:
+        """Key of block `index`, which must be full: of the first (index + 1) * B tokens."""
+        chain, size = self._chain, self._block_bytes
+        while len(chain) <= index + 1:
+            start = (len(chain) - 1) * size
+            block = self._bytes[start : start + size]
+            chain.append(
+                blake2b(block, digest_size=_BYTES, key=chain[-1], person=b"block").digest()
+            )
+        return chain[index + 1]
+
+    def blocks(self, count: int) -> list[bytes]:
+        """Keys of the first `count` blocks."""
+        if count:
+            self.block(count - 1)
+        return self._chain[1 : count + 1]
+
+    def state(self, position: int) -> bytes:
+        """Key of the state after `position` tokens."""
+        full = position * 4 // self._block_bytes
+        before = self.block(full - 1)
+        tail = self._bytes[full * self._block_bytes : position * 4]
+        return blake2b(tail, digest_size=_BYTES, key=before, person=b"state").digest()
+
+
+class RecentKeys:
+    """Remembers the keys of the sequences that were asked for last: those of one conversation come
+    one after another, and what they have in common is hashed once.
+
+    Args:
+        block_size_tokens: B.
+    """
+
+    def __init__(self, block_size_tokens: int):
+        self._size = block_size_tokens
+        self._recent: deque[PrefixKeys] = deque(maxlen=MAX_RECENT)
+
+    def of(self, tokens: np.ndarray, salt: str) -> PrefixKeys:
+        """Keys of a sequence (int32 [L])."""
+        keys = PrefixKeys(tokens, salt, self._size)
+        best, common = None, 0
+        for other in self._recent:
+            if other.salt == salt:
+                shared = common_prefix(keys.tokens, other.tokens)
+                if shared > common:
+                    best, common = other, shared
+        if best is not None:
+            keys.take_over(best, common)
+            if common == min(best.num_tokens, keys.num_tokens):  # the longer one stays
+                self._recent.remove(best)
+                if common < best.num_tokens:
+                    self._recent.append(best)
+                    return keys
+        self._recent.append(keys)
+        return keys
+
+
+def _bytes_of(salt: str) -> bytes:
+    """Different for different strings, also for those that are no valid Unicode (JSON has some)."""
+    return salt.encode("utf-8", "surrogatepass")

@@ -1,0 +1,438 @@
+"""Tier: what a memory below the pool (host memory, a disk) holds, and what goes first there.
+
+It keeps records: the KV of one full block, or a state with the rows of its own partial block. A
+record's parent is the block before it, so a tier is a forest, and what is reached in it can be used
+without the pool: all blocks in front of a record are there too.
+
+What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
+priority = clock + uses x work that it saves / bytes that go with it, where the clock is the
+priority of the last one that went, and goes on with what is refused. Static keys, so an eviction is
+a heap operation. The bytes themselves are the store's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from megatron_hybrid.cache.eviction import EvictionQueue, Key
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.errors import optional_work
+from megatron_hybrid.offload.prefix_keys import PrefixKeys
+
+logger = logging.getLogger(__name__)
+
+
+class Record:
+    """One block or one state."""
+
+    __slots__ = (
+        "cost_bytes",
+        "is_state",
+        "key",
+        "num_bytes",
+        "num_children",
+        "parent",
+        "pins",
+        "position",
+        "priority",
+        "queued",
+        "saved_work",
+        "states_at",
+        "uses",
+    )
+
+    def __init__(
+        self, key: bytes, parent: Record | None, position: int, num_bytes: int, is_state: bool
+    ):
+        self.key = key
+        self.parent = parent  # the block before it; None: it is the first
+        self.position = position  # tokens up to its end
+        self.num_bytes = num_bytes
+        self.is_state = is_state
+        self.saved_work = 0.0  # work to be done again without it (`CacheSpec.work`)
+        self.cost_bytes = num_bytes  # its own, and those of the blocks that came with it
+        self.uses = 1
+        self.priority = 0.0
+        self.num_children = 0
+        self.states_at: dict[int, int] = {}  # position: its children that are states there
+        self.pins = 0
+        self.queued: Key | None = None
+
+    def chain(self) -> list[Record]:
+        """The blocks that lead to it, first to last, itself too if it is one."""
+        found = []
+        record = self.parent if self.is_state else self
+        while record is not None:
+            found.append(record)
+            record = record.parent
+        return found[::-1]
+
+
+class RecordStore(Protocol):
+    """Where the bytes of a tier are. `data` is whatever the store takes and gives."""
+
+    def accepts(self) -> bool:
+        """Whether it takes more now (a writer that cannot keep up does not)."""
+
+    def put(self, record: Record, data: Any) -> None:
+        """Keep a record's bytes."""
+
+    def get(self, record: Record) -> Any:
+        """A record's bytes, or the promise of them."""
+
+    def drop(self, record: Record) -> None:
+        """Forget a record's bytes."""
+
+
+class Source(Protocol):
+    """Where the bytes of a state or of blocks come from."""
+
+    def blocks(self, indices: list[int]) -> Iterable[Any]:
+        """Data of these blocks."""
+
+    def state(self) -> Any:
+        """Data of the state."""
+
+
+class Tier:
+    """The records of one memory.
+
+    Args:
+        name: "host" or "disk", for messages and counters.
+        spec: sizes.
+        capacity_bytes: most bytes of all records together.
+        store: holds their bytes.
+        leaves: called with each record that has to make room, before it goes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: CacheSpec,
+        capacity_bytes: int,
+        store: RecordStore,
+        leaves: Callable[[Record], None] = lambda record: None,
+    ):
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.store = store
+        self.used_bytes = 0
+        self.num_states = self.num_evicted = 0
+        self.num_without_memory = 0
+        """Times that the bytes to be kept found no memory."""
+        self._spec = spec
+        self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
+        self._leaves = leaves
+        self._records: dict[bytes, Record] = {}
+        self._clock = 0.0
+        self._queue = EvictionQueue(self._key)
+
+    # ---- reading ----
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._records
+
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_records - self.num_states
+
+    def records(self) -> list[Record]:
+        """All records, in the order in which they came."""
+        return list(self._records.values())
+
+    def find(self, keys: PrefixKeys) -> Record | None:
+        """The deepest record that a prompt with these keys can go on from: a state, or where KV
+        alone resumes a block. None: there is none."""
+        found = None
+        for index in range(keys.num_tokens // self._spec.block_size_tokens):
+            record = self._records.get(keys.block(index))
+            if record is None:
+                break
+            if not self._spec.needs_state:
+                found = record
+            # Prompts that differ in their last block only share a parent, any number of them.
+            for position in sorted(record.states_at, reverse=True):
+                if position > keys.num_tokens:
+                    continue
+                state = self._records.get(keys.state(position))
+                if state is not None:
+                    found = state
+                    break
+        return found
+
+    # ---- changing ----
+
+    def keep(
+        self,
+        blocks: list[bytes],
+        source: Source,
+        *,
+        state: bytes | None = None,
+        position: int = 0,
+        saved_work: float = 0.0,
+        uses: int = 1,
+    ) -> bool:
+        """Take in a state, or blocks of KV, if they are worth more than what has to go for them.
+
+        Args:
+            blocks: keys of all full blocks up to there; those that are here are not copied again.
+            source: gives the bytes of what is missing.
+            state: key of the state after `position` tokens; None: only the blocks.
+            saved_work: work to be done again without the state (`CacheSpec.work`).
+            uses: how often it was of use, this time included.
+        Returns:
+            Whether all of it is here now. Also False when the source finds no memory for its copies
+            (`optional_work`): that must cost no request.
+        """
+        known = 0
+        while known < len(blocks) and blocks[known] in self._records:
+            known += 1
+        if known == len(blocks) and (state is None or state in self._records):
+            self.used(self._records[state or blocks[-1]])
+            return True
+        if not self.store.accepts():
+            return False
+        spec = self._spec
+        missing = list(range(known, len(blocks)))
+        cost = len(missing) * self._block_bytes
+        if state is None:
+            size = spec.block_size_tokens
+            saved_work = spec.work(known * size, len(blocks) * size)
+        else:
+            cost += state_record_pages(spec, position) * spec.page_bytes
+        if known * self._block_bytes + cost > self.capacity_bytes:
+            return False  # not even alone with the blocks that lead to it
+        joint = last = self._records[blocks[known - 1]] if known else None
+        if joint is not None:
+            joint.pins += 1
+        try:
+            value = uses * saved_work / max(1, cost)
+            if not self._make_room(cost, value):
+                # As if it had come and gone: what nobody returns to must not keep others out.
+                self._clock += value * cost / self.capacity_bytes
+                return False
+            data = None
+            with optional_work(self.lacks_memory):
+                state_data = source.state() if state is not None else None
+                data = list(source.blocks(missing))
+            if data is None:
+                return False
+            added: list[Record] = []
+            try:
+                for index, block_data in zip(missing, data):
+                    end = (index + 1) * spec.block_size_tokens
+                    last = Record(blocks[index], last, end, self._block_bytes, is_state=False)
+                    last.saved_work = spec.work(index * spec.block_size_tokens, end)
+                    self.add(last, block_data)
+                    added.append(last)
+                if state is not None:
+                    num_bytes = cost - len(missing) * self._block_bytes
+                    record = Record(state, last, position, num_bytes, is_state=True)
+                    record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
+                    self.add(record, state_data)
+            except BaseException:  # of the store: blocks that lead nowhere would never go
+                for each in reversed(added):
+                    self._forget(each)
+                raise
+            return True
+        finally:
+            if joint is not None:
+                self.unpin(joint)
+
+    def add(self, record: Record, data: Any = None) -> None:
+        """Enter a record. data: its bytes; None: the store has them already."""
+        if data is not None:
+            self.store.put(record, data)
+        self._records[record.key] = record
+        self.used_bytes += record.num_bytes
+        if record.parent is not None:
+            record.parent.num_children += 1
+            if record.is_state:
+                states_at = record.parent.states_at
+                states_at[record.position] = states_at.get(record.position, 0) + 1
+        self.num_states += record.is_state
+        self._prioritise(record)
+        self._queue.add(record)
+
+    def load(self, found: list[tuple[Record, bytes | None]]) -> None:
+        """Enter records whose bytes the store has, each with its parent's key, parents first. What
+        follows a missing one is dropped, and so are blocks that lead nowhere; if there is less room
+        than they take, the least valuable go."""
+        for record, parent in found:
+            if parent is not None and parent not in self._records:
+                self.store.drop(record)
+                continue
+            record.parent = self._records.get(parent)
+            self.add(record)
+        if self._spec.needs_state:
+            for record in self.records():
+                if not record.is_state and not record.num_children:
+                    self.remove(record)
+        self._make_room(0, float("inf"))
+
+    def used(self, record: Record) -> None:
+        """A prompt goes on from this record."""
+        record.uses += 1
+        for each in [record] if self._spec.needs_state else record.chain():
+            self._prioritise(each)
+
+    def remove(self, record: Record) -> None:
+        """Forget a record, all that follows it, and blocks in front that lead nowhere any more.
+        Nothing happens if it has gone, also if its key has come again since."""
+        if not self._holds(record):
+            return
+        doomed = {id(record)}
+        removed = [record]
+        if record.num_children:  # only a damaged one: children come after their parents
+            for other in self._records.values():
+                if id(other.parent) in doomed:
+                    doomed.add(id(other))
+                    removed.append(other)
+        for each in reversed(removed):
+            self._forget(each)
+        parent = record.parent
+        while parent is not None and not parent.num_children and not parent.pins:
+            if not self._spec.needs_state:
+                self._queue.add(parent)
+                break
+            self._forget(parent)
+            parent = parent.parent
+
+    def clear(self) -> None:
+        """Forget every record."""
+        for record in reversed(self.records()):
+            self._forget(record)
+        self._queue.clear()
+
+    def pin(self, record: Record) -> None:
+        """Keep a record, and so all that leads to it, until `unpin`."""
+        record.pins += 1
+
+    def unpin(self, record: Record) -> None:
+        """It may go again; what it led to may have gone meanwhile."""
+        record.pins -= 1
+        if record.pins or record.num_children or not self._holds(record):
+            return
+        if record.is_state or not self._spec.needs_state:
+            self._queue.add(record)
+        else:
+            self.remove(record)
+
+    # ---- within ----
+
+    def lacks_memory(self, error: Exception) -> None:
+        """What leaves the memory above is not kept here for want of memory to copy it."""
+        self.num_without_memory += 1
+        if self.num_without_memory == 1:
+            logger.warning(
+                "no memory for what leaves the pool (%s): it is not kept in the %s tier. Lower "
+                "host_cache_bytes or cache_bytes. Further times are only counted "
+                "(%s_without_memory)",
+                error,
+                self.name,
+                self.name,
+            )
+
+    def _holds(self, record: Record) -> bool:
+        return self._records.get(record.key) is record
+
+    def _key(self, record: Record) -> Key | None:
+        if record.num_children or record.pins or not self._holds(record):
+            return None
+        if self._spec.needs_state and not record.is_state:
+            return None  # it goes with the last state behind it
+        return 0, record.priority, record.position
+
+    def _prioritise(self, record: Record) -> None:
+        saved = record.saved_work / max(1, record.cost_bytes)
+        record.priority = self._clock + record.uses * saved
+
+    def _make_room(self, num_bytes: int, value: float) -> bool:
+        """Room for so many more bytes, if each record that has to go for it is worth less per byte
+        than `value`; if not, none goes."""
+        missing = self.used_bytes + num_bytes - self.capacity_bytes
+        going: list[Record] = []
+        clock = self._clock
+        while missing > 0:
+            least = self._queue.least()
+            if least is None or least[1] > clock + value:
+                break
+            clock = max(clock, least[1])
+            record = self._queue.pop()
+            going.append(record)
+            missing -= self._uncount(record)
+        for record in reversed(going):
+            self._recount(record)
+        try:
+            while going and missing <= 0:
+                self._leaves(going[0])
+                self.num_evicted += 1
+                self.remove(going.pop(0))
+        finally:  # also when `leaves` raises
+            for record in going:
+                self._queue.add(record)
+        if missing > 0:
+            return False
+        self._clock = clock
+        return True
+
+    def _uncount(self, record: Record) -> int:
+        """Counts a record as gone from what leads to it; bytes that are free without it."""
+        freed, parent = record.num_bytes, record.parent
+        while parent is not None:
+            parent.num_children -= 1
+            if parent.num_children or parent.pins:
+                break
+            if not self._spec.needs_state:
+                self._queue.add(parent)
+                break
+            freed += parent.num_bytes
+            parent = parent.parent
+        return freed
+
+    def _recount(self, record: Record) -> None:
+        """Undoes the last `_uncount`."""
+        parent = record.parent
+        while parent is not None:
+            parent.num_children += 1
+            if parent.num_children > 1 or parent.pins or not self._spec.needs_state:
+                break
+            parent = parent.parent
+
+    def _forget(self, record: Record) -> None:
+        del self._records[record.key]
+        self.store.drop(record)
+        self.used_bytes -= record.num_bytes
+        self.num_states -= record.is_state
+        if record.parent is not None:
+            record.parent.num_children -= 1
+            if record.is_state:
+                states_at = record.parent.states_at
+                states_at[record.position] -= 1
+                if not states_at[record.position]:
+                    del states_at[record.position]
+
+
+def state_record_pages(spec: CacheSpec, position: int) -> int:
+    """Pages of a state's record: its own, its local blocks, and the KV of its partial block."""
+    pages = spec.checkpoint_pages
+    for group in spec.local_groups:
+        blocks = spec.local_blocks(group, position)
+        pages += (blocks.stop - blocks.start) * spec.pages_per_block[group]
+    if position % spec.block_size_tokens:
+        pages += spec.kv_pages_per_block
+    return pages
+
+
+def least_capacity_bytes(spec: CacheSpec) -> int:
+    """Bytes that a tier needs to be of any use: one block, and the state at its end."""
+    pages = spec.kv_pages_per_block
+    if spec.needs_state:
+        pages += state_record_pages(spec, spec.block_size_tokens)
+    return pages * spec.page_bytes

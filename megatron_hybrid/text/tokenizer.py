@@ -1,0 +1,470 @@
+"""Text and conversations to token ids and back: the tokenizer files of a checkpoint.
+
+The ids are those of `transformers`: tokenizer.json decides, tokenizer_config.json adds the roles of
+special tokens. Method names are those of megatron-core's tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_hybrid.checkpoints.tensor_files import replace_file
+from megatron_hybrid.config_checks import check_text
+from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # of older checkpoints
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+# What `transformers` makes a tokenizer from where there is no tokenizer.json.
+FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+
+
+def find_tokenizer(folder: str | os.PathLike) -> Path | None:
+    """The file that `Tokenizer.from_folder` starts from, if the folder has one."""
+    paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
+    return next((path for path in paths if path.is_file()), None)
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        tokenizer: what does the work.
+        eod: id of the token that ends a document, if there is one; None: the first of `end_tokens`.
+        end_tokens: further ids that end an answer.
+        settings: content of tokenizer_config.json, whose `bos_token`, ... chat templates use.
+        chat_templates: by name; "default" is the usual one, "tool_use" that for tools.
+        generation_config: content of generation_config.json.
+
+    Attributes:
+        eod: see above.
+        end_tokens: all ids that end an answer, `eod` first.
+        bos: id of the token that begins a text, if there is one.
+        generation_config: see above; an engine takes what a request does not say of sampling from
+            there, and `save` hands it on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        eod: int | None = None,
+        *,
+        end_tokens: Iterable[int] = (),
+        settings: Mapping[str, Any] | None = None,
+        chat_templates: Mapping[str, ChatTemplate] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._settings = dict(settings or {})
+        self._templates = dict(chat_templates or {})
+        self.generation_config = dict(generation_config or {})
+        if eod is not None:
+            self._settings["eos_token"] = tokenizer.id_to_token(eod)
+        self._named = _named_tokens(self._settings)
+        self.end_tokens = tuple(dict.fromkeys([*([] if eod is None else [eod]), *end_tokens]))
+        self.eod = self.end_tokens[0] if self.end_tokens else None
+        bos = self._named.get("bos_token")
+        self.bos = None if bos is None else tokenizer.token_to_id(bos)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike) -> Tokenizer:
+        """Read the tokenizer of a checkpoint, its chat templates and the tokens that end an answer.
+
+        tokenizer.json is read if it is there. From other files (sentencepiece, tiktoken, vocab and
+        merges) `transformers` makes the same, if it is installed.
+
+        Raises:
+            ValueError: a file is missing, unreadable, or contradicts another.
+        """
+        folder = Path(folder)
+        path = find_tokenizer(folder)
+        if path is None:
+            raise ValueError(
+                f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} beside "
+                "it: the folder has no tokenizer."
+            )
+        settings = _read_settings(folder)
+        templates = _read_templates(folder, settings)
+        if path.name == TOKENIZER_FILE:
+            tokenizer = _read_tokenizer(path)
+        else:
+            tokenizer, names = _convert(path)
+            settings.update(names)
+        # These would cut and fill prompts; they are for batches of training data.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        config_path = folder / TOKENIZER_CONFIG_FILE
+        try:
+            _add_tokens(tokenizer, settings)
+            name = _named_tokens(settings).get("eos_token")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{config_path} does not fit {path}: {error}") from error
+        eod = None if name is None else tokenizer.token_to_id(name)
+        if name is not None and eod is None:
+            raise ValueError(f"{config_path} names the end token {name!r}, which {path} lacks.")
+        return cls(
+            tokenizer,
+            eod,
+            end_tokens=_read_end_tokens(folder),
+            settings=settings,
+            chat_templates=templates,
+            generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
+        )
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write what `from_folder` reads, here and in `transformers`; generation_config.json as it
+        was, if there was one.
+
+        Save the model's config first: where none of these files says which tokens end an answer,
+        generation_config.json gets to say so.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / TOKENIZER_FILE, lambda path: self._tokenizer.save(str(path)))
+        # `transformers` takes tokenizer.json as it is for this class.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
+        _write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **self._settings})
+        for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
+            path.unlink(missing_ok=True)  # of a tokenizer that was here before
+        for name, template in self._templates.items():
+            path = _template_file(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template.source, encoding="utf-8")
+        path = folder / GENERATION_CONFIG_FILE
+        if self.generation_config:
+            _write_json(path, self.generation_config)
+        name = self._named.get("eos_token")
+        stated = [] if name is None else [self._tokenizer.token_to_id(name)]
+        if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != self.end_tokens:
+            _write_json(path, {**_read_if_there(path), "eos_token_id": list(self.end_tokens)})
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of token ids, up to the highest."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def base_vocab_size(self) -> int:
+        """The same without added tokens: of these a model may lack some that it never uses, such as
+        the one for images in a model of text."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: with what this tokenizer puts around a prompt (often a token that
+                begins it). False where the text goes on from other tokens.
+
+        Raises:
+            ValueError: it is no text, but has half of a character.
+        """
+        check_text("the text", text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the usual chat template, if there is one."""
+        template = self._templates.get("default")
+        return None if template is None else template.source
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation, as text. See `ChatTemplate.render`.
+
+        Raises:
+            ValueError: there is no chat template, or it cannot render these messages.
+            TypeError: something is no JSON value.
+        """
+        return self._template(tools).render(
+            messages, add_generation_prompt, tools, **{**self._named, **variables}
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The prompt of a conversation, as token ids. The template writes all special tokens.
+
+        Raises:
+            ValueError, TypeError: as `render_chat`.
+        """
+        if "tokenize" in variables:
+            raise TypeError("apply_chat_template gives token ids; render_chat gives the text")
+        text = self.render_chat(messages, add_generation_prompt, tools, **variables)
+        return self.tokenize(text, add_special_tokens=False)
+
+    def chat_message_starts(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Positions in `apply_chat_template`'s tokens where messages start, the answer among them.
+
+        For use as `cache_breakpoints`: the tokens before such a position are those of the text
+        before the message, alone. See `ChatTemplate.message_starts`.
+
+        Returns:
+            Ascending positions > 0, each once.
+
+        Raises:
+            ValueError, TypeError: as `render_chat`.
+        """
+        given = messages, add_generation_prompt, tools
+        return self._encode_with_positions(ChatTemplate.message_starts, given, variables)[1]
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], list[int]]:
+        """`apply_chat_template`'s tokens, and the positions in them at which other conversations
+        are likely to leave this one: see `ChatTemplate.fork_points`.
+
+        Returns:
+            Token ids; ascending positions > 0, each once.
+
+        Raises:
+            ValueError, TypeError: as `render_chat`.
+        """
+        given = messages, add_generation_prompt, tools
+        return self._encode_with_positions(ChatTemplate.fork_points, given, variables)
+
+    def _encode_with_positions(
+        self, find: Callable[..., list[int]], given: tuple, variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of a chat, and for each character position that `find` finds in the rendered text
+        how many of them do not depend on what follows it. given: messages, add_generation_prompt,
+        tools."""
+        template, named = self._template(given[2]), {**self._named, **variables}
+        text = template.render(*given, **named)
+        check_text("the text of the chat", text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, spans = encoding.ids, encoding.offsets  # each makes a list anew
+        added = self._tokenizer.get_added_tokens_decoder()
+        anchors = [  # stated in the text, not the fallback of a byte that happens to be added
+            index
+            for index, (token, span) in enumerate(zip(ids, spans))
+            if token in added and added[token].content in text[slice(*span)]
+        ]
+        anchor_ends = [spans[index][1] for index in anchors]
+        positions = set()
+        for start in find(template, *given, **named):
+            # Text is cut at added tokens before all else: no token before one depends on what
+            # comes after it, so the tokens from the last one on are all that needs comparing.
+            past = bisect_right(anchor_ends, start)
+            first = anchors[past - 1] if past else 0
+            begin = spans[first][0] if past else 0
+            alone = self.tokenize(text[begin:start], add_special_tokens=False)
+            positions.add(first + common_length(alone, ids[first:]))
+        return ids, sorted(positions - {0})
+
+    def _template(self, tools: Sequence[Mapping] | None) -> ChatTemplate:
+        template = self._templates.get("default")
+        if tools is not None:
+            template = self._templates.get("tool_use", template)
+        if template is None:
+            raise ValueError(
+                f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
+                f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
+            )
+        return template
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} cannot be read as JSON: it holds no object")
+    return values
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    replace_file(path, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        # from_file reports every trouble as a bare Exception; reading here tells them apart.
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """A tokenizer from files of another kind, and the names of its special tokens."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"{path.parent / TOKENIZER_FILE} does not exist. To make it from {path.name}: pip "
+            "install transformers"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(path.parent), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ValueError(f"transformers cannot read {path} as a tokenizer: {error}") from error
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(tokenizer, tokenizers.Tokenizer):
+        raise ValueError(
+            f"{path.parent / TOKENIZER_FILE} does not exist, and the {type(loaded).__name__} that "
+            f"transformers makes from {path.name} cannot be written as one."
+        )
+    return tokenizer, loaded.special_tokens_map
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json with what older checkpoints keep apart from it."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    settings = _read_if_there(path)
+    older = folder / SPECIAL_TOKENS_FILE
+    if "added_tokens_decoder" not in settings and older.exists():
+        settings.update(_read_json(older))
+    return settings
+
+
+def _template_file(folder: Path, name: str) -> Path:
+    if name == "default":
+        return folder / CHAT_TEMPLATE_FILE
+    return folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
+
+
+def _template_files(folder: Path) -> dict[str, Path]:
+    """The templates of a folder that are files of their own."""
+    paths = {p.stem: p for p in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / CHAT_TEMPLATE_FILE).exists():
+        paths["default"] = folder / CHAT_TEMPLATE_FILE
+    return paths
+
+
+def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """Takes those in the settings out of them. Files of their own count in place of them."""
+    stated = settings.pop("chat_template", None)
+    templates = {}
+    for name, path in _template_files(folder).items():
+        try:
+            templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+    if templates or stated is None:
+        return templates
+    origin = f"chat_template of {folder / TOKENIZER_CONFIG_FILE}"
+    if isinstance(stated, str):
+        stated = [{"name": "default", "template": stated}]
+    try:
+        sources = {entry["name"]: entry["template"] for entry in stated}
+        # Names become file names when the tokenizer is saved.
+        sound = all(re.fullmatch(r"\w[\w.-]*", name) for name in sources)
+        sound = sound and all(isinstance(source, str) for source in sources.values())
+    except (TypeError, KeyError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{origin} must be a string or a list of {{name, template}}")
+    return {name: ChatTemplate(source, origin) for name, source in sources.items()}
+
+
+def _read_end_tokens(folder: Path) -> list[int]:
+    """Ids that end an answer: generation_config.json says, else config.json."""
+    for name in (GENERATION_CONFIG_FILE, "config.json"):
+        path = folder / name
+        values = _read_if_there(path)
+        ids = values.get("eos_token_id")
+        if ids is None and isinstance(values.get("text_config"), dict):
+            ids = values["text_config"].get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
+        return [i for i in ids if i >= 0]  # -1 stands for none
+    return []
+
+
+# Special tokens ----------------------------------------------------------------------------------
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which Hugging Face writes as a string or as an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... and a model's own such as `image_token`: role to text."""
+    roles = {key: value for key, value in settings.items() if key.endswith("_token")}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        roles.update(extra)
+    texts = {role: _content(token) for role, token in roles.items()}
+    for role in ("bos_token", "eos_token"):
+        if roles.get(role) is not None and texts[role] is None:
+            raise ValueError(f"{role} is {roles[role]!r}, which is no token")
+    return {role: text for role, text in texts.items() if text is not None}
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Make the tokens that the settings call added or special so, as `transformers` does."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    present = {token.content: token.__getstate__() for token in added}
+    stated = {}
+    for number, state in (settings.get("added_tokens_decoder") or {}).items():
+        stated[int(number)] = tokenizers.AddedToken(**state)
+    for number, token in sorted(stated.items()):
+        if present.get(token.content) != token.__getstate__():
+            tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != number:
+            raise ValueError(
+                f"it gives {token.content!r} the id {number}, which is "
+                f"{tokenizer.token_to_id(token.content)} there"
+            )
+        present[token.content] = token.__getstate__()
+    named = list(_named_tokens(settings).values())
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        if isinstance(settings.get(key), list):
+            named += filter(None, map(_content, settings[key]))
+    # Those that the vocabulary lacks have no embedding either; there they stay plain text.
+    known = {name for name in named if tokenizer.token_to_id(name) is not None}
+    tokenizer.add_special_tokens(sorted(known - set(present)))

@@ -1,0 +1,156 @@
+"""Every adapter against transformers: same weights, same tokens (logits: `test_precision.py`).
+
+Each file of `configs/` is a tiny model. transformers builds it with random weights and saves it;
+what is compared is always its full forward pass, the one path of it that is right for all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface import Reference, build, config_names, read_values
+from models_table import TABLE, Row, merge_rows, read_rows
+from reference import greedy, tiny_engine
+from transformers import AutoModelForCausalLM
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import save_huggingface
+from megatron_hybrid.checkpoints.huggingface import adapters
+
+LONG = 110
+
+
+@dataclass
+class Pair:
+    """One model on both sides."""
+
+    name: str
+    folder: str
+    reference: Reference
+    model: mh.HybridModel
+    random: np.random.Generator
+
+    def tokens(self, length: int) -> list[int]:
+        return self.random.integers(3, self.model.vocab_size, length).tolist()
+
+    def engine(self, **fields):
+        return tiny_engine(self.model, **{"cache_bytes": 16 << 20, "max_tokens": 48, **fields})
+
+    def ask(self, engine, prompt: list[int], count: int = 32, **arguments):
+        """Answers a prompt greedily, checks each token, returns the prefix report."""
+        result = engine.generate([prompt], greedy(count), **arguments)[0]
+        assert len(result.generated_tokens) == count
+        assert self.reference.is_greedy(prompt, result.generated_tokens)
+        engine.check_integrity()
+        return result.prefix
+
+
+@pytest.fixture(scope="module", params=config_names())
+def pair(request, tmp_path_factory) -> Pair:
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    theirs = build(name)
+    theirs.save_pretrained(folder)
+    model, tokenizer = mh.load_pretrained(folder)
+    assert tokenizer is None
+    return Pair(name, str(folder), Reference(theirs), model, np.random.default_rng(0))
+
+
+def test_its_row_in_the_docs(pair):
+    row = next(row for row in read_rows(TABLE) if row.name == pair.name)
+    assert Row.of(pair.name, pair.model, (row.largest_error, row.error_of_transformers)) == row
+
+
+def test_greedy_tokens(pair):
+    engine = pair.engine()
+    for length in (1, 37, LONG):
+        assert pair.ask(engine, pair.tokens(length)).skipped_tokens == 0
+
+
+def test_restore_at_random_positions(pair):
+    engine = pair.engine()
+    prompt = pair.tokens(LONG)
+    positions = sorted(pair.random.choice(np.arange(2, LONG), 4, replace=False).tolist())
+    pair.ask(engine, prompt, 1, cache_breakpoints=positions)
+    for position in positions:
+        report = pair.ask(engine, prompt[:position] + pair.tokens(20))
+        assert report.skipped_tokens == position
+    assert pair.ask(engine, prompt).skipped_tokens == LONG
+
+
+def test_fork_and_next_turn(pair):
+    engine = pair.engine()
+    first = pair.tokens(90)
+    fork = first[:61]
+    pair.ask(engine, first)
+    pair.ask(engine, fork + pair.tokens(15))  # finds the junction and saves it
+    assert pair.ask(engine, fork + pair.tokens(23)).skipped_tokens == 61
+    samples = engine.generate([fork], greedy(8), n=3)[0].samples
+    assert all(pair.reference.is_greedy(fork, s.generated_tokens) for s in samples)
+    result = engine.generate([first], greedy(8))[0]
+    turn = first + result.generated_tokens
+    assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
+
+
+def test_eviction(pair):
+    """In a pool that holds little more than one request, whatever was thrown away is made anew."""
+    engine = pair.engine()
+    prompts = [pair.tokens(70), pair.tokens(80)]
+    for _ in range(2):
+        for prompt in prompts:
+            pair.ask(engine, prompt, 8)
+            assert pair.ask(engine, prompt[:41] + pair.tokens(9), 8).shared_tokens >= 0
+        engine.cache.evict(int(pair.random.integers(5, 40)))
+    engine.cache.evict(1 << 30)
+    assert pair.ask(engine, prompts[0], 8).skipped_tokens == 0
+
+
+def test_memory_only(pair):
+    engine = pair.engine(prefix_caching="memory_only")
+    prompt = pair.tokens(LONG)
+    pair.ask(engine, prompt, 4)
+    report = pair.ask(engine, prompt, 4)
+    assert report.skipped_tokens == 0
+    assert report.shared_tokens == (LONG if engine.cache.spec.full_groups else 0)
+
+
+def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
+    save_huggingface(pair.model, tmp_path)
+    given = json.loads((Path(pair.folder) / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text()) == given
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    before, after = pair.reference.model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name], after[name]), name
+
+
+def test_our_own_checkpoint_of_it(pair, tmp_path):
+    mh.save_checkpoint(pair.model, tmp_path)
+    again, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.tensor([pair.tokens(40)])
+    with torch.no_grad():
+        assert torch.equal(again(tokens), pair.model(tokens))
+
+
+def test_every_adapter_is_tried():
+    tried = {read_values(name)["model_type"] for name in config_names()}
+    assert {adapter.model_types[0] for adapter in adapters().values()} <= tried
+
+
+def test_a_run_of_some_models_keeps_the_rows_of_the_others(tmp_path):
+    page = tmp_path / "models.md"
+    page.write_text(TABLE.read_text())
+    before, names = read_rows(page), config_names()
+    new = replace(before[3], largest_error="1.0e+00")
+    merge_rows(page, [new], [name for name in names if name != names[1]])
+    assert read_rows(page) == [before[0], before[2], new, *before[4:]]
+
+
+def test_the_table_in_the_docs_is_of_these_models():
+    assert [row.name for row in read_rows(TABLE)] == config_names()

@@ -1,0 +1,148 @@
+"""Folders as they were released, where transformers writes other names, cuts or config keys."""
+
+import pytest
+import torch
+from huggingface import Reference, build
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import full_state_dict, save_huggingface
+from megatron_hybrid.checkpoints.huggingface import adapters
+
+
+def names(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize(
+    "name, released, written",
+    [
+        ("olmo_hybrid", "1.post_attention_layernorm", "1.feedforward_layer_norm"),
+        ("kimi_linear", "0.mlp.gate_proj", "0.block_sparse_moe.gate_proj"),
+    ],
+)
+def test_both_spellings_are_read_and_the_released_one_is_written(name, released, written, tmp_path):
+    build(name).save_pretrained(tmp_path / "theirs")
+    model, _ = mh.load_pretrained(tmp_path / "theirs")
+    save_huggingface(model, tmp_path / "ours")
+    released, written = (f"model.layers.{tensor}.weight" for tensor in (released, written))
+    assert names(tmp_path / "theirs") ^ names(tmp_path / "ours") >= {released, written}
+    assert released in names(tmp_path / "ours")
+    again, _ = mh.load_pretrained(tmp_path / "ours")
+    before, after = full_state_dict(model), full_state_dict(again)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+KIMI = {
+    "hidden_size": 32,
+    "vocab_size": 50,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+OLMO = {**KIMI, "rope_parameters": {"rope_theta": None}}
+
+
+def config_of(model_type, **values):
+    return adapters()[model_type].config(values)
+
+
+def test_layers_that_predict_further_tokens(tmp_path):
+    """Behind the last layer of DeepSeek's there is one that predicts a second token, or several;
+    transformers knows the one of the largest model alone, by its number."""
+    theirs = build("deepseek_v3")
+    theirs.save_pretrained(tmp_path)
+    path, last = tmp_path / "model.safetensors", "model.layers.2."
+    tensors = load_file(path)
+    layer = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    assert len(layer) > 10
+    another = {f"model.layers.3.{name}": tensor.clone() for name, tensor in layer.items()}
+    save_file({**tensors, **another}, path, {"format": "pt"})
+    with pytest.raises(mh.CheckpointError, match=r"does not have model\.layers\.3\."):
+        mh.load_pretrained(tmp_path)  # an ordinary layer
+
+    width = theirs.config.hidden_size
+    embedding = tensors["model.embed_tokens.weight"]
+    layer |= {
+        "eh_proj.weight": torch.ones(width, 2 * width),
+        "enorm.weight": torch.ones(width),
+        "hnorm.weight": torch.ones(width),
+        "shared_head.norm.weight": torch.ones(width),
+        "shared_head.head.weight": embedding,
+        "embed_tokens.weight": embedding,
+    }
+    for number in (3, 4):
+        tensors |= {f"model.layers.{number}.{name}": t.clone() for name, t in layer.items()}
+    save_file(tensors, path, {"format": "pt"})
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.arange(30).view(1, 30)
+    with torch.no_grad():
+        expected = Reference(theirs).logits(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+
+def test_the_number_of_a_further_layer_is_that_of_a_layer_in_a_larger_model(tmp_path):
+    theirs = build("deepseek_v3", num_hidden_layers=63, first_k_dense_replace=63)
+    theirs.save_pretrained(tmp_path)
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.arange(30).view(1, 30)
+    with torch.no_grad():
+        expected = Reference(theirs).logits(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+
+def test_kimi_layers_by_number():
+    linear = {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3],
+        "head_dim": 8,
+        "num_heads": 3,
+        "short_conv_kernel_size": 5,
+    }
+    fields = config_of("kimi_linear", **KIMI, linear_attn_config=linear, first_k_dense_replace=2)
+    assert fields["layer_pattern"] == "K-K-KE+E"
+    assert fields["linear_key_head_dim"] == fields["linear_value_head_dim"] == 8
+    assert fields["linear_num_key_heads"] == 3
+    assert fields["linear_conv_kernel_dim"] == 5
+
+
+def test_defaults_of_layer_kinds():
+    fields = config_of("kimi_linear", **{**KIMI, "num_hidden_layers": 6})
+    assert fields["layer_pattern"] == "K-KEKEKE+EKE"
+    assert config_of("olmo_hybrid", **OLMO)["layer_pattern"] == "G-G-G-*-"
+    fields = config_of("olmo_hybrid", **{**OLMO, "num_hidden_layers": 2})
+    assert fields["layer_pattern"] == "G-*-"
+    assert fields["layer_overrides"].keys() == {"*", "4"}
+    assert fields["position_embedding_type"] == "none"
+
+
+@pytest.mark.parametrize(
+    "model_type, values, message",
+    [
+        ("olmo_hybrid", {**OLMO, "rope_parameters": None}, "rope_parameters=None"),
+        ("olmo_hybrid", {**OLMO, "rope_parameters": {}}, "rope_parameters={}"),
+        ("olmo_hybrid", {**OLMO, "layer_types": ["full_attention"]}, "num_hidden_layers=4"),
+        ("olmo_hybrid", {**OLMO, "layer_types": ["mamba"] * 4}, "'mamba'"),
+        ("kimi_linear", {**KIMI, "mla_use_nope": False}, "mla_use_nope=False"),
+        ("kimi_linear", {**KIMI, "moe_renormalize": False}, "moe_renormalize=False"),
+        ("kimi_linear", {**KIMI, "layer_types": ["full_attention"]}, "num_hidden_layers=4"),
+        ("kimi_linear", {**KIMI, "mlp_layer_types": ["moe"] * 4}, "'moe'"),
+        (
+            "kimi_linear",
+            {**KIMI, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}},
+            "None",
+        ),
+        ("kimi_linear", {**KIMI, "num_key_value_heads": 1}, "num_key_value_heads=1"),
+        ("kimi_linear", {**KIMI, "num_expert_group": 4, "topk_group": 2}, "8 experts per token"),
+        ("deepseek_v3", {**KIMI, "num_experts_per_tok": 1}, "one expert per token"),
+        ("deepseek_v3", {**KIMI, "n_shared_experts": 0}, "n_shared_experts=0; layers without a"),
+        ("kimi_linear", {**KIMI, "num_shared_experts": 0}, "num_shared_experts=0; layers without"),
+        ("deepseek_v3", {**KIMI, "scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(model_type, values, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(model_type, **values)

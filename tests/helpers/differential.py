@@ -1,0 +1,331 @@
+"""Random runs of the engine, every row of logits compared with a forward pass without any cache.
+
+A run is drawn from one seed: the layer pattern, the sizes, families of prompts with prefixes in
+common, and the order in which requests come, run and are cancelled. It can be repeated by its seed.
+"""
+
+import contextlib
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
+
+from megatron_hybrid.config import PREFIX_CACHING_MODES
+from megatron_hybrid.inference.context import StepPlan
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.offload.tier import least_capacity_bytes
+
+TOLERANCE = 1e-5
+SYMBOLS = "MG*W-ESCH+KZLPD"
+PATTERNS = (
+    "*-*-",
+    "MG",
+    "W-W-",
+    "MG*-W-",
+    "M*",
+    "G*-",
+    "W*W",
+    "M-M-",
+    "-",
+    "GW-M*",
+    "K-+-",
+    "+W+",
+    "ME*E",
+    "SC*-",
+    "H-MH",
+    "MZZ-Z",
+    "L-*E",
+    "LWP*DP",
+)
+
+
+class LogitsRecorder:
+    """Keeps every row of logits that an engine computes, with the tokens that led to it."""
+
+    def __init__(self, engine):
+        self.rows: list[tuple[Request, int, torch.Tensor]] = []  # request, position, logits [V]
+        sample = engine._sample
+
+        def recorded(plan: StepPlan, logits_nV: torch.Tensor):
+            self._record(plan, logits_nV)
+            return sample(plan, logits_nV)
+
+        engine._sample = recorded
+
+    def _record(self, plan: StepPlan, logits_nV: torch.Tensor) -> None:
+        end = 0
+        for work in plan.work:
+            for position in range(work.end - work.num_logits, work.end):
+                self.rows.append((work.request, position, logits_nV[end].clone()))
+                end += 1
+        for request in plan.ready:
+            self.rows.append((request, request.num_tokens - 1, logits_nV[end].clone()))
+            end += 1
+        assert end == len(logits_nV)
+
+    def check(self, model) -> None:
+        """Compares all rows so far with full forward passes, and forgets them."""
+        rows: dict[Request, list[tuple[int, torch.Tensor]]] = {}
+        for request, position, logits_V in self.rows:
+            rows.setdefault(request, []).append((position, logits_V))
+        for request, computed in rows.items():
+            positions, logits = zip(*computed)
+            full = full_logits(model, request.tokens[: request.num_tokens].tolist())
+            errors = (full[list(positions)] - torch.stack(logits)).abs().amax(dim=1)
+            worst = int(errors.argmax())
+            assert errors[worst] <= TOLERANCE, (
+                f"request {request.request_id}, row {positions[worst]}: off by {errors[worst]}"
+            )
+        self.rows.clear()
+
+
+class InjectedError(Exception):
+    """Raised where a test wants a forward pass to fail."""
+
+
+@contextlib.contextmanager
+def failing_forward(engine):
+    """Forward passes raise InjectedError after they have written KV and states."""
+    forward = engine._forward
+
+    def failing(plan: StepPlan):
+        forward(plan)
+        raise InjectedError
+
+    engine._forward = failing
+    yield
+    engine._forward = forward
+
+
+def poison(engine) -> None:
+    """Fills all memory that holds nothing with NaN: free pages, the null page, free live slots."""
+    free = engine.cache.allocator.ref_counts + engine.cache.allocator.cached_counts == 0
+    engine.memory.pool.index_fill_(0, torch.from_numpy(free.nonzero()[0]), 0xFF)
+    engine.memory.slots[engine.scheduler.free_slots] = 0xFF
+
+
+def check_answer(model, request: Request) -> None:
+    """The request's tokens are greedy and its log-probs are those of a full forward pass."""
+    prompt = request.num_prompt_tokens
+    generated = request.generated_tokens
+    logits_TV = full_logits(model, request.tokens[: request.num_tokens].tolist())
+    predicted_TV = logits_TV[prompt - 1 : prompt - 1 + len(generated)]
+    chosen_T = predicted_TV.gather(1, torch.tensor(generated, dtype=torch.long)[:, None])[:, 0]
+    # Two tokens closer than the tolerance are both right.
+    assert (chosen_T >= predicted_TV.amax(dim=1) - 2 * TOLERANCE).all()
+    if request.params.return_log_probs:
+        log_probs_TV = logits_TV.log_softmax(dim=-1)
+        tokens = torch.tensor(request.tokens[1 : request.num_tokens].tolist(), dtype=torch.long)
+        expected = log_probs_TV[:-1].gather(1, tokens[:, None])[:, 0]
+        assert_near(request.log_probs, expected[prompt - 1 :])
+        if not request.params.skip_prompt_log_probs:
+            done = len(request.prompt_log_probs)
+            assert done == prompt - 1 or request.finish_reason == "cancelled"
+            assert_near(request.prompt_log_probs, expected[:done])
+
+
+def assert_near(given: list[float], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(given), expected, atol=TOLERANCE, rtol=0)
+
+
+@dataclass
+class RandomRun:
+    """One run.
+
+    Args:
+        seed: what everything is drawn from.
+        num_requests: how many requests come.
+        longest_prompt, longest_answer: tokens.
+        patterns: half of the layer patterns come from these, the others are random.
+        crowded: many requests in a pool for one, so that they preempt each other.
+        tiers: with host memory, a disk, or both below the pool.
+    """
+
+    seed: int
+    num_requests: int = 10
+    longest_prompt: int = 150
+    longest_answer: int = 40
+    patterns: tuple[str, ...] = PATTERNS
+    crowded: bool = False
+    tiers: bool = False
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        self.pattern = self._draw_pattern()
+        # A norm makes more than the tolerance of one ulp where its input is all but zero, as the
+        # first outputs of a random delta rule are: the epsilon bounds that.
+        self.model = tiny_model(
+            self.pattern,
+            seed=self.seed % 3,
+            layernorm_epsilon=1e-2,
+            sliding_window=int(self._choose([1, 7, 16, 24, 100])),
+            attention_chunk_size=int(self._choose([1, 7, 16, 24, 100])),
+            softmax_type=str(self._choose(["vanilla", "vanilla", "off-by-one", "learnable"])),
+            attention_logit_softcap=self._choose([None, None, 2.0]),
+            attention_temperature_scale=self._choose([None, None, 0.3]),
+            attention_temperature_floor=16,
+            rotary_interleaved=self._chance(0.3),
+            value_l2_norm=self._chance(0.3),
+            keys_as_values=self._chance(0.3) and "Z" not in self.pattern,
+            layer_scalar=self._chance(0.3),
+            mamba_chunk_size=int(self._choose([4, 16, 64])),
+            linear_chunk_size=int(self._choose([4, 16, 64])),
+            position_embedding_type=str(self._choose(["rope", "none"])),
+            qk_layernorm=self._chance(0.5),
+            attention_output_gate=self._chance(0.3) and "Z" not in self.pattern,
+            add_bias_linear=self._chance(0.3) and "Z" not in self.pattern,
+            mamba1_norm=str(self._choose(["none", "weighted", "weightless"])),
+            short_conv_bias=self._chance(0.5),
+            mamba_gated_norm=str(self._choose(["gate_first", "norm_first", "none"])),
+            mamba_norm_epsilon=1e-2,
+            mamba_proj_bias=self._chance(0.3),
+            num_shared_blocks=int(self._choose([1, 2])),
+            shared_block_attention_adapters=self._chance(0.5),
+            attention_output_multiplier=0.7,
+            mamba_input_multiplier=1.2,
+        )
+        self.families = [self._tokens(self.longest_prompt) for _ in range(2)]
+        self.fields = self._draw_sizes()
+        self.engine = tiny_engine(self.model, **self.fields)
+        self.recorder = LogitsRecorder(self.engine)
+        self.stats: Counter[str] = Counter()
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def _choose(self, values):
+        return values[self.random.integers(len(values))]
+
+    def _tokens(self, length: int) -> list[int]:
+        return self.random.integers(0, VOCAB_SIZE, length).tolist()
+
+    def _draw_pattern(self) -> str:
+        if self._chance(0.5):
+            return self._choose(self.patterns)
+        return "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
+
+    def _draw_sizes(self) -> dict:
+        block = 16 if self.crowded else int(self._choose([16, 16, 16, 32, 64, 128, 256]))
+        longest = self.longest_prompt + self.longest_answer
+        fields = {
+            "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
+            "block_size_tokens": block,
+            "max_tokens": int(self._choose([1, 7, 16, 33, 64, 200, 512])),
+            "max_requests": 8 if self.crowded else int(self._choose([1, 2, 4, 8])),
+            "max_sequence_length": longest,
+        }
+        spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
+        if self.crowded or self._chance(0.6):
+            # A pool that holds the longest request, and little or nothing beside it.
+            pages = (spec.num_blocks(longest) + 1) * sum(spec.pages_per_block) + 2
+            more = 4 if self.crowded else pages + 2 * spec.checkpoint_pages
+            pages += int(self.random.integers(0, more))
+            fields["cache_bytes"] = pages * spec.page_bytes
+        if self.tiers:
+            fields["prefix_caching"] = "restore"
+            least = least_capacity_bytes(spec)
+            most = max(least, self._choose([100_000, 1_000_000, 1 << 30]))
+            fields["host_cache_bytes"] = int(self._choose([0, most, most]))
+            if not fields["host_cache_bytes"] or self._chance(0.4):
+                self.folder = tempfile.TemporaryDirectory()
+                fields["cache_dir"] = self.folder.name
+                fields["disk_cache_bytes"] = max(least, int(self._choose([200_000, 1 << 30])))
+        return fields
+
+    def _prompt(self) -> list[int]:
+        family = self._choose(self.families)
+        finished = [request for request in self.requests if request.done]
+        if finished and self._chance(0.2):  # another turn of a conversation
+            request = self._choose(finished)
+            family = request.tokens[: request.num_tokens].tolist()
+        cut = int(self.random.integers(0, len(family) + 1))
+        if self._chance(0.3):
+            cut = len(family)
+        suffix = int(self.random.integers(0, 20)) if self._chance(0.7) else 0
+        return (family[:cut] + self._tokens(suffix))[: self.longest_prompt] or self._tokens(1)
+
+    def add(self) -> None:
+        prompt = self._prompt()
+        scored = self._chance(0.3)
+        breakpoints = [int(p) for p in self.random.integers(1, len(prompt) + 1, 2)]
+        request = self.engine.add_request(
+            prompt,
+            greedy(
+                int(self.random.integers(0, self.longest_answer + 1)),
+                return_log_probs=scored,
+                skip_prompt_log_probs=scored and self._chance(0.5),
+                stop_token_ids=tuple(self._tokens(2)) if self._chance(0.3) else (),
+            ),
+            salt=str(self._choose(["", "", "", "other"])),
+            cache_breakpoints=breakpoints if self._chance(0.3) else [],
+            n=int(min(self._choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
+        )
+        self.requests += request.samples
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check_integrity()
+        poison(self.engine)
+
+    def fail(self) -> None:
+        """A step whose forward pass writes what it writes, and then raises."""
+        with failing_forward(self.engine), contextlib.suppress(InjectedError):
+            self.engine.step()
+        self.engine.check_integrity()
+
+    def restart(self) -> None:
+        """The cache is saved, and a new engine goes on with it."""
+        self.engine.save_cache()
+        self.engine.close()
+        for request in self.requests:
+            if not request.closed:
+                self.engine.cancel(request)
+        self.recorder.check(self.model)
+        self.stats.update(self.engine.stats())
+        self.engine = tiny_engine(self.model, **self.fields)
+        self.recorder = LogitsRecorder(self.engine)
+
+    def cancel(self) -> None:
+        open_requests = [r for r in self.requests if not r.closed and r.samples]
+        if open_requests:
+            self.engine.cancel(self._choose(open_requests))
+            self.engine.check_integrity()
+
+    def run(self) -> None:
+        to_add = self.num_requests
+        while to_add or self.engine.has_work:
+            if to_add and self._chance(0.4):
+                self.add()
+                to_add -= 1
+            elif self._chance(0.03):
+                self.cancel()
+            elif self._chance(0.03):
+                self.fail()
+            elif self._chance(0.15 if self.tiers else 0.03):
+                self.engine.cache.evict(int(self.random.integers(1, 500 if self.tiers else 20)))
+            elif self._chance(0.01):
+                self.engine.cache.clear()
+            elif "cache_dir" in self.fields and self._chance(0.01):
+                self.restart()
+            else:
+                self.step()
+        self.check()
+
+    def check(self) -> None:
+        """Nothing runs any more: all answers are right and nothing is held."""
+        self.recorder.check(self.model)
+        for request in self.requests:
+            check_answer(self.model, request)
+            report = request.report
+            assert report.skipped_tokens + report.computed_tokens == request.num_prompt_tokens
+            assert 0 <= report.skipped_tokens <= report.shared_tokens <= request.num_prompt_tokens
+        assert not self.engine.cache.allocator.ref_counts.any()
+        assert self.engine.stats()["leases"] == 0
+        self.stats.update(self.engine.stats())
+        self.engine.close()
+        if "cache_dir" in self.fields:
+            self.folder.cleanup()

@@ -1,0 +1,1012 @@
+"""PrefixIndex: what is found, what an edge holds after splits and joins, what stays known."""
+
+import numpy as np
+import pytest
+
+from megatron_hybrid.cache.index import prefix_index
+from megatron_hybrid.cache.index.packed_tokens import PackedTokens
+from megatron_hybrid.cache.index.prefix_index import (
+    MAX_EMPTY_ROOTS,
+    MAX_WATCHED,
+    PrefixIndex,
+)
+from megatron_hybrid.cache.index.tree import Edge, Kind, common_prefix
+from megatron_hybrid.cache.pages.allocator import PageAllocator
+
+B = 16
+
+
+@pytest.fixture(autouse=True)
+def tokens_alone_count(monkeypatch):
+    """So that limits can be given in tokens."""
+    monkeypatch.setattr(prefix_index, "SEQUENCE_TOKENS", 0)
+
+
+class Tree:
+    """An index with a pool; `add` brings own pages for every block, as a request would."""
+
+    def __init__(self, num_pages=1000, pages_per_block=1):
+        self.pool = PageAllocator(num_pages)
+        self.tails = []
+        self.index = PrefixIndex(B, pages_per_block, self.pool)
+        self.index.on_tail = self.tails.append
+        self.columns = pages_per_block
+        self.tick = 0
+
+    def add(self, tokens, salt=""):
+        tokens = np.asarray(tokens, dtype=np.int32)
+        blocks = -(-len(tokens) // B)
+        pages = self.pool.allocate(blocks * self.columns).reshape(blocks, self.columns)
+        self.tick += 1
+        path = self.index.insert(salt, tokens, pages, self.tick)
+        assert (path.depth, path.known) == (len(tokens), len(tokens))
+        self.pool.release(pages)
+        self.check()
+        return pages
+
+    def walk(self, tokens, salt=""):
+        return self.index.walk(salt, np.asarray(tokens, dtype=np.int32))
+
+    def leaf(self, tokens):
+        path = self.walk(tokens)
+        assert path.known == len(tokens)
+        return path.edges[-1]
+
+    def touch(self, tokens, tick):
+        self.index.touch(self.walk(tokens), tick)
+        self.check()
+
+    def drop(self, tokens, new_end):
+        self.index.drop_kv(self.leaf(tokens), new_end)
+        self.check()
+
+    def watch(self, tokens, kind=Kind.JUNCTION, now=0):
+        return self.index.watch(self.leaf(tokens), len(tokens), kind, now)
+
+    def save(self, tokens):
+        checkpoint = self.watch(tokens)
+        pages = self.pool.allocate(1)
+        self.index.store(checkpoint, pages, [])
+        self.pool.release(pages)
+        self.check()
+        return checkpoint
+
+    def check(self):
+        self.pool.check_integrity()
+        self.index.check_integrity()
+        assert np.array_equal(self.index.num_holders(), self.pool.cached_counts)
+        prefixes = {prefix for edge in self.index.edges() for prefix in prefixes_on(edge)}
+        assert len(prefixes) == self.index.num_tokens, "a prefix is on two edges"
+
+    def spans(self):
+        return sorted((edge.start, edge.end) for edge in self.index.edges())
+
+    def held(self):
+        """(start, held_end, end) of every edge."""
+        return sorted((edge.start, edge.held_end, edge.end) for edge in self.index.edges())
+
+
+def tokens_to(edge):
+    """All tokens from the root to an edge's end, with the root (salts are trees of their own)."""
+    tokens = []
+    while edge.parent is not None:
+        tokens = edge.tokens.tolist() + tokens
+        edge = edge.parent
+    return id(edge), tuple(tokens)
+
+
+def prefixes_on(edge):
+    root, tokens = tokens_to(edge)
+    return [(root, tokens[:n]) for n in range(edge.start + 1, edge.end + 1)]
+
+
+def counting(n, start=0):
+    return list(range(start, start + n))
+
+
+LEFT, RIGHT = counting(40), [*counting(20), *counting(30, 500)]
+"""They part at 20, inside block 1."""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([], [], 0),
+        ([1], [], 0),
+        ([1], [1], 1),
+        ([1], [2], 0),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2, 3], [1, 5, 3], 1),
+    ],
+)
+def test_common_prefix(a, b, expected):
+    assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
+
+
+# ---- walking and growing ----
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("asked", [1, 8, 16, 40, 120])
+def test_walk_matches_to_the_token(length, asked):
+    tree = Tree()
+    pages = tree.add(counting(length))
+    path = tree.walk(counting(asked))
+    assert path.depth == path.known == min(length, asked)
+    blocks = -(-path.depth // B)
+    assert np.array_equal(path.pages(blocks), pages[:blocks])
+
+
+def test_walk_of_an_empty_tree_or_another_salt_finds_nothing():
+    tree = Tree()
+    assert tree.walk([1, 2]).depth == 0
+    tree.add([1, 2], "a")
+    assert (tree.walk([1, 2]).depth, tree.walk([1, 2]).known) == (0, 0)
+    assert tree.walk([1, 2], "a").depth == 2
+    assert tree.walk([2, 2], "a").depth == 0
+
+
+def test_a_root_keeps_no_prompt_in_memory():
+    tree = Tree()
+    tree.add(counting(40))
+    root = tree.walk(counting(40)).root
+    assert root._tokens.base is None and root._pages.base is None  # no views of what was given
+
+
+def test_a_split_inside_a_block_leaves_its_page_with_both_edges():
+    tree = Tree()
+    first = tree.add(LEFT)
+    second = tree.add(RIGHT)
+    assert tree.spans() == [(0, 20), (20, 40), (20, 50)]
+    # block 1 of the first: held by the edge above the split and by the one below
+    assert tree.pool.cached_counts[first.ravel()].tolist() == [1, 2, 1]
+    # the second's first block was there already; its own is given back
+    assert tree.pool.cached_counts[second.ravel()].tolist() == [0, 1, 1, 1]
+    assert tree.walk(LEFT).pages(3).ravel().tolist() == first.ravel().tolist()
+    assert tree.walk(RIGHT).pages(4).ravel().tolist() == [first[0, 0], *second[1:, 0]]
+    # of the shared part alone, the rows of block 1 that count are in the upper edge's page
+    assert tree.walk(counting(20)).pages(2).ravel().tolist() == first[:2].ravel().tolist()
+
+
+def test_a_leaf_grows_and_a_partial_block_takes_the_longer_page():
+    tree = Tree()
+    first = tree.add(counting(20))
+    second = tree.add(counting(50))
+    assert tree.spans() == [(0, 50)]
+    assert tree.walk(counting(50)).pages(4).ravel().tolist() == [first[0, 0], *second[1:, 0]]
+    assert tree.pool.cached_counts[first.ravel()].tolist() == [1, 0]
+    assert tree.pool.ref_counts.sum() == 0
+
+
+def test_the_owner_grows_its_leaf_in_place():
+    tree = Tree()
+    pages = tree.pool.allocate(4).reshape(4, 1)
+    for n in range(1, 60):
+        tree.index.insert("", np.arange(n, dtype=np.int32), pages[: -(-n // B)], n)
+        tree.check()
+    assert tree.spans() == [(0, 59)]
+    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
+
+
+def test_a_prefix_of_what_is_there_takes_no_pages():
+    tree = Tree()
+    tree.add(counting(40))
+    free = tree.pool.num_free
+    tree.add(counting(25))
+    assert tree.pool.num_free == free
+    assert tree.spans() == [(0, 40)]
+
+
+def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
+    tree = Tree()
+    tree.add(counting(60))
+    points = {n: tree.save(counting(n)) for n in (10, 30, 31, 60)}
+    tree.add([*counting(30), 999])
+    assert tree.walk(counting(60)).deepest_checkpoint() is points[60]
+    assert tree.walk(counting(59)).deepest_checkpoint() is points[31]
+    assert tree.walk([*counting(30), 999]).deepest_checkpoint() is points[30]
+    assert tree.walk(counting(29)).deepest_checkpoint() is points[10]
+    assert tree.walk(counting(9)).deepest_checkpoint() is None
+    assert [points[60].below(), points[31].below()] == [points[31], points[30]]
+    assert points[10].below() is None
+    tree.touch(counting(60), 100)
+    tree.drop([*counting(30), 999], 30)
+    assert tree.index._forgettable
+    tree.index.forget(0)
+    tree.touch(counting(60), 101)
+    assert tree.spans() == [(0, 60)]
+    (edge,) = tree.index.edges()
+    assert {p: c for p, c in edge.checkpoints.items()} == points
+    assert all(point.edge is edge for point in points.values())
+
+
+def test_edges_used_apart_stay_apart_and_used_together_are_joined():
+    """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
+    tree = Tree()
+    tree.add(counting(60))
+    tree.touch(counting(24), 50)
+    assert tree.spans() == [(0, 24), (24, 60)]
+    assert {e.end: e.last_access for e in tree.index.edges()} == {24: 50, 60: 1}
+    tree.touch(counting(60), 60)
+    assert tree.spans() == [(0, 60)]
+
+
+@pytest.mark.parametrize("kept", [0, 100, 1000, None])
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_any_number_of_edges_is_joined_at_once(kept, columns):
+    """Cut into 200, of one token to several blocks, with KV up to any of them."""
+    ends = np.cumsum(np.random.default_rng(0).integers(1, 40, size=200)).tolist()
+    tree, whole = Tree(pages_per_block=columns), counting(ends[-1])
+    pages = tree.add(whole)
+    states = [] if kept is not None or not columns else [tree.save(whole[:n]) for n in ends[::9]]
+    for tick, end in enumerate(ends[::-1], start=50):
+        tree.index.touch(tree.walk(whole[:end]), tick)
+    assert tree.spans() == list(zip([0, *ends], ends))
+    for end in [end for end in ends[::-1] if columns and kept is not None and end > kept]:
+        tree.index.drop_kv(tree.leaf(whole[:end]), kept)
+    held = min(ends[-1], kept) if columns and kept is not None else ends[-1]
+    tree.touch(whole, 10_000)
+    assert tree.held() == [(0, held, ends[-1])]
+    (edge,) = tree.index.edges()
+    assert edge.stored == [state.position for state in states]
+    assert all(state.edge is edge for state in states)
+    rows = pages[: -(-held // B)]
+    assert np.array_equal(edge.pages(B), rows)
+    assert tree.pool.cached_counts.sum() == rows.size + len(states)
+
+
+def test_a_fork_is_where_prompts_part():
+    tree = Tree()
+    tree.add(LEFT)
+    here, further = tree.watch(counting(20)), tree.watch(LEFT)
+    assert not here.is_fork()
+    tree.touch(counting(20), 9)  # an edge of its own, with one child
+    assert not here.is_fork()
+    tree.add(RIGHT)
+    assert here.is_fork()
+    assert not further.is_fork()
+    assert not tree.watch(counting(10)).is_fork()
+
+
+# ---- KV that was dropped ----
+
+
+@pytest.mark.parametrize(
+    ("new_end", "held_end", "free_blocks"),
+    [(64, 64, 1), (40, 40, 2), (48, 48, 2), (16, 16, 4), (0, 0, 5), (-7, 0, 5)],
+)
+def test_drop_kv_keeps_the_tokens(new_end, held_end, free_blocks):
+    tree = Tree()
+    pages = tree.add(counting(70))
+    free = tree.pool.num_free
+    tree.drop(counting(70), new_end)
+    assert tree.held() == [(0, held_end, 70)]
+    assert tree.pool.num_free - free == free_blocks
+    path = tree.walk(counting(70))
+    assert (path.depth, path.known) == (held_end, 70)
+    assert (tree.index.num_tokens, tree.index.num_held_tokens) == (70, held_end)
+    if held_end:
+        blocks = -(-held_end // B)
+        assert np.array_equal(path.pages(blocks), pages[:blocks])
+    path = tree.walk([*counting(held_end), 7777])
+    assert (path.depth, path.known) == (held_end, held_end)
+
+
+def test_drop_kv_takes_states_behind_it_along_and_remembers_them():
+    tree = Tree()
+    tree.add(counting(70))
+    points = {n: tree.save(counting(n)) for n in (40, 41, 70)}
+    tree.drop(counting(70), 40)
+    assert [points[n].pages is not None for n in (40, 41, 70)] == [True, False, False]
+    assert [points[n].was_stored for n in (40, 41, 70)] == [False, True, True]
+    (edge,) = tree.index.edges()
+    assert edge.checkpoints == points
+    assert tree.walk(counting(70)).deepest_checkpoint() is points[40]
+    assert (tree.index.num_checkpoints, edge.num_stored) == (1, 1)
+
+
+def test_known_tokens_are_walked_beneath_the_last_held_one():
+    """(0, 20] held, two known branches beneath; then of (0, 20] itself only a part."""
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    tree.add([*RIGHT[:30], 8, 8])
+    for tokens in (LEFT, [*RIGHT[:30], 8, 8], RIGHT, RIGHT[:30]):
+        tree.drop(tokens, 0)
+    for upper in (20, 10, 0):
+        tree.drop(counting(20), upper)
+        for tokens in (LEFT, RIGHT, [*RIGHT[:30], 8, 8]):
+            path = tree.walk(tokens)
+            assert (path.depth, path.known) == (upper, len(tokens))
+        path = tree.walk([*RIGHT[:35], 1])
+        assert (path.depth, path.known) == (upper, 35)
+        assert tree.walk(counting(5)).depth == min(5, upper)
+        if upper:
+            break
+    tree.drop(counting(20), 10)
+    assert tree.walk(RIGHT).depth == 10
+
+
+def test_a_deeper_edge_counts_as_held_only_if_all_above_it_is():
+    """`depth` must not jump over a gap, even if an edge beneath starts where the match stands."""
+    tree = Tree()
+    tree.add(counting(40))
+    tree.touch(counting(20), 5)
+    tree.drop(counting(40), 0)
+    tree.drop(counting(20), 7)
+    assert tree.held() == [(0, 7, 20), (20, 20, 40)]
+    path = tree.walk(counting(40))
+    assert (path.depth, path.known) == (7, 40)
+    assert path.pages(1).shape == (1, 1)
+
+
+def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    upper = tree.walk(counting(20)).edges[0]
+    assert not upper.is_held_leaf()
+    tree.drop(LEFT, 30)
+    tree.drop(RIGHT, 0)
+    assert not upper.is_held_leaf()
+    tree.tails.clear()
+    tree.drop(LEFT, 20)
+    assert upper.is_held_leaf()
+    assert upper in tree.tails
+    tree.drop(counting(20), 17)
+    assert tree.held() == [(0, 17, 20), (20, 20, 40), (20, 20, 50)]
+    assert upper.is_held_leaf()
+    tree.drop(counting(20), 0)
+    assert not upper.is_held_leaf()
+    assert tree.pool.num_free == 999
+
+
+@pytest.mark.parametrize("kept", [0, 5, 16, 20, 30, 32, 39])
+def test_what_was_dropped_is_held_again(kept):
+    tree = Tree()
+    first = tree.add(counting(40))
+    tree.drop(counting(40), kept)
+    second = tree.add(counting(40))
+    assert tree.held() == [(0, 40, 40)]
+    assert tree.index.num_held_tokens == 40
+    # whole blocks stay; the page of a partial one is replaced by one that has all of its rows
+    whole = kept // B
+    expected = [*first[:whole, 0], *second[whole:, 0]]
+    assert tree.walk(counting(40)).pages(3).ravel().tolist() == expected
+    assert tree.pool.num_free == 999 - 3
+
+
+@pytest.mark.parametrize("kept", [0, 10, 18, 20, 25, 32, 40])
+@pytest.mark.parametrize("at", [18, 20, 30, 32, 45])
+@pytest.mark.parametrize("more", [0, 1, 20])
+def test_insert_over_a_partly_held_edge_with_a_split(kept, at, more):
+    """The new prompt leaves the known one at `at` (inside a block or not) or ends there; behind
+    `at` nothing is held again, up to there all is."""
+    if kept >= at and not more:
+        more = 5  # ends where KV is held: that is no insert
+    tree = Tree()
+    first = tree.add(counting(50))
+    tree.drop(counting(50), kept)
+    tokens = [*counting(at), *counting(more, 900)]
+    second = tree.add(tokens)
+    path = tree.walk(tokens)
+    assert (path.depth, path.known) == (len(tokens), len(tokens))
+    if kept < at:
+        whole = kept // B
+        expected = [*first[:whole, 0], *second[whole:, 0]]
+    else:
+        whole = at // B
+        own = second[whole:, 0] if more else first[whole : -(-at // B), 0]
+        expected = [*first[:whole, 0], *own]
+    assert path.pages(len(second)).ravel().tolist() == expected
+    path = tree.walk(counting(50))
+    assert (path.depth, path.known) == (max(at, kept), 50)
+    lower = path.edges[-1]
+    assert (lower.start, lower.held_end, lower.end) == (at, max(at, kept), 50)
+    if kept > at:
+        assert path.pages(-(-kept // B))[-1, 0] == first[(kept - 1) // B, 0]
+    assert tree.index.num_held_tokens == max(at, kept) + more
+
+
+def test_a_known_leaf_is_held_again_and_grows():
+    tree = Tree()
+    first = tree.add(counting(40))
+    tree.drop(counting(40), 20)
+    second = tree.add(counting(70))
+    assert tree.held() == [(0, 70, 70)]
+    expected = [first[0, 0], *second[1:, 0]]
+    assert tree.walk(counting(70)).pages(5).ravel().tolist() == expected
+    assert tree.pool.num_free == 999 - 5
+
+
+def test_the_owner_of_a_dropped_page_publishes_it_again():
+    """A running request's own blocks were dropped from the tree; its next commit brings them."""
+    tree = Tree()
+    pages = tree.pool.allocate(3).reshape(3, 1)
+    tokens = np.arange(40, dtype=np.int32)
+    tree.index.insert("", tokens, pages, 1)
+    tree.drop(counting(40), 20)
+    tree.index.insert("", tokens, pages, 2)
+    tree.check()
+    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kept", [0, 10, 16, 24])
+def test_a_join_with_held_end_inside(kept):
+    """Upper (0, 24], lower (24, 60], KV up to `kept` or up to 40: joined, it is where it was."""
+    tree = Tree()
+    pages = tree.add(counting(60))
+    tree.touch(counting(24), 50)
+    tree.drop(counting(60), 0)
+    tree.drop(counting(24), kept)
+    assert tree.held() == [(0, kept, 24), (24, 24, 60)]
+    tree.touch(counting(60), 60)
+    assert tree.held() == [(0, kept, 60)]
+    blocks = -(-kept // B)
+    if kept:
+        assert np.array_equal(tree.walk(counting(60)).pages(blocks), pages[:blocks])
+    tree.add(counting(60))
+    assert tree.held() == [(0, 60, 60)]
+
+
+def test_a_join_with_held_end_inside_the_lower_part():
+    tree = Tree()
+    pages = tree.add(counting(60))
+    tree.touch(counting(24), 50)
+    tree.drop(counting(60), 40)
+    tree.touch(counting(60), 60)
+    assert tree.held() == [(0, 40, 60)]
+    assert np.array_equal(tree.walk(counting(60)).pages(3), pages[:3])
+    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 0]
+
+
+# ---- states ----
+
+
+def test_a_dropped_checkpoint_leaves_its_position():
+    tree = Tree()
+    tree.add(counting(40))
+    tree.watch(counting(35))  # never stored: nothing was evicted there
+    checkpoint = tree.save(counting(30))
+    assert tree.walk(counting(40)).missed_state(above=0) is None
+    tree.index.drop_checkpoint(checkpoint)
+    tree.check()
+    assert checkpoint.pages is None
+    path = tree.walk(counting(40))
+    assert path.deepest_checkpoint() is None
+    assert path.missed_state(above=0) is checkpoint
+    assert path.missed_state(above=29) is checkpoint
+    assert path.missed_state(above=30) is None
+    assert tree.walk(counting(29)).missed_state(above=0) is None
+    assert tree.save(counting(30)) is checkpoint
+    assert tree.walk(counting(40)).missed_state(above=0) is None
+
+
+def test_checkpoints_are_watched_until_they_are_forgotten():
+    tree = Tree()
+    tree.add(counting(40))
+    watched = [tree.watch(counting(position)) for position in (10, 20, 30, 35)]
+    assert tree.index.num_watched == 4
+    tree.drop(counting(40), 20)
+    tree.index.forget(20)
+    assert tree.index.num_watched == 2
+    assert [each.edge is None for each in watched] == [False, False, True, True]
+    tree.index.clear()
+    assert tree.index.num_watched == 0
+    assert all(each.edge is None for each in watched)
+
+
+def test_one_edge_watches_so_many_positions():
+    tree = Tree()
+    tree.add(counting(4000))
+    leaf = tree.leaf(counting(4000))
+    for position in range(1, 4000):
+        tree.index.watch(leaf, position, Kind.RUNG, now=position)
+    tree.check()
+    assert tree.index.num_watched == len(leaf.checkpoints) == MAX_WATCHED
+
+
+def test_watching_a_position_again_finds_its_record():
+    tree = Tree()
+    tree.add(counting(40))
+    first = tree.watch(counting(30), Kind.RUNG, now=7)
+    assert (first.kind, first.born, first.last_use, first.counted) == (Kind.RUNG, 7, 7, 7)
+    assert tree.watch(counting(30), Kind.TAIL, now=9) is first
+    assert (first.kind, first.born) == (Kind.RUNG, 7)
+    assert tree.index.num_checkpoints == 0
+
+
+def test_an_edge_remembers_so_many_positions_and_the_longest_unused_goes():
+    tree = Tree()
+    tree.add(counting(200))
+    stored = tree.save(counting(1))
+    watched = [tree.watch(counting(p), now=1) for p in range(2, MAX_WATCHED + 2)]
+    watched[0].last_use = watched[2].last_use = 5
+    (edge,) = tree.index.edges()
+    assert len(edge.checkpoints) == MAX_WATCHED + 1  # stored ones do not count
+    for new, gone in ((150, 3), (151, 5), (152, 6)):
+        tree.watch(counting(new), now=9)
+        assert watched[gone - 2].edge is None
+        assert gone not in edge.checkpoints
+        assert len(edge.checkpoints) == MAX_WATCHED + 1
+    assert edge.checkpoints[1] is stored
+    assert {2, 4} < set(edge.checkpoints)
+    tree.check()
+
+
+def test_on_an_edge_of_many_states_positions_without_one_are_forgotten_many_at_once():
+    """Dropping states one by one must not look at all of the others each time."""
+    tree, num_states = Tree(), 10 * MAX_WATCHED
+    tree.add(counting(num_states))
+    points = [tree.save(counting(p)) for p in range(1, num_states + 1)]
+    (edge,) = tree.index.edges()
+    looks, most = 0, 0
+    for point in points:
+        before = len(edge.checkpoints)
+        tree.index.drop_checkpoint(point)
+        looks += before if len(edge.checkpoints) < before else 0
+        most = max(most, len(edge.checkpoints) - len(edge.stored))
+    assert looks < 70 * num_states  # one by one it is half of num_states squared
+    assert most <= MAX_WATCHED + num_states // 64
+    tree.check()
+
+
+def test_states_are_counted_on_every_edge_above_them():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    points = [tree.save(tokens) for tokens in (counting(10), counting(20), LEFT, RIGHT)]
+
+    def counts():
+        tree.check()
+        root = tree.walk(counting(20)).root
+        return {edge.end: edge.num_stored for edge in tree.index.edges()} | {0: root.num_stored}
+
+    assert counts() == {0: 4, 20: 4, 40: 1, 50: 1}
+    assert [point.is_covered() for point in points] == [True, True, False, False]
+    tree.touch(counting(15), 9)
+    assert counts() == {0: 4, 15: 4, 20: 3, 40: 1, 50: 1}
+    tree.index.drop_checkpoint(points[2])
+    assert counts() == {0: 3, 15: 3, 20: 2, 40: 0, 50: 1}
+    tree.touch(RIGHT, 10)
+    assert counts() == {0: 3, 20: 3, 40: 0, 50: 1}
+    tree.drop(RIGHT, 49)
+    assert counts() == {0: 2, 20: 2, 40: 0, 50: 0}
+    assert [point.is_covered() for point in points] == [True, False, False, False]
+    assert tree.index.num_checkpoints == 2
+
+
+# ---- forgetting ----
+
+
+def test_a_sequence_counts_as_more_than_its_tokens(monkeypatch):
+    """What is watched on its way, and the tree itself, take memory too."""
+    monkeypatch.setattr(prefix_index, "SEQUENCE_TOKENS", 100)
+    tree = Tree()
+    for start in (0, 100, 200):
+        tree.add(counting(20, start))
+    tree.index.forget(0)
+    assert tree.index.num_tokens == 60  # what is held is bounded by the pool
+    for start in (0, 100, 200):
+        tree.drop(counting(20, start), 0)
+    tree.index.forget(3 * 120)
+    assert tree.index.num_tokens == 60
+    tree.index.forget(3 * 120 - 1)
+    assert tree.index.num_tokens == 40
+    tree.index.forget(120)
+    assert [tree.walk(counting(20, start)).known for start in (0, 100, 200)] == [0, 0, 20]
+    tree.check()
+
+
+def test_the_longest_unused_tokens_are_forgotten_first_and_no_more_than_needed():
+    tree = Tree()
+    for salt in "abcd":
+        tree.add(counting(30), salt)
+    for salt in "cabd":
+        tree.index.drop_kv(tree.walk(counting(30), salt).edges[0], 10)
+    tree.check()
+    tree.index.forget(120)
+    assert tree.index.num_tokens == 120
+    for limit, known in (
+        (119, {"c": 10, "a": 30, "b": 30, "d": 30}),
+        (100, {"c": 10, "a": 30, "b": 30, "d": 30}),
+        (99, {"c": 10, "a": 10, "b": 30, "d": 30}),
+        (0, {"c": 10, "a": 10, "b": 10, "d": 10}),
+    ):
+        tree.index.forget(limit)
+        tree.check()
+        assert {salt: tree.walk(counting(30), salt).known for salt in known} == known
+        assert tree.index.num_held_tokens == 40
+
+
+def test_use_of_known_tokens_defers_their_end():
+    tree = Tree()
+    for salt in "ab":
+        tree.add(counting(30), salt)
+    for salt in "ab":
+        tree.index.drop_kv(tree.walk(counting(30), salt).edges[0], 0)
+    tree.index.touch(tree.walk(counting(30), "a"), 10)
+    tree.index.forget(59)
+    tree.check()
+    assert [tree.walk(counting(30), salt).known for salt in "ab"] == [30, 0]
+
+
+def test_what_is_held_is_never_forgotten():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    tree.index.forget(0)
+    tree.check()
+    assert tree.walk(LEFT).known == 40
+    tree.drop(LEFT, 0)
+    tree.index.forget(0)
+    tree.check()
+    assert (tree.walk(LEFT).known, tree.walk(RIGHT).known) == (20, 50)
+
+
+def test_forgetting_goes_up_the_tree():
+    """A parent without KV may go as soon as its last child went, and its records with it."""
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    points = [tree.watch(tokens) for tokens in (counting(20), LEFT, RIGHT)]
+    for tokens in (LEFT, RIGHT, counting(20)):
+        tree.drop(tokens, 0)
+    tree.index.forget(70 - 1)
+    tree.check()
+    assert tree.walk(LEFT).known == 20
+    assert [point.edge is None for point in points] == [False, True, False]
+    tree.index.forget(1)
+    tree.check()
+    assert tree.spans() == []
+    assert tree.index.num_tokens == 0
+    assert all(point.edge is None for point in points)
+
+
+def test_two_are_one_when_what_parted_them_is_forgotten():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    tree.touch(RIGHT, 9)
+    tree.drop(LEFT, 30)
+    tree.drop(LEFT, 0)
+    tree.index.forget(0)
+    tree.check()
+    assert tree.held() == [(0, 50, 50)]
+
+
+def test_where_nothing_attends_tokens_are_needed_up_to_the_last_state():
+    tree = Tree(pages_per_block=0)
+    tree.add(counting(40))
+    tree.add([*counting(20), *counting(20, 500)])
+    assert tree.pool.num_free == 999
+    point = tree.save(counting(30))
+    tree.index.forget(31)
+    tree.check()
+    assert tree.held() in ([(0, 30, 30)], [(0, 20, 20), (20, 30, 30)])
+    assert tree.walk(counting(40)).depth == 30
+    tree.index.drop_checkpoint(point)
+    tree.check()
+    tree.index.forget(0)
+    tree.check()
+    assert tree.held() == []
+    assert point.edge is None
+
+
+def test_salts_without_content_are_forgotten_in_the_end():
+    tree = Tree()
+    tokens, page = np.array([1, 2, 3], dtype=np.int32), tree.pool.allocate(1).reshape(1, 1)
+    for salt in range(10 * MAX_EMPTY_ROOTS):
+        tree.index.insert(str(salt), tokens, page, tick=1)
+        if salt >= 300:
+            tree.index.drop_kv(tree.index.walk(str(salt), tokens).edges[0], 0)
+            tree.index.forget(900)
+    assert len(tree.index._roots) <= 2 * (300 + 2 * MAX_EMPTY_ROOTS)
+    assert all(tree.index.walk(str(salt), tokens).depth == 3 for salt in range(300))
+    tree.check()
+
+
+# ---- tails ----
+
+
+def test_tails_are_announced_when_they_become_one():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    tree.tails.clear()
+    for end in (LEFT, RIGHT):
+        tree.drop(end, 0)
+    assert any(edge.end == 20 and edge.is_held_leaf() for edge in tree.tails)
+
+
+def test_a_split_announces_the_tail_that_it_makes():
+    """The rest of a checkpoint's block is no tail, until the edge is cut at the checkpoint."""
+    tree = Tree()
+    tree.add(counting(20))
+    tree.save(counting(18))
+    tree.tails.clear()
+    tree.touch(counting(18), 9)
+    assert (18, 20) in [(edge.start, edge.end) for edge in tree.tails]
+
+
+def test_dropping_a_state_and_growing_announce_a_tail():
+    tree = Tree()
+    tree.add(counting(40))
+    point = tree.save(counting(40))
+    (edge,) = tree.index.edges()
+    tree.tails.clear()
+    tree.index.drop_checkpoint(point)
+    assert tree.tails == [edge]
+    tree.tails.clear()
+    tree.add(counting(45))
+    assert edge in tree.tails
+
+
+# ---- the whole ----
+
+
+def test_misuse_is_refused():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    upper = tree.walk(counting(20)).edges[0]
+    with pytest.raises(RuntimeError, match="no leaf with KV"):
+        tree.index.drop_kv(upper, 0)
+    tree.drop(LEFT, 0)
+    with pytest.raises(RuntimeError, match="no leaf with KV"):
+        tree.drop(LEFT, 0)
+    point = tree.save(counting(20))
+    with pytest.raises(RuntimeError, match="checkpoint at position 20 already"):
+        tree.index.store(point, point.pages, [])
+
+
+def test_clear_gives_everything_back():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    point = tree.save(counting(20))
+    tree.drop(LEFT, 0)
+    (leaf,) = [edge for edge in tree.index.edges() if edge.end == 50]
+    tree.index.clear()
+    tree.check()
+    assert tree.pool.num_free == 999
+    assert tree.walk(LEFT).known == 0
+    assert (point.edge, point.pages, leaf.parent) == (None, None, None)
+    assert (tree.index.num_tokens, tree.index.num_held_tokens, tree.index.num_checkpoints) == (
+        (0,) * 3
+    )
+    tree.index.forget(0)
+    tree.add(LEFT)
+
+
+def test_depth_of_the_tree_costs_no_recursion():
+    """3,000 edges below one another, each with a branch, then gone from the bottom up."""
+    tree = Tree(num_pages=20_000)
+    tokens = np.zeros(3000, dtype=np.int32)
+    pages = tree.pool.allocate(188).reshape(188, 1)
+    for n in reversed(range(1, 3000)):
+        branch = np.append(tokens[:n], np.int32(1))
+        tree.index.insert("", branch, pages[: -(-(n + 1) // B)], 3000 - n)
+    path = tree.walk(tokens)
+    assert (path.depth, len(path.edges)) == (2999, 2999)
+    assert path.deepest_checkpoint() is None
+    tree.index.check_integrity()
+    for edge in reversed(list(tree.index.edges())):  # parents come first
+        if edge.is_held_leaf():
+            tree.index.drop_kv(edge, edge.start)
+    while edges := [edge for edge in tree.index.edges() if edge.is_held_leaf()]:
+        for edge in edges:
+            while edge.parent is not None and edge.is_held_leaf():
+                edge, leaf = edge.parent, edge
+                tree.index.drop_kv(leaf, leaf.start)
+    tree.index.check_integrity()
+    assert (tree.index.num_held_tokens, tree.index.num_tokens) == (0, 2999 + 2999)
+    assert not tree.pool.cached_counts.any()
+    tree.index.forget(0)
+    assert tree.index.num_tokens == 0
+
+
+@pytest.mark.parametrize("columns", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
+    """What is held, known and stored, each as a plain set of prefixes; and what every row of every
+    page stands for."""
+    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 5)
+    random = np.random.default_rng([columns, seed])
+    tree = Tree(num_pages=3000, pages_per_block=columns)
+    index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
+    held, known, stored = set(), set(), set()
+    prompts, seen = [()], []  # seen: (tokens, a path that was found for them some time ago)
+
+    def prefixes(tokens, start=0):
+        return {tokens[:n] for n in range(start + 1, len(tokens) + 1)}
+
+    def pick(items):
+        items = list(items)
+        return items[random.integers(len(items))] if items else None
+
+    for step in range(160):
+        operation = random.integers(8)
+        if operation < 3:
+            base = pick(prompts)
+            new = tuple(random.integers(0, 2, random.integers(1, 30)).tolist())
+            tokens = (base[: random.integers(len(base) + 1)] + new)[:60]
+            blocks = -(-len(tokens) // B)
+            pages = tree.pool.allocate(blocks * columns).reshape(blocks, columns)
+            for n in range(1, len(tokens) + 1):
+                for page in pages[(n - 1) // B]:
+                    rows[page, (n - 1) % B] = tokens[:n]
+            index.insert("", np.array(tokens, np.int32), pages, step)
+            tree.pool.release(pages)
+            held |= prefixes(tokens)
+            known |= prefixes(tokens)
+            prompts.append(tokens)
+        elif operation == 3 and columns:
+            edge = pick(e for e in index.edges() if e.is_held_leaf())
+            if edge is not None:
+                _, tokens = tokens_to(edge)
+                new_end = int(random.integers(edge.start - 3, edge.held_end))
+                index.drop_kv(edge, new_end)
+                gone = prefixes(tokens, max(new_end, edge.start))
+                held -= gone
+                stored -= gone
+        elif operation == 4 and held:
+            tokens = pick(sorted(held - stored))
+            if tokens is not None:
+                tree.save(tokens)
+                stored.add(tokens)
+        elif operation == 5:
+            point = pick(c for c in index.checkpoints() if c.pages is not None)
+            if point is not None:
+                stored.remove(tokens_to(point.edge)[1][: point.position])
+                index.drop_checkpoint(point)
+        elif operation == 6:
+            tree.touch(pick(prompts), step)
+        elif operation == 7:
+            limit = index.num_tokens - int(random.integers(20))
+            index.forget(limit)
+            left = {prefix for edge in index.edges() for _, prefix in prefixes_on(edge)}
+            if columns:
+                assert held <= left <= known
+                assert len(left) <= limit or left == held
+            else:
+                needed = {tokens[:n] for tokens in stored for n in range(1, len(tokens) + 1)}
+                assert needed <= left <= known
+                assert len(left) <= limit or left == needed
+                held = left
+            known = left
+        tree.check()
+        assert (index.num_tokens, index.num_held_tokens) == (len(known), len(held))
+        for tokens in [pick(prompts) for _ in range(5)]:
+            path = tree.walk(tokens)
+            seen.append((tokens, path))
+            assert path.known == len(prefixes(tokens) & known)
+            assert path.depth == len(prefixes(tokens) & held)
+            deepest = path.deepest_checkpoint()
+            reachable = prefixes(tokens[: path.depth]) & stored
+            assert (deepest.position if deepest else 0) == max(map(len, reachable), default=0)
+            if path.depth:
+                table = path.pages(-(-path.depth // B))
+                for n in range(1, path.depth + 1):
+                    for page in table[(n - 1) // B]:
+                        assert rows[page, (n - 1) % B] == tokens[:n]
+        for tokens, path in [pick(seen) for _ in range(20)]:
+            longer = [other for other in prompts if other[: len(tokens)] == tokens]
+            asked = pick([tokens[: random.integers(len(tokens) + 1)], *longer])
+            plain, found = tree.walk(asked), index.walk("", np.array(asked, np.int32), path)
+            assert found.edges == plain.edges
+            assert (found.depth, found.known) == (plain.depth, plain.known)
+    assert held and known and prompts
+
+
+@pytest.mark.parametrize("end", [10, 16, 40])
+def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
+    """Others may have followed in their place, on the same edge."""
+    tree = Tree()
+    tree.add(counting(40))
+    before = tree.walk(counting(40))
+    tree.drop(counting(40), end - 8)
+    tree.index.forget(0)
+    tree.add([*counting(end - 8), *counting(60, 500)])
+    assert tree.spans() == [(0, end + 52)]
+    assert tree.index.held_edge(before, 40) is None
+    path = tree.index.walk("", np.arange(40, dtype=np.int32), before)
+    assert (path.known, path.depth) == (end - 8, end - 8)
+
+
+def test_only_known_tokens_are_packed(monkeypatch):
+    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 10)
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    leaf = tree.leaf(RIGHT)
+    tree.drop(RIGHT, 30)
+    assert not isinstance(leaf._tokens, PackedTokens)
+    tree.drop(RIGHT, 0)
+    assert isinstance(leaf._tokens, PackedTokens)
+    assert leaf.tokens.tolist() == RIGHT[20:]
+    tree.touch(RIGHT[:35], 9)  # cut in two: both are read, the lower one is packed again
+    assert isinstance(tree.leaf(RIGHT)._tokens, PackedTokens)
+    assert tree.walk([*RIGHT[:45], 7]).known == 45
+    tree.add(RIGHT)
+    assert tree.held() == [(0, 20, 20), (20, 40, 40), (20, 50, 50)]
+    assert isinstance(tree.leaf(RIGHT)._tokens, np.ndarray)
+
+
+def edge_with(tree, end):
+    (edge,) = [edge for edge in tree.index.edges() if edge.end == end]
+    return edge
+
+
+def add_empty_edge(tree):
+    edge = edge_with(tree, 40)
+    tokens, pages = np.zeros(0, np.int32), np.zeros((0, 1), np.int32)
+    empty = Edge(edge, 40, tokens, pages)
+    empty.first_block = 2
+    edge.children[7] = empty
+
+
+def refile(tree):
+    edge = edge_with(tree, 40)
+    del edge.parent.children[20]
+    edge.parent.children[9] = edge
+
+
+def drop_upper(tree):
+    """The upper edge's KV goes first: that of the lower ones hangs in the air."""
+    upper = edge_with(tree, 20)
+    upper.held_end = 16
+    upper._pages = upper._pages[:1]
+
+
+def unlink_sibling(tree):
+    edge = edge_with(tree, 20)
+    del edge.children[20]
+
+
+def shift(tree):
+    edge = edge_with(tree, 40)
+    edge.start, edge.held_end, edge.end = 21, 40, 41
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (add_empty_edge, "is empty"),
+        (lambda tree: setattr(edge_with(tree, 40), "end", 43), "wrong number of tokens"),
+        (lambda tree: setattr(edge_with(tree, 40), "held_end", 41), "KV beyond its ends"),
+        (lambda tree: setattr(edge_with(tree, 40), "held_end", 19), "KV beyond its ends"),
+        (lambda tree: setattr(edge_with(tree, 40), "held_end", 32), "state beyond its KV"),
+        (lambda tree: setattr(edge_with(tree, 40), "_pages", np.zeros((1, 1), np.int32)),
+         "wrong number of pages"),
+        (lambda tree: setattr(edge_with(tree, 40), "first_block", 0), "wrong"),
+        (shift, "does not start at its parent's end"),
+        (drop_upper, "KV that its parent lacks"),
+        (refile, "another token"),
+        (unlink_sibling, "one with its only child"),
+        (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "position", 39),
+         "checkpoint that lies elsewhere"),
+        (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "edge", edge_with(tree, 50)),
+         "checkpoint that lies elsewhere"),
+        (lambda tree: edge_with(tree, 40).stored.clear(), "lists other states"),
+        (lambda tree: edge_with(tree, 40).stored.insert(0, 30), "lists other states"),
+        (lambda tree: setattr(edge_with(tree, 40), "num_stored", 0), "miscounts the states"),
+        (lambda tree: setattr(edge_with(tree, 20), "num_stored", 2), "miscounts the states"),
+        (lambda tree: setattr(edge_with(tree, 20), "num_held_children", 1), "miscounts its child"),
+        (lambda tree: tree.index._forgettable.clear(), "may be forgotten"),
+        (lambda tree: tree.index._forgettable.update({edge_with(tree, 40): None}),
+         "may be forgotten"),
+        (lambda tree: setattr(tree.index, "num_tokens", 1), "counted 1"),
+        (lambda tree: setattr(tree.index, "num_held_tokens", 1), "counted 70, 1"),
+        (lambda tree: setattr(tree.index, "num_checkpoints", 9), "and 9"),
+    ],
+)  # fmt: skip
+def test_check_integrity_finds(break_it, message):
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    tree.save(LEFT)
+    tree.drop(RIGHT, 30)
+    break_it(tree)
+    with pytest.raises(RuntimeError, match=message):
+        tree.index.check_integrity()

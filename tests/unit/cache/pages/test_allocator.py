@@ -1,0 +1,177 @@
+"""PageAllocator: who holds a page."""
+
+import numpy as np
+import pytest
+
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, with_room
+
+
+def test_allocates_all_but_the_null_page():
+    pool = PageAllocator(5)
+    pages = pool.allocate(4)
+    assert sorted(pages) == [1, 2, 3, 4]
+    assert pages.dtype == np.int32
+    assert NULL_PAGE not in pages
+    assert pool.allocate(1) is None
+    assert pool.allocate(0).size == 0
+    pool.check_integrity()
+
+
+def test_a_refused_allocation_changes_nothing():
+    pool = PageAllocator(4)
+    pool.allocate(2)
+    assert pool.allocate(2) is None
+    assert pool.num_free == 1
+    pool.check_integrity()
+
+
+def test_a_page_is_free_when_neither_requests_nor_the_index_hold_it():
+    pool = PageAllocator(4)
+    pages = pool.allocate(2)
+    pool.retain(pages)
+    assert pool.ref_counts[pages].tolist() == [2, 2]
+    pool.cache(pages)
+    pool.release(pages)
+    pool.release(pages)
+    assert (pool.num_free, pool.num_evictable) == (1, 2)
+    pool.retain(pages[:1])
+    assert pool.num_evictable == 1
+    pool.uncache(pages)
+    assert (pool.num_free, pool.num_evictable) == (2, 0)
+    pool.release(pages[:1])
+    assert pool.num_free == 3
+    pool.check_integrity()
+
+
+def test_two_edges_may_hold_a_page():
+    pool = PageAllocator(3)
+    pages = pool.allocate(1)
+    pool.cache(pages)
+    pool.cache(pages)
+    pool.release(pages)
+    pool.uncache(pages)
+    assert pool.num_free == 1
+    pool.uncache(pages)
+    assert pool.num_free == 2
+
+
+def test_any_number_of_states_may_hold_a_page():
+    """As those of short chats do, whose windows all reach back into one system prompt."""
+    pool = PageAllocator(3)
+    pages = pool.allocate(1)
+    for _ in range(1 << 16):  # an int16 overflows at half of it, and is 0 again here
+        pool.cache(pages)
+    pool.check_integrity()
+    pool.release(pages)
+    assert (pool.num_free, pool.num_evictable) == (1, 1)
+    for _ in range(1 << 16):
+        pool.uncache(pages)
+    assert (pool.num_free, pool.num_evictable) == (2, 0)
+
+
+@pytest.mark.parametrize("operation", ["retain", "release", "cache", "uncache"])
+def test_a_free_page_is_not_to_be_touched(operation):
+    pool = PageAllocator(4)
+    pages = pool.allocate(2)
+    pool.release(pages)
+    with pytest.raises(RuntimeError, match="among"):
+        getattr(pool, operation)(pages)
+    pool.check_integrity()
+
+
+def test_freed_pages_are_used_again_in_the_same_order():
+    pool = PageAllocator(10)
+    pages = pool.allocate(6)
+    pool.release(pages[1:4])
+    assert pool.allocate(3).tolist() == pages[1:4].tolist()
+
+
+def test_too_small_a_pool_is_refused():
+    with pytest.raises(ValueError, match=r"num_pages is 1.*cache_bytes"):
+        PageAllocator(1)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda pool: pool.ref_counts.__setitem__(3, 1), "free list twice, or free and held"),
+        (lambda pool: setattr(pool, "num_free", pool.num_free - 1), "pages were lost"),
+        (lambda pool: setattr(pool, "num_evictable", 7), "evictable"),
+        (lambda pool: pool.cached_counts.__setitem__(0, 1), "null page"),
+        (lambda pool: pool.ref_counts.__setitem__(1, -1), "negative"),
+    ],
+)
+def test_check_integrity_finds(break_it, message):
+    pool = PageAllocator(6)
+    pool.allocate(1)
+    break_it(pool)
+    with pytest.raises(RuntimeError, match=message):
+        pool.check_integrity()
+
+
+def test_random_operations_against_counting():
+    random = np.random.default_rng(0)
+    pool = PageAllocator(30)
+    refs, cached = [0] * 30, [0] * 30
+    for _ in range(2000):
+        held = [p for p in range(30) if refs[p] or cached[p]]
+        pick = random.permutation(held)[: random.integers(1, 6)].astype(np.int32)
+        operation = random.integers(5)
+        if operation == 0:
+            pages = pool.allocate(int(random.integers(6)))
+            for page in [] if pages is None else pages:
+                assert not refs[page]
+                assert not cached[page]
+                refs[page] = 1
+        elif operation in (1, 2):
+            counts = (refs, cached)[operation - 1]
+            (pool.retain, pool.cache)[operation - 1](pick)
+            for page in pick:
+                counts[page] += 1
+        else:
+            counts = (refs, cached)[operation - 3]
+            pick = pick[[counts[page] > 0 for page in pick]] if pick.size else pick
+            (pool.release, pool.uncache)[operation - 3](pick)
+            for page in pick:
+                counts[page] -= 1
+        assert pool.ref_counts.tolist() == refs
+        assert pool.cached_counts.tolist() == cached
+        assert pool.num_free == sum(not a and not b for a, b in zip(refs, cached)) - 1
+        pool.check_integrity()
+
+
+def test_pages_are_handed_out_again_before_fresh_ones():
+    pool = PageAllocator(8)
+    pages = pool.allocate(3)
+    pool.release(pages[:2])
+    assert pool.allocate(4).tolist() == [1, 2, 4, 5]
+    pool.check_integrity()
+
+
+def test_a_page_that_more_requests_hold_than_can_be_counted_is_refused():
+    pool = PageAllocator(3)
+    pages = pool.allocate(2)
+    pool.ref_counts[pages[1]] = 32_767
+    with pytest.raises(RuntimeError, match="more than 32,767 requests"):
+        pool.retain(pages)
+    assert pool.ref_counts[pages].tolist() == [1, 32_767]
+
+
+def test_pages_that_cannot_be_held_stay_evictable():
+    pool = PageAllocator(3)
+    pages = pool.allocate(2)
+    pool.cache(pages[:1])
+    pool.release(pages[:1])
+    pool.ref_counts[pages[1]] = 32_767
+    with pytest.raises(RuntimeError, match="more than 32,767 requests"):
+        pool.retain(pages)
+    pool.check_integrity()
+    assert pool.num_evictable == 1
+
+
+def test_with_room_grows_by_a_64th():
+    array = np.arange(640, dtype=np.int32)
+    assert with_room(array, 640, 640) is array
+    assert len(with_room(array, 640, 641)) == 650
+    assert len(with_room(array, 640, 2000)) == 2000
+    assert with_room(array, 600, 641)[:600].tolist() == array[:600].tolist()

@@ -1,0 +1,96 @@
+"""Whose time at risk is counted when, against a plain list of moments."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hybrid.cache.policy import exposure_clock as visits_module
+from megatron_hybrid.cache.policy.exposure_clock import _GONE, FIRST_AGE, Visits
+
+
+def watched(now=0):
+    return SimpleNamespace(edge="here", last_use=now)
+
+
+def test_visits_come_when_the_age_has_doubled():
+    visits, state = Visits(), watched(now=5)
+    visits.add(state)
+    due = {now: visits.due(now) for now in range(6, 700)}
+    assert {now: found for now, found in due.items() if found} == {
+        5 + age: [(age, [state])] for age in (8, 16, 32, 64, 128, 256, 512)
+    }
+
+
+def test_a_use_starts_them_anew():
+    visits, state = Visits(), watched()
+    visits.add(state)
+    moments = []
+    for now in range(1, 200):
+        if now in (30, 33):
+            state.last_use = now
+            visits.add(state)
+        moments += [now for _, found in visits.due(now) for _ in found]
+    assert moments == [8, 16, 41, 49, 65, 97, 161]
+
+
+def test_each_is_visited_whenever_its_age_is_one_of_those_however_often_it_was_used():
+    chance = random.Random(0)
+    visits, states = Visits(), []
+    ages = {FIRST_AGE << k for k in range(20)}
+    for now in range(1, 3000):
+        found = [(age, id(state)) for age, group in visits.due(now) for state in group]
+        expected = [(now - s.last_use, id(s)) for s in states if now - s.last_use in ages]
+        assert sorted(found) == sorted(expected)
+        if chance.random() < 0.2:
+            states.append(watched(now))
+            visits.add(states[-1])
+        for state in chance.sample(states, min(3, len(states))):
+            if state.last_use < now:
+                state.last_use = now
+                visits.add(state)
+        if len(states) > 40:
+            states.pop(chance.randrange(40)).edge = None
+        visits.let_go(len(states))
+        visits.check_integrity(states)
+        assert visits._num == sum(map(len, visits._used_at.values())) <= 1.25 * len(states) + _GONE
+
+
+def test_what_is_forgotten_is_let_go():
+    visits = Visits()
+    states = [watched(now) for now in range(1000)]
+    for state in states:
+        visits.add(state)
+    for state in states[10:]:
+        state.edge = None
+    visits.let_go(10)
+    assert visits._num == 10
+    assert len(visits._used_at) == 10
+    for now, state in enumerate(states[:10]):
+        assert visits.due(now + FIRST_AGE)[0] == (FIRST_AGE, [state])
+
+
+def test_what_is_let_go_of_at_a_time_is_bounded(monkeypatch):
+    monkeypatch.setattr(visits_module, "_AT_ONCE", 100)
+    visits = Visits()
+    states = [watched(now) for now in range(1000)]
+    for state in states:
+        visits.add(state)
+    for state in states[::2]:
+        state.edge = None
+    left = []
+    for _ in range(11):
+        visits.let_go(0)
+        left.append(visits._num)
+    assert left == [*range(950, 499, -50), 500]
+    visits.check_integrity(states[1::2])
+
+
+def test_a_checkpoint_without_a_visit_is_noticed():
+    visits, states = Visits(), [watched() for _ in range(3)]
+    for state in states[:2]:
+        visits.add(state)
+    visits.check_integrity(states[:2])
+    for wrong in (states, states[:1]):
+        with pytest.raises(RuntimeError, match="has no visit to come, or is not in the tree"):
+            visits.check_integrity(wrong)

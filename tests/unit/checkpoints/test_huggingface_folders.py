@@ -1,0 +1,237 @@
+"""A Hugging Face folder that is broken, foreign or contradicts itself: one clear error each."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints import pretrained
+from megatron_hybrid.checkpoints.checkpoint import save_huggingface
+from megatron_hybrid.tools.convert import convert
+from megatron_hybrid.tools.plan import read_model_config
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama as transformers saves it, in four shards."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=53,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="12KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    return folder
+
+
+@pytest.fixture
+def folder(llama, tmp_path):
+    """A copy to be broken, with one file of weights."""
+    model = LlamaForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. Known: "),
+        ({"model_type": None}, "has the model_type None"),
+        ({"model_type": ["llama"]}, "has the model_type ['llama']"),
+        ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "32"}, "has hidden_size='32', which must be a whole number"),
+        ({"head_dim": 8.0}, "has head_dim=8.0, which must be a whole number"),
+        ({"head_dim": -8}, "kv_channels is -8; it must be a whole number of 1 or more"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers=True, which must be a whole number"),
+        ({"rms_norm_eps": "1e-5"}, "has rms_norm_eps='1e-5', which must be a number"),
+        ({"rms_norm_eps": -1.0}, "layernorm_epsilon is -1.0; it must be 0 or more"),
+        ({"rms_norm_eps": None}, "layernorm_epsilon is None; it must be a number"),
+        ({"rope_parameters": 1}, "has rope_parameters=1, which must be an object"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rotary_base is -1.0; it must be above 0"),
+        ({"layer_types": "full"}, "has layer_types='full', which must be a list"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_query_groups=3"),
+        ({"dtype": "int4"}, "params_dtype is torch.int4"),
+        # A config that contradicts its weights.
+        ({"attention_bias": True}, "but the model has model.layers.0.self_attn.k_proj.bias"),
+        ({"mlp_bias": True}, "but the model has model.layers.0.mlp.down_proj.bias"),
+        ({"num_hidden_layers": 3}, "but the model has model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "but the model does not have model.layers.1.input_layernorm"),
+        ({"num_key_value_heads": 4}, "k_proj.weight has shape [16, 32] in"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens"),
+        ({"dtype": "bfloat16"}, "is torch.float32 in"),
+    ],
+)
+def test_configs(folder, values, message):
+    change_config(folder, **values)
+    with pytest.raises(mh.CheckpointError) as error:
+        mh.load_pretrained(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(K_PROJ), f"but the model has {K_PROJ}"),
+        (lambda t: t.update(extra=torch.zeros(1)), "but the model does not have extra"),
+        (lambda t: t.update({K_PROJ: torch.zeros(16, 31)}), f"{K_PROJ} has shape [16, 31] in"),
+        (lambda t: t.update({K_PROJ: torch.zeros(16, 32).double()}), f"{K_PROJ} is torch.float64"),
+        (
+            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.int8)}),
+            f"{K_PROJ} is torch.int8",
+        ),
+        (
+            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.float8_e4m3fn)}),
+            "float32 in the model. Quantized weights are not read",
+        ),
+    ],
+)
+def test_tensors(folder, change, message):
+    change_weights(folder, change)
+    with pytest.raises(mh.CheckpointError) as error:
+        mh.load_pretrained(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_nothing_is_half_loaded(folder):
+    model, _ = mh.load_pretrained(folder)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    change_weights(folder, lambda t: [t.update({n: v + 1 for n, v in t.items()}), t.pop(K_PROJ)])
+    with pytest.raises(mh.CheckpointError):
+        pretrained.load_checkpoint(model, folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("keep", [0, 7, 0.5, 0.999])
+def test_truncated_file(folder, keep):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
+    with pytest.raises(mh.CheckpointError, match=r"model\.safetensors"):
+        mh.load_pretrained(folder)
+
+
+def test_output_layer_stored_beside_the_embedding_that_it_is_tied_to(folder):
+    change_config(folder, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    change_weights(folder, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(
+        model.embedding.word_embeddings.weight, load_file(folder / "model.safetensors")[embedding]
+    )
+
+
+def test_one_tied_tensor_under_the_name_of_the_output_layer(folder):
+    change_config(folder, tie_word_embeddings=True)
+    tied = {}
+
+    def rename(tensors):
+        tied["it"] = tensors.pop("model.embed_tokens.weight").clone()
+        tensors["lm_head.weight"] = tied["it"]
+
+    change_weights(folder, rename)
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(model.embedding.word_embeddings.weight, tied["it"])
+
+
+def test_weights_of_another_kind_of_folder(folder):
+    """A model of our own, which has no config.json of Hugging Face."""
+    config = mh.HybridConfig(
+        layer_pattern="*-*-*-", hidden_size=32, num_attention_heads=4, vocab_size=53
+    )
+    model = mh.build_hybrid_model(config)
+    with pytest.raises(mh.CheckpointError, match=r"but the model has model\.layers\.2\."):
+        pretrained.load_checkpoint(model, folder)
+
+
+def test_some_tensors_in_fp32(folder):
+    """As in many released folders; transformers rounds them to the model's dtype."""
+    halves = {}
+
+    def change(tensors):
+        tensors["model.norm.weight"] += torch.rand(32)
+        halves.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        tensors.update({name: half for name, half in halves.items() if "norm" not in name})
+
+    change_config(folder, dtype="bfloat16")
+    change_weights(folder, change)
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(model.decoder.final_norm.weight, halves["model.norm.weight"])
+    change_weights(folder, lambda t: t.update({K_PROJ: t[K_PROJ].double()}))
+    with pytest.raises(mh.CheckpointError, match=f"{K_PROJ} is torch.float64"):
+        mh.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dtype_that_is_left_out_is_that_of_the_weights(folder, dtype):
+    LlamaForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    change_config(folder, dtype=None)
+    model, _ = mh.load_pretrained(folder)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    assert model.config.params_dtype == theirs.dtype == dtype
+    assert read_model_config(folder).params_dtype == dtype
+    (folder / "model.safetensors").write_bytes(b"")  # it cannot tell, but who loads it will
+    assert read_model_config(folder).params_dtype == torch.float32
+
+
+def test_missing_shard(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "model")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(mh.CheckpointError, match=shard.name):
+        mh.load_pretrained(tmp_path / "model")
+
+
+def test_dtype_and_shards(llama):
+    model, _ = mh.load_pretrained(llama, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    theirs = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    weight = model.embedding.word_embeddings.weight
+    assert torch.equal(weight, theirs.model.embed_tokens.weight)
+
+
+def test_convert_there_and_back(llama, tmp_path):
+    convert(llama, tmp_path / "ours", "megatron")
+    assert "layer_pattern" in json.loads((tmp_path / "ours" / "config.json").read_text())
+    convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
+    before, after = (
+        LlamaForCausalLM.from_pretrained(path).state_dict() for path in (llama, tmp_path / "theirs")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(mh.CheckpointError, match="is not empty"):
+        convert(llama, tmp_path / "ours", "megatron")
+
+
+def test_what_did_not_come_from_there_does_not_go_back(llama, tmp_path):
+    model, _ = mh.load_pretrained("demo")
+    with pytest.raises(mh.CheckpointError, match="has no huggingface_config"):
+        save_huggingface(model, tmp_path)
+    changed, _ = mh.load_pretrained(llama, layernorm_epsilon=1e-3)
+    with pytest.raises(mh.CheckpointError, match=r"layernorm_epsilon=0\.001, but its config"):
+        save_huggingface(changed, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,176 @@
+"""load_pretrained: a folder becomes a model and its tokenizer."""
+
+import pytest
+import tokenizers
+import torch
+from small_models import random_tokens, small_model
+
+from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_checkpoint
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.tools.plan import read_model_config
+
+END = "<|endoftext|>"
+
+
+def byte_tokenizer(vocab_size=261):
+    """Bytes, and an end token last."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    alphabet += [f"<extra{i}>" for i in range(vocab_size - 1 - len(alphabet))]
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return Tokenizer(tokenizer, tokenizer.token_to_id(END))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_checkpoint(small_model(vocab_size=261), tmp_path)
+    byte_tokenizer().save(tmp_path)
+    return tmp_path
+
+
+def test_model_and_tokenizer(folder):
+    model, tokenizer = load_pretrained(folder)
+    assert not model.training
+    assert model(torch.tensor([tokenizer.tokenize("Hello")])).shape == (1, 5, 261)
+    again, _ = load_pretrained(str(folder))
+    tokens = random_tokens(1, 9)
+    assert torch.equal(model(tokens), again(tokens))
+
+
+def test_dtype(folder):
+    exact, _ = load_pretrained(folder)
+    model, _ = load_pretrained(folder, dtype=torch.bfloat16)
+    assert model.config.params_dtype == torch.bfloat16
+    assert model.output_layer.weight.dtype == torch.bfloat16
+    assert torch.equal(model.output_layer.weight, exact.output_layer.weight.bfloat16())
+    mixers = (m.decoder.layers[1].self_attention for m in (model, exact))
+    ours, given = ((mixer.A_log, mixer.dt_bias) for mixer in mixers)
+    assert all(torch.equal(a, b) for a, b in zip(ours, given, strict=True))  # these stay in fp32
+
+
+def test_device(folder):
+    model, _ = load_pretrained(folder, device="cpu")
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_folder_without_a_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    model, tokenizer = load_pretrained(folder)
+    assert tokenizer is None
+    assert model.vocab_size == 261
+
+
+@pytest.mark.parametrize("name", ["nowhere", "model.safetensors"])
+def test_no_folder(folder, name):
+    with pytest.raises(CheckpointError, match=r"is not a folder\. Give the folder of a checkpoint"):
+        load_pretrained(folder / name)
+
+
+@pytest.mark.parametrize(("name", "is_hub_id"), [("org/some-model.v2", True), ("/a/b/c", False)])
+def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
+    advice = f"`hf download {name} --local-dir FOLDER`"
+    for call in (load_pretrained, read_model_config):
+        with pytest.raises(CheckpointError) as error:
+            call(name)
+        assert (advice in str(error.value)) == is_hub_id
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            "cuda",
+            r"device is 'cuda', and torch .* is a build for CPUs: use another device, or inst",
+        ),
+        ("cuda:99", "device is 'cuda:99', and torch "),
+        ("gpu", "device is 'gpu'; use 'cpu', 'cuda' or 'cuda:1'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(
+    device, message, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained("nowhere", device=device)
+
+
+def test_unreadable_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        load_pretrained(folder)
+
+
+def test_tokenizer_of_another_model(folder):
+    byte_tokenizer(300).save(folder)
+    with pytest.raises(CheckpointError, match="has 299 tokens, but the model's vocab_size is 261"):
+        load_pretrained(folder)
+
+
+def test_added_tokens_beyond_the_vocabulary(folder):
+    """As Gemma 3's tokenizer has one for images, which the models of text alone lack."""
+    path = folder / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.add_special_tokens(["<image>"])
+    inner.save(str(path))
+    model, tokenizer = load_pretrained(folder)
+    assert tokenizer.tokenize("a<image>")[1] == tokenizer.vocab_size - 1 == model.vocab_size
+    engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig())
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        engine.generate(["a<image>"])
+    [result] = engine.generate(["a"], SamplingParams(num_tokens_to_generate=3))
+    assert result.generated_tokens
+
+
+@pytest.mark.parametrize("text", ["Hello, world!", "  two  spaces\n\ttab ", "Zażółć 漢字 🙂", ""])
+def test_text_round_trip(text):
+    tokenizer = byte_tokenizer()
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_tokenizer_methods(tmp_path):
+    byte_tokenizer().save(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == 261
+    assert tokenizer.eod == 260
+    assert tokenizer.tokenize(f"a{END}")[-1] == tokenizer.eod
+    assert tokenizer.detokenize([*tokenizer.tokenize("ab"), tokenizer.eod]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("text", "eod"),
+    [
+        (None, None),
+        ("{}", None),
+        ('{"eos_token": null}', None),
+        (f'{{"eos_token": "{END}"}}', 260),
+        (f'{{"eos_token": {{"content": "{END}", "lstrip": false}}}}', 260),
+    ],
+)
+def test_end_token(tmp_path, text, eod):
+    byte_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.unlink() if text is None else path.write_text(text)
+    assert Tokenizer.from_folder(tmp_path).eod == eod
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token": "</s>"}', "names the end token '</s>', which"),
+        ("[", "cannot be read as JSON"),
+        ("[]", "cannot be read as JSON"),
+    ],
+)
+def test_bad_end_token(tmp_path, text, message):
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match="tokenizer_config") as error:
+        Tokenizer.from_folder(tmp_path)
+    assert message in str(error.value)

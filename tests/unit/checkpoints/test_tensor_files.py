@@ -1,0 +1,517 @@
+"""Safetensors files of a folder: read lazily, written in shards, and refused where they lie."""
+
+import io
+import json
+import os
+import resource
+import struct
+import weakref
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from megatron_hybrid.checkpoints import tensor_files
+from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.checkpoints.tensor_files import (
+    CheckpointError,
+    TensorFiles,
+    TensorPlan,
+    replace_file,
+    write_tensors,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def some_tensors():
+    """Every dtype that files hold, odd sizes, no elements, no dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [*tensor_files._DTYPES.values()]
+    tensors = {
+        f"t{i}": torch.randint(0, 2, (3, i % 4 + 1), generator=generator).to(dtype)
+        for i, dtype in enumerate(dtypes)
+    }
+    tensors["scalar"] = torch.tensor(2.5)
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors["transposed"] = torch.randn(4, 6, generator=generator).T
+    return tensors
+
+
+def plan_of(tensors):
+    return [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+
+
+def write(folder, tensors, **options):
+    write_tensors(folder, plan_of(tensors), tensors.__getitem__, **options)
+
+
+def read_all(folder):
+    with TensorFiles.open(folder) as files:
+        return {name: files.read(name).clone() for name in files.names()}
+
+
+def equal(first, second):
+    assert first.keys() == second.keys()
+    return all(
+        first[name].dtype == second[name].dtype
+        and first[name].shape == second[name].shape
+        and torch.equal(first[name].float(), second[name].float())
+        for name in first
+    )
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def sharded(folder):
+    """Two shards and their index: a and b in the first, c in the second."""
+    save_file({"a": torch.zeros(2), "b": torch.ones(3)}, folder / FIRST, {"format": "pt"})
+    save_file({"c": torch.full((4,), 2.0)}, folder / SECOND, {"format": "pt"})
+    write_index(folder, {"a": FIRST, "b": FIRST, "c": SECOND})
+    return folder
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+def test_a_single_file(tmp_path):
+    tensors = {"b": torch.randn(3, 5).bfloat16(), "a": torch.arange(4)}
+    save_file(tensors, tmp_path / SINGLE)
+    with TensorFiles.open(str(tmp_path)) as files:
+        assert files.names() == ["a", "b"]
+        assert files.shape("b") == (3, 5)
+        assert files.dtype("b") == torch.bfloat16
+        assert files.dtype("a") == torch.int64
+        assert torch.equal(files.read("b"), tensors["b"])
+        assert files.files() == [tmp_path / SINGLE]
+        assert files.total_bytes == (tmp_path / SINGLE).stat().st_size
+
+
+def test_shards(tmp_path):
+    sharded(tmp_path)
+    with TensorFiles.open(tmp_path) as files:
+        assert files.names() == ["a", "b", "c"]
+        assert files.files() == [tmp_path / FIRST, tmp_path / SECOND]
+        assert files.shape("c") == (4,)
+        assert torch.equal(files.read("b"), torch.ones(3))
+        assert torch.equal(files.read("c"), torch.full((4,), 2.0))
+
+
+def test_the_single_file_counts_before_shards(tmp_path):
+    sharded(tmp_path)
+    save_file({"only": torch.zeros(1)}, tmp_path / SINGLE)
+    assert list(read_all(tmp_path)) == ["only"]
+
+
+def sparse_file(path, num_bytes):
+    """A file of one tensor, of whose zeros the file system stores nothing."""
+    header = {"t": {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]}}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + num_bytes)
+
+
+def test_nothing_is_read_before_it_is_used(tmp_path):
+    sparse_file(tmp_path / SINGLE, 4 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with TensorFiles.open(tmp_path) as files:
+        assert files.shape("t") == (1 << 30,)
+        assert files.dtype("t") == torch.float32
+        assert files.read("t")[500_000_000] == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+
+
+def test_a_file_beyond_all_memory(tmp_path):
+    sparse_file(tmp_path / SINGLE, 10 << 40)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be mapped into memory"):
+        TensorFiles.open(tmp_path)
+
+
+def test_what_was_read_outlives_the_files_and_never_changes_them(tmp_path):
+    save_file({"a": torch.ones(5)}, tmp_path / SINGLE)
+    with TensorFiles.open(tmp_path) as files:
+        tensor = files.read("a")
+    assert torch.equal(tensor, torch.ones(5))
+    tensor.zero_()
+    assert torch.equal(load_file(tmp_path / SINGLE)["a"], torch.ones(5))
+
+
+@pytest.mark.parametrize("method", ["shape", "dtype", "read"])
+def test_a_tensor_that_is_not_there(tmp_path, method):
+    with (
+        TensorFiles.open(sharded(tmp_path)) as files,
+        pytest.raises(CheckpointError, match=r"holds no tensor lm_head\.weight") as error,
+    ):
+        getattr(files, method)("lm_head.weight")
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_dtype_that_is_not_read(tmp_path):
+    save_file(
+        {"a": torch.zeros(2), "odd": torch.zeros(2, dtype=torch.complex64)}, tmp_path / SINGLE
+    )
+    with TensorFiles.open(tmp_path) as files:
+        assert files.shape("odd") == (2,)
+        assert torch.equal(files.read("a"), torch.zeros(2))
+        for method in (files.dtype, files.read):
+            with pytest.raises(CheckpointError, match=r"odd in .*model\.safetensors has the dtype"):
+                method("odd")
+
+
+def test_a_folder_without_weights(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError) as error:
+            TensorFiles.open(folder)
+        assert f"{folder / SINGLE} does not exist, nor does {INDEX}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_pickled_weights_are_named_as_not_read(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"There is {name}, but pickled weights are not read"):
+        TensorFiles.open(tmp_path)
+
+
+def test_shards_without_an_index(tmp_path):
+    (sharded(tmp_path) / INDEX).unlink()
+    with pytest.raises(CheckpointError, match="There are shards, but without their index"):
+        TensorFiles.open(tmp_path)
+
+
+def cut(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: cut(path, 0),
+        lambda path: cut(path, 5),
+        lambda path: cut(path, 30),
+        lambda path: cut(path, -1),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)),
+        lambda path: path.write_bytes(struct.pack("<Q", 4) + b"{{{{"),
+        lambda path: path.write_bytes(struct.pack("<Q", 2) + b"\xff\xff"),
+        lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
+    ],
+)
+@pytest.mark.parametrize("name", [SINGLE, SECOND])
+def test_broken_files(tmp_path, spoil, name):
+    sharded(tmp_path)
+    if name == SINGLE:
+        save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
+    spoil(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. It is truncated or") as e:
+        TensorFiles.open(tmp_path)
+    assert str(tmp_path / name) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("\xff", "cannot be read as JSON"),
+        ("[]", "has no weight_map"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": ["a"]}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "puts a into 1, which is not the name of a file"),
+    ],
+)
+def test_broken_indexes(tmp_path, text, message):
+    sharded(tmp_path)
+    (tmp_path / INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError) as error:
+        TensorFiles.open(tmp_path)
+    assert message in str(error.value)
+    assert str(tmp_path / INDEX) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "outside", ["../x.safetensors", "/etc/passwd", "sub/x", "..", ".", "", "a\\b", "a\0b"]
+)
+def test_an_index_reaches_no_other_folder(tmp_path, outside):
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    save_file({"c": torch.zeros(4)}, tmp_path / "x.safetensors")
+    write_index(sharded(folder), {"a": FIRST, "b": FIRST, "c": outside})
+    with pytest.raises(
+        CheckpointError, match=r"puts c into .* not the name of a file in its folder"
+    ):
+        TensorFiles.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": FIRST, "b": FIRST, "c": "gone.safetensors"}, "gone.safetensors does not exist, but"),
+        ({"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND}, f"puts d into {SECOND}, which does"),
+        ({"a": FIRST, "c": SECOND}, f"{FIRST} holds b, which"),
+    ],
+)
+def test_indexes_that_contradict_their_shards(tmp_path, weight_map, message):
+    write_index(sharded(tmp_path), weight_map)
+    with pytest.raises(CheckpointError) as error:
+        TensorFiles.open(tmp_path)
+    assert message in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    sharded(tmp_path)
+    save_file({"b": torch.ones(3), "c": torch.zeros(4)}, tmp_path / SECOND)
+    with pytest.raises(CheckpointError, match=f"b lies in {SECOND} and in {FIRST}"):
+        TensorFiles.open(tmp_path)
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 20, 150, 1 << 30])
+def test_round_trip(tmp_path, max_shard_bytes):
+    tensors = some_tensors()
+    folder = tmp_path / "new" / "folder"
+    write(folder, tensors, max_shard_bytes=max_shard_bytes)
+    assert equal(read_all(folder), tensors)
+    files = [name for name in names_in(folder) if name.endswith(".safetensors")]
+    if max_shard_bytes == 1 << 30:
+        assert names_in(folder) == [SINGLE]
+    else:
+        count = len(files)
+        assert files == [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        index = json.loads((folder / INDEX).read_text())
+        assert list(index["weight_map"]) == list(tensors)
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    # safetensors' own reader agrees.
+    others = {}
+    for name in files:
+        others |= load_file(folder / name)
+        sizes = [tensor.nbytes for tensor in load_file(folder / name).values()]
+        assert sizes and (sum(sizes) <= max_shard_bytes or len(sizes) == 1)
+    assert equal(others, tensors)
+
+
+def test_tensors_start_at_multiples_of_their_element_size(tmp_path):
+    write(tmp_path, some_tensors())
+    with TensorFiles.open(tmp_path) as files:
+        for name in files.names():
+            assert files.read(name).data_ptr() % files.dtype(name).itemsize == 0
+
+
+def test_transformers_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(
+        hidden_size=8, state_size=4, num_hidden_layers=1, vocab_size=11
+    )
+    model = transformers.MambaForCausalLM(config)
+    config.save_pretrained(tmp_path)
+    state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    write(tmp_path, state, max_shard_bytes=1000)
+    assert (tmp_path / INDEX).exists()
+    again = transformers.MambaForCausalLM.from_pretrained(tmp_path)
+    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_no_tensors(tmp_path):
+    write(tmp_path, {})
+    assert read_all(tmp_path) == {}
+
+
+def test_metadata(tmp_path):
+    tensors = {"a": torch.zeros(1)}
+    for given, expected in ((None, {"format": "pt"}), ({"made_by": "me"}, {"made_by": "me"})):
+        write(tmp_path, tensors, metadata=given)
+        data = (tmp_path / SINGLE).read_bytes()
+        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+        assert header["__metadata__"] == expected
+
+
+def test_one_tensor_at_a_time_and_in_order(tmp_path):
+    tensors, made, alive = some_tensors(), [], []
+
+    def make(name):
+        assert not any(reference() is not None for reference in alive)
+        made.append(name)
+        tensor = tensors[name].clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    write_tensors(tmp_path, plan_of(tensors), make, max_shard_bytes=100)
+    assert made == list(tensors)
+    assert equal(read_all(tmp_path), tensors)
+
+
+@pytest.mark.parametrize("before", [20, 1 << 30])
+@pytest.mark.parametrize("after", [10, 20, 1 << 30])
+def test_a_new_save_takes_the_place_of_the_old_one(tmp_path, before, after):
+    old = {name: torch.randn(4) for name in "abcdefg"}
+    new = {name: torch.randn(3) for name in "abcde"}
+    write(tmp_path, old, max_shard_bytes=before)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter.safetensors").touch()
+    write(tmp_path, new, max_shard_bytes=after)
+    assert equal(read_all(tmp_path), new)
+    fresh = tmp_path / "fresh"
+    write(fresh, new, max_shard_bytes=after)
+    expected = sorted([*names_in(fresh), "config.json", "adapter.safetensors", "fresh"])
+    assert names_in(tmp_path) == expected
+
+
+@pytest.mark.parametrize("before", [20, 1 << 30])
+@pytest.mark.parametrize("after", [20, 1 << 30])
+def test_a_failure_while_tensors_are_made_leaves_the_old_save(tmp_path, before, after):
+    old = {name: torch.randn(4) for name in "abcdefg"}
+    write(tmp_path, old, max_shard_bytes=before)
+    names = names_in(tmp_path)
+
+    def make(name):
+        if name == "e":
+            raise RuntimeError("lost a rank")
+        return torch.zeros(4)
+
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        write_tensors(tmp_path, plan_of(old), make, max_shard_bytes=after)
+    assert names_in(tmp_path) == names
+    assert equal(read_all(tmp_path), old)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(16, 16), (16, 32), (1 << 30, 16), (16, 1 << 30), (1 << 30, 1 << 30)]
+)
+def test_a_crash_at_any_moment_mixes_no_two_saves(tmp_path, monkeypatch, before, after):
+    """Only over shards of the same names may the old ones be lost, and then it shows."""
+    old = {name: torch.zeros(4) for name in "abcd"}
+    new = {name: torch.ones(4) for name in "abcd"}
+    outcomes, steps = [], 0
+    while "new" not in outcomes[-1:]:
+        folder = tmp_path / str(steps)
+        write(folder, old, max_shard_bytes=before)
+        left = steps
+
+        def crash_after(real, folder=folder):
+            def step(*arguments, **options):
+                nonlocal left
+                if left == 0:
+                    raise KeyboardInterrupt
+                left -= 1
+                return real(*arguments, **options)
+
+            return step
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash_after(os.replace))
+            try:
+                write(folder, new, max_shard_bytes=after)
+                finished = True
+            except KeyboardInterrupt:
+                finished = False
+        try:
+            found = read_all(folder)
+            assert equal(found, old) or equal(found, new)
+            outcomes.append("new" if equal(found, new) else "old")
+        except CheckpointError as error:
+            assert "without their index" in str(error)
+            outcomes.append("refused")
+        steps += 1
+        if finished:
+            break
+    assert outcomes[-1] == "new"
+    assert ("refused" in outcomes) == (before == after == 16)
+
+
+def test_an_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*file"):
+        write(tmp_path / "file", {"a": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([TensorPlan("a", (1,), torch.float32)] * 2, "a is planned twice"),
+        ([TensorPlan("a", (1,), torch.complex64)], "a is torch.complex64; files hold"),
+        ([TensorPlan("a", (2,), torch.float32)], r"a was planned as .* shape \[2\], but is .* \[1"),
+        ([TensorPlan("a", (1,), torch.float16)], "a was planned as torch.float16 .* torch.float32"),
+    ],
+)
+def test_plans_that_do_not_hold(tmp_path, plan, message):
+    with pytest.raises(ValueError, match=message):
+        write_tensors(tmp_path, plan, lambda name: torch.zeros(1))
+    assert names_in(tmp_path) == []
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path):
+    write(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
+    replace_file(tmp_path / "x", lambda path: save_file({"a": torch.zeros(1)}, path))
+    (tmp_path / "plain").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+def test_replace_file_is_all_or_nothing(tmp_path):
+    (tmp_path / "x").write_text("old")
+
+    def fail(path):
+        path.write_text("half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        replace_file(tmp_path / "x", fail)
+    assert (tmp_path / "x").read_text() == "old"
+    assert names_in(tmp_path) == ["x"]
+
+
+# Progress ----------------------------------------------------------------------------------------
+
+
+def drawn(terminal, total, advances=(3,), **options):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=80)
+    with progress("reading [model]", total, console=console, **options) as advance:
+        for num_bytes in advances:
+            advance(num_bytes)
+    return stream.getvalue()
+
+
+def test_a_bar_on_a_terminal():
+    output = drawn(True, 6 << 30, [2 << 30, 1 << 30])
+    assert "reading [model]" in output
+    assert "3.0/6.0 GiB" in output
+    assert "6.0 GiB" in drawn(True, 6 << 30, [])
+    assert "reading" in drawn(True, 10, minimum_bytes=10)
+
+
+def test_no_bar_without_a_terminal_or_for_little():
+    assert drawn(False, 6 << 30) == ""
+    assert drawn(True, (1 << 30) - 1) == ""
+
+
+def test_writing_counts_every_byte(tmp_path, monkeypatch):
+    advanced = []
+
+    class Bar:
+        def __init__(self, description, total_bytes):
+            self.total_bytes = total_bytes
+
+        def __enter__(self):
+            return advanced.append
+
+        def __exit__(self, *error):
+            assert sum(advanced) == self.total_bytes
+
+    monkeypatch.setattr(tensor_files, "progress", Bar)
+    monkeypatch.setattr(tensor_files, "_WRITE_BYTES", 16)
+    tensors = some_tensors()
+    write(tmp_path, tensors)
+    assert max(advanced) == 16
+    assert equal(read_all(tmp_path), tensors)

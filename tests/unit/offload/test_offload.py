@@ -1,0 +1,1159 @@
+"""Host memory and disk below the pool: what left it comes back to the bit, and nobody waits for it
+who need not."""
+
+import errno
+import gc
+import os
+import re
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+
+import pytest
+import torch
+from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
+from forks import in_fork
+from reference import (
+    greedy,
+    greedy_tokens,
+    is_greedy,
+    random_tokens,
+    tiny_engine,
+    tiny_model,
+)
+
+from megatron_hybrid.config import STATE_ENCODINGS
+from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference.metrics import COUNTERS
+from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.offload import disk_store, offload
+from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
+from megatron_hybrid.offload.page_mover import Arrival
+from megatron_hybrid.offload.prefix_keys import PrefixKeys
+
+PATTERNS = {
+    "hybrid": "MG*-",
+    "pure attention": "*-*-",
+    "window": "W*-",
+    "window only": "W-",
+    "chunk": "C*-",
+    "state only": "MK",
+    "mla": "LG",
+    "all": "MG*-W-",
+}
+TIERS = ("host", "disk")
+EVERYTHING = 10**6
+
+
+def tier_fields(tier: str, folder) -> dict:
+    return {"host_cache_bytes": 64 << 20} if tier == "host" else {"cache_dir": folder}
+
+
+def engine_with(tier, folder, model=None, **fields):
+    return tiny_engine(model, **tier_fields(tier, folder), **fields)
+
+
+def empty_pool(engine):
+    """Evicts all that is cached, and leaves nothing of it in the pool."""
+    engine.cache.evict(EVERYTHING)
+    assert not engine.cache.allocator.num_evictable
+    poison(engine)
+
+
+def answer(engine, prompt, count=6):
+    result = engine.generate([prompt], greedy(count))[0]
+    engine.check_integrity()
+    return result
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("length", [33, 96])
+def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
+    model, prompt = tiny_model(pattern), random_tokens(length)
+    engine = engine_with(tier, tmp_path, model)
+    recorder = LogitsRecorder(engine)
+    first = answer(engine, prompt)
+    empty_pool(engine)
+    again = answer(engine, prompt)
+    assert again.generated_tokens == first.generated_tokens == greedy_tokens(model, prompt, 6)
+    # KV that resumes by itself comes back in full blocks; the last token is computed for logits.
+    expected = length if engine.cache.spec.needs_state else (length - 1) // 16 * 16
+    assert again.prefix.skipped_tokens >= expected
+    assert again.prefix.fetched_tokens == again.prefix.skipped_tokens
+    empty_pool(engine)
+    longer = [*prompt, *first.generated_tokens, *random_tokens(9, seed=1)]
+    turn = answer(engine, longer)
+    if engine.cache.spec.needs_state:
+        assert turn.prefix.skipped_tokens == length + 6
+    assert turn.generated_tokens == greedy_tokens(model, longer, 6)
+    recorder.check(model)
+    stats = engine.stats()
+    assert stats["fetches"] == 2 and not stats["fetches_failed"]
+    assert stats["fetched_tokens"] == again.prefix.fetched_tokens + turn.prefix.fetched_tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("encoding", STATE_ENCODINGS)
+def test_the_bytes_are_the_same(tmp_path, tier, encoding):
+    model, prompt = tiny_model("MG*-W-"), random_tokens(75)
+    engine = engine_with(tier, tmp_path, model, state_encoding=encoding)
+
+    def cached_bytes():
+        lease = engine.cache.acquire(
+            torch.tensor(prompt).numpy(), capacity_tokens=len(prompt), chunk_tokens=1
+        )
+        assert lease.skipped_tokens == len(prompt)
+        pages = torch.from_numpy(lease.checkpoint_pages).long()
+        kept = engine.memory.pool[pages][:, : engine.cache.spec.checkpoint_bytes].clone()
+        full = torch.from_numpy(lease.block_table[: len(prompt) // 16, 0]).long()
+        kept_kv = engine.memory.pool[full].clone()
+        engine.cache.release(lease)
+        return kept, kept_kv
+
+    answer(engine, prompt)
+    before = cached_bytes()
+    empty_pool(engine)
+    answer(engine, prompt)
+    for kept, again in zip(before, cached_bytes()):
+        assert torch.equal(kept, again)
+    engine.close()
+
+
+def test_host_memory_hands_on_to_the_disk(tmp_path):
+    model = tiny_model("MG*-")
+    spec = tiny_engine(model).cache.spec
+    room = 2 * (spec.checkpoint_pages + 8 * spec.kv_pages_per_block) * spec.page_bytes
+    engine = tiny_engine(model, host_cache_bytes=room, cache_dir=tmp_path)
+    prompts = [random_tokens(90, seed=seed) for seed in range(8)]
+    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    empty_pool(engine)
+    stats = engine.stats()
+    assert stats["host_records_evicted"] and stats["disk_states"]
+    assert stats["host_bytes"] <= room
+    for prompt, expected in zip(prompts, answers):
+        again = answer(engine, prompt)
+        assert again.prefix.fetched_tokens == 90
+        assert again.generated_tokens == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_that_could_hold_nothing_is_refused_and_the_least_one_serves(
+    pattern, tier, tmp_path
+):
+    model, name = tiny_model(pattern), f"{tier}_cache_bytes"
+    folder = tmp_path / "cache"
+    with pytest.raises(ValueError, match=f"{name}=1 holds nothing") as error:
+        tiny_engine(model, **{**tier_fields(tier, folder), name: 1})
+    assert not folder.exists()
+    least = int(re.search(r"have (\d+) bytes", str(error.value))[1])
+    with pytest.raises(ValueError, match=f"{name}={least - 1} holds nothing"):
+        tiny_engine(model, **{**tier_fields(tier, folder), name: least - 1})
+    with tiny_engine(model, **{**tier_fields(tier, folder), name: least}) as engine:
+        prompt = random_tokens(engine.config.block_size_tokens)
+        answer(engine, prompt, 0)
+        empty_pool(engine)
+        assert answer(engine, [*prompt, 1], 1).prefix.fetched_tokens == len(prompt)
+
+
+def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=100_000, cache_dir=tmp_path)
+    for seed in range(6):
+        answer(engine, random_tokens(90, seed=seed))
+    empty_pool(engine)
+    before = engine.stats()
+    assert before["host_records_evicted"] and before["host_bytes"]
+    engine.close()
+    answer(engine, random_tokens(9))  # it serves on, from the pool alone
+    after = engine.stats()
+    assert not after["host_bytes"] and not after["disk_bytes"]
+    grows = [name for name in COUNTERS if name in before]
+    assert all(after[name] >= before[name] for name in grows)
+
+
+def test_a_deeper_prefix_in_the_pool_is_not_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt[:60])
+    empty_pool(engine)
+    answer(engine, prompt)  # 60 come back, the rest is computed
+    assert engine.stats()["fetched_tokens"] == 60
+    result = answer(engine, prompt)
+    assert result.prefix.skipped_tokens == 100
+    assert result.prefix.fetched_tokens == 0
+    assert engine.stats()["fetches"] == 1
+
+
+def test_explain_tells_what_can_be_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt[:60])
+    assert engine.explain(prompt).below is None
+    empty_pool(engine)
+    explanation = engine.explain(prompt)
+    assert explanation.below == ("host", 60)
+    assert "60 can be fetched: host memory has them" in str(explanation)
+    *told, waits = str(explanation).splitlines()
+    assert any(line.startswith(f"stops at 0 ({explanation.reason.value}): ") for line in told)
+    assert waits == "a request waits for what can be fetched, and starts at 60"
+    assert engine.stats()["fetches"] == 0
+
+
+def test_explain_promises_nothing_to_a_request_that_computes_all_of_its_prompt():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt)
+    empty_pool(engine)
+    assert engine.explain(prompt).below == ("host", 100)
+    assert engine.explain(prompt, SamplingParams(return_log_probs=True)).below is None
+
+
+def test_explain_where_the_last_token_is_computed_for_its_logits():
+    engine = tiny_engine(tiny_model("*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt)
+    empty_pool(engine)
+    explanation = engine.explain(prompt[:96])  # whole blocks
+    assert explanation.below == ("host", 95)
+    assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
+
+
+def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
+    """The report is of the first time: then all of the prompt was computed."""
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    request = engine.add_request(random_tokens(60), greedy(8))
+    for _ in range(3):
+        engine.step()
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.step()
+    empty_pool(engine)
+    while not request.closed:
+        engine.step()
+    assert engine.stats()["fetches"] == 1
+    assert (request.report.skipped_tokens, request.report.fetched_tokens) == (0, 0)
+
+
+def test_salts_stay_apart():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(60)
+    engine.generate([prompt], greedy(3), salt="one")
+    empty_pool(engine)
+    other = engine.generate([prompt], greedy(3), salt="two")[0]
+    same = engine.generate([prompt], greedy(3), salt="one")[0]
+    assert (other.prefix.fetched_tokens, same.prefix.fetched_tokens) == (0, 60)
+
+
+def test_prompt_log_probs_need_every_token():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(60)
+    answer(engine, prompt)
+    empty_pool(engine)
+    params = greedy(3, return_log_probs=True, skip_prompt_log_probs=False)
+    assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 0
+    assert engine.stats()["fetches"] == 0
+
+
+def test_a_host_allocation_that_fails_costs_no_request(monkeypatch):
+    model = tiny_model("MG*-")
+    engine = tiny_engine(model, cache_bytes=200 << 10, host_cache_bytes=64 << 20)
+    failures = []
+
+    def no_memory(page_lists):
+        failures.append(page_lists)
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.offload._mover, "to_host", no_memory)
+        for seed in range(6):
+            prompt = random_tokens(90, seed=seed)
+            assert answer(engine, prompt).generated_tokens == greedy_tokens(model, prompt, 6)
+    stats = engine.stats()
+    assert stats["host_without_memory"] == len(failures) > 0
+    assert not stats["leases"] and not stats["host_bytes"]
+    empty_pool(engine)
+    assert engine.stats()["host_states"]
+
+
+# Nobody waits who need not -----------------------------------------------------------------------
+
+
+class SlowStore:
+    """A tier's store whose reads end when the test says so."""
+
+    def __init__(self, store):
+        self.store, self.reads = store, []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, record):
+        future = Future()
+        self.reads.append((future, record))
+        return future
+
+    def arrive(self):
+        reads, self.reads = self.reads, []
+        for future, record in reads:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self.store.get(record).result())
+        return len(reads)
+
+
+@pytest.fixture
+def slow():
+    """An engine with a prompt in host memory that takes its time."""
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, cache_bytes=256 << 10)
+    prompt = random_tokens(60)
+    engine.expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    tier = engine.offload.tiers[0]
+    tier.store = SlowStore(tier.store)
+    return engine, prompt, tier.store
+
+
+def test_others_run_while_a_prompt_is_fetched(slow):
+    engine, prompt, store = slow
+    waiting = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    while not other.closed:
+        engine.step()
+    assert waiting.status is RequestStatus.WAITING and store.reads
+    store.arrive()
+    while not waiting.closed:
+        engine.step()
+    assert waiting.result().prefix.skipped_tokens == 60
+    assert waiting.generated_tokens == engine.expected
+    assert waiting.result().prefix.fetched_tokens == 60
+
+
+def test_two_requests_share_a_fetch(slow):
+    engine, prompt, store = slow
+    first = engine.add_request(prompt, greedy(6))
+    second = engine.add_request([*prompt, 1, 2, 3], greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(2))
+    while not other.closed:
+        engine.step()
+    assert store.arrive() == 60 // 16 + 1
+    while engine.has_work:
+        engine.step()
+    assert not store.reads
+    assert [r.result().prefix.skipped_tokens for r in (first, second)] == [60, 60]
+    assert engine.stats()["fetches"] == 1
+
+
+def test_a_request_that_waits_can_be_cancelled(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    engine.step()
+    engine.cancel(request)
+    assert not engine.offload.is_busy and all(future.cancelled() for future, _ in store.reads)
+    assert all(not record.pins for record in engine.offload.tiers[0].records())
+    store.arrive()
+    while not other.closed:
+        engine.step()
+    engine.check_integrity()
+    assert not engine.stats()["fetches"] and not engine.cache.allocator.ref_counts.any()
+
+
+def test_a_fetch_goes_on_for_those_that_are_left(slow):
+    engine, prompt, store = slow
+    requests = [engine.add_request(prompt, greedy(6)) for _ in range(2)]
+    other = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    engine.step()
+    engine.cancel(requests[0])
+    store.arrive()
+    while engine.has_work:
+        engine.step()
+    assert requests[1].result().prefix.fetched_tokens == 60 and other.done
+
+
+def test_an_engine_with_nothing_else_to_do_waits(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    threading.Timer(0.4, store.arrive).start()
+    steps = 0
+    while not request.closed:
+        started = time.perf_counter()
+        assert engine.step() == [] or request.done
+        assert request.done or time.perf_counter() - started < 0.3  # its caller is not held up
+        steps += 1
+    assert steps < 800  # nor kept busy
+    assert request.result().prefix.skipped_tokens == 60
+
+
+def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
+    engine, prompt, store = slow
+    store.arrive()
+    engine.generate([prompt[:40]], greedy(1), salt="")  # two blocks are in the pool again
+    store.arrive()
+    request = engine.add_request(prompt, greedy(6))
+    other = engine.add_request(random_tokens(30, seed=5), greedy(20))
+    for _ in range(3):
+        engine.step()
+    assert store.reads
+    engine.cache.evict(EVERYTHING)
+    while not request.closed:
+        store.arrive()
+        engine.step()
+    assert request.generated_tokens == engine.expected
+    assert request.result().prefix.skipped_tokens == 60
+    while not other.closed:
+        engine.step()
+    engine.check_integrity()
+
+
+def hold_all_but(engine, blocks: int):
+    """A lease that leaves room for so many blocks in the pool."""
+    pages = engine.cache.allocator.num_free + engine.cache.allocator.num_evictable
+    room = (pages // engine.cache.spec.kv_pages_per_block - blocks) * 16
+    return engine.cache.acquire(torch.arange(8).numpy(), "hog", capacity_tokens=room)
+
+
+def test_a_request_whose_fetch_lacks_room_is_not_overtaken(slow):
+    engine, prompt, store = slow
+    hog = hold_all_but(engine, 3)
+    waiting = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+    later = engine.add_request(random_tokens(20, seed=5), greedy(1))
+    engine.step()
+    assert waiting.fetch.lacks_room and later.status is RequestStatus.WAITING
+    engine.cache.release(hog)
+    while engine.has_work:
+        engine.step()
+    assert waiting.generated_tokens == engine.expected
+    assert waiting.result().prefix.skipped_tokens == 60
+    engine.check_integrity()
+
+
+def step_with_arrival(engine, store):
+    """A step that has nothing to do but to read; what it reads arrives behind it."""
+    engine.step()
+    assert store.arrive()
+
+
+class SlowArrival(Arrival):
+    """Pages that arrive in the pool when the test says so."""
+
+    def __init__(self, is_there):
+        super().__init__([])
+        self.is_done = is_there
+
+    def wait(self):
+        pass
+
+
+def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
+    """It was in the way of a request that needs the whole pool; nothing runs in that step."""
+    engine, prompt, store = slow
+    whole_pool = (engine.cache.allocator.num_pages - 1) // engine.cache.spec.kv_pages_per_block
+    requests = [engine.add_request(prompt, greedy(6))]
+    to_pool = engine.offload._mover.to_pool
+
+    def slow_to_pool(targets, sources):
+        to_pool(targets, sources)
+        return SlowArrival(lambda: requests[-1].looked_up_at is not None)
+
+    engine.offload._mover.to_pool = slow_to_pool
+    step_with_arrival(engine, store)
+    large = random_tokens(whole_pool * 16 - 20, seed=7)
+    requests.append(engine.add_request(large, greedy(1)))
+    requests.append(engine.add_request(random_tokens(20, seed=8), greedy(1)))
+    while engine.has_work:
+        engine.step()
+    assert requests[0].generated_tokens == engine.expected
+
+
+class LateArrival(Arrival):
+    """Pages that have arrived in the pool when they are asked for the third time."""
+
+    def __init__(self):
+        super().__init__([])
+        self.asked = 0
+
+    def is_done(self):
+        self.asked += 1
+        return self.asked > 2
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("slots", "in_pool"), [(1, 2), (2, 2), (2, 3), (4, 4)])
+def test_queued_prompts_do_not_push_out_each_other(monkeypatch, slots, in_pool, is_late):
+    """All are in host memory, and the pool has room for a few."""
+    model = tiny_model("MG*-")
+    spec = tiny_engine(model).cache.spec
+    room = in_pool * (8 * spec.kv_pages_per_block + 2 * spec.checkpoint_pages) * spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=room, host_cache_bytes=64 << 20, max_requests=slots)
+    prompts = [random_tokens(100, seed=seed) for seed in range(8)]
+    expected = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    empty_pool(engine)
+    to_pool = engine.offload._mover.to_pool
+    if is_late:
+        late = lambda *parts: to_pool(*parts) and LateArrival()  # noqa: E731
+        monkeypatch.setattr(engine.offload._mover, "to_pool", late)
+    results = engine.generate(prompts, greedy(6))
+    assert [result.prefix.fetched_tokens for result in results] == [100] * 8
+    assert [result.generated_tokens for result in results] == expected
+    # What is late may be pushed out again by those that start before it.
+    assert engine.stats()["fetches"] <= (24 if is_late else 8)
+    engine.check_integrity()
+
+
+def test_what_leaves_the_pool_while_its_request_waits_is_fetched():
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, max_requests=1)
+    prompt = random_tokens(100)
+    expected = answer(engine, prompt).generated_tokens
+    first = engine.add_request(random_tokens(30, seed=5), greedy(20))
+    request = engine.add_request(prompt, greedy(6))
+    engine.step()  # the pool has it
+    engine.cache.evict(EVERYTHING)
+    while engine.has_work:
+        engine.step()
+    assert request.generated_tokens == expected and first.done
+    assert request.result().prefix.fetched_tokens == 100
+
+
+def test_the_disk_is_read_while_the_slots_are_taken(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
+    prompt = random_tokens(60)
+    answer(engine, prompt)
+    empty_pool(engine)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    running = engine.add_request(random_tokens(30, seed=5), greedy(6))
+    request = engine.add_request(prompt, greedy(6))
+    engine.step()
+    assert store.arrive() == 60 // 16 + 1
+    engine.step()
+    assert not running.done and not engine.stats()["fetches"]
+    assert engine.explain(prompt).match.skipped_tokens == 0  # not in the pool before its turn
+    while engine.has_work:
+        engine.step()
+    assert request.result().prefix.fetched_tokens == 60
+    engine.close()
+
+
+def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
+    prompts = [random_tokens(60, seed=seed) for seed in range(2)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    engine.add_request(random_tokens(30, seed=5), greedy(2))
+    requests = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
+    engine.step()
+    assert engine.offload._read_bytes > 1
+    engine.scheduler.waiting.move_to_end(requests[0])  # the other one comes first
+    engine.scheduler.max_waiting_looked_at = 1  # and this one is too far behind
+    while engine.has_work:
+        engine.step()
+    assert [request.result().prefix.fetched_tokens for request in requests] == [60, 60]
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("a bug")])
+def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, error):
+    """Without memory no step fails, and no other request waits; a bug is told once."""
+    engine, prompt, store = slow
+    other = engine.add_request(random_tokens(30, seed=5), greedy(3))
+    request = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+
+    def to_pool(*parts):
+        raise error
+
+    monkeypatch.setattr(engine.offload._mover, "to_pool", to_pool)
+    if not isinstance(error, MemoryError):
+        with pytest.raises(OSError, match="a bug"):
+            engine.step()
+        assert not engine.cache.allocator.ref_counts.any()
+    while not request.closed:
+        engine.step()
+    assert other.done
+    result = request.result()
+    assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
+    assert is_greedy(engine.model, prompt, result.generated_tokens)
+    assert engine.stats()["fetches_failed"] == 1
+    engine.check_integrity()
+
+
+def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    publish = engine.cache.publish_checkpoint
+
+    def without_memory(reservation):
+        if reservation.lease.skipped_tokens:  # that of the fetch
+            raise MemoryError("no room")
+        publish(reservation)
+
+    monkeypatch.setattr(engine.cache, "publish_checkpoint", without_memory)
+    step_with_arrival(engine, store)
+    while not request.closed:
+        engine.step()
+    assert request.result().prefix.skipped_tokens == 0
+    assert engine.stats()["fetches_failed"] == 1
+    engine.check_integrity()
+
+
+def test_what_leaves_the_pool_without_memory_for_its_keys_is_counted(monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    answer(engine, random_tokens(60))
+
+    def without_memory(*arguments):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.cache, "prefix", without_memory)
+    empty_pool(engine)
+    assert engine.stats()["host_without_memory"] > 0
+    assert engine.stats()["host_states"] == 0
+    engine.check_integrity()
+
+
+def test_what_is_read_from_the_disk_at_a_time_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompts = [random_tokens(60, seed=seed) for seed in range(3)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    requests = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
+    other = engine.add_request(random_tokens(30, seed=5), greedy(30))
+    for left in (3, 2, 1):
+        engine.step()
+        assert sum(request.fetch is not None for request in requests) == left
+        assert store.arrive() == 60 // 16 + 1  # one prompt's
+    while engine.has_work:
+        engine.step()
+    assert [r.result().prefix.skipped_tokens for r in requests] == [60] * 3 and other.done
+    engine.close()
+
+
+def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompts = [random_tokens(length, seed=length) for length in (60, 200, 62, 61)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    sizes = []
+    for prompt in prompts:
+        record = engine.offload.find(torch.tensor(prompt).numpy(), "", 0)[1]
+        sizes.append(sum(each.num_bytes for each in [*record.chain(), record]))
+    limit = sizes[0] + sizes[2]
+    assert sizes[1] > sizes[2]  # the long one does not fit beside a short one
+    monkeypatch.setattr(offload, "MAX_READ_BYTES", limit)
+    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(2))
+    engine.add_request(random_tokens(30, seed=5), greedy(30))
+    engine.step()
+    assert engine.stats()["disk_read_bytes"] == limit
+    while engine.has_work:
+        assert store.arrive() or not engine.offload.is_busy
+        engine.step()
+        assert engine.stats()["disk_read_bytes"] <= limit + sizes[1]  # it is first in line now
+    assert engine.stats()["fetches"] == 4
+    assert not engine.stats()["disk_read_bytes"]
+    engine.close()
+
+
+def test_what_is_on_its_way_to_the_disk_is_counted(tmp_path, monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    answer(engine, random_tokens(60))
+    gate, write = threading.Event(), DiskStore._write
+    monkeypatch.setattr(DiskStore, "_write", lambda *job: (gate.wait(), write(*job)))
+    empty_pool(engine)
+    stats = engine.stats()
+    assert stats["disk_write_bytes"] == stats["disk_bytes"] > 0
+    gate.set()
+    engine.offload.disk.store.flush()
+    assert not engine.stats()["disk_write_bytes"]
+    engine.close()
+
+
+def test_a_handle_keeps_no_bytes(slow):
+    engine, prompt, store = slow
+    request = engine.add_request(prompt, greedy(6))
+    step_with_arrival(engine, store)
+    fetch = request.fetch
+    assert fetch.reads
+    engine.cancel(request)
+    assert request.fetch is fetch and fetch.is_over and not fetch.reads and fetch.arrival is None
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    prompt = random_tokens(60)
+    expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    disk = engine.offload.disk
+    store = disk.store = SlowStore(disk.store)
+    request = engine.add_request(prompt, greedy(6))
+    if in_pool:
+        engine.offload._mover.to_pool = lambda *parts: SlowArrival(lambda: False)
+        step_with_arrival(engine, store)
+        engine.step()
+    else:
+        answer(engine, random_tokens(30, seed=5))
+    assert engine.offload.is_busy and engine.cache.allocator.ref_counts.any() == in_pool
+    engine.close()
+    assert not engine.cache.allocator.ref_counts.any() and not engine.offload.is_busy
+    assert all(not record.pins for record in disk.records())
+    if not in_pool:
+        while not request.closed:
+            engine.step()
+        assert request.generated_tokens == expected
+        assert request.result().prefix.fetched_tokens == 0
+        assert engine.save_cache(tmp_path).states  # into the folder that it has let go
+    engine.check_integrity()
+
+
+# What is damaged is not used ---------------------------------------------------------------------
+
+
+def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(100)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    answer(engine, prompt[:50])
+    expected = answer(engine, prompt).generated_tokens
+    engine.save_cache()
+    deep = max(engine.offload.disk.records(), key=lambda record: record.position)
+    slot = int(engine.offload.disk.store._placed[deep.key].slots[0])
+    engine.close()
+    path = tmp_path / "rank-0-of-1" / "pages.bin"
+    content = bytearray(path.read_bytes())
+    content[slot * engine.cache.spec.page_bytes + 100] ^= 4
+    path.write_bytes(content)
+
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    longer = [*prompt, *expected, 3]
+    result = answer(engine, longer)
+    assert result.generated_tokens == greedy_tokens(model, longer, 6)
+    assert result.prefix.skipped_tokens == 100  # not 106, whose state is damaged
+    assert engine.stats()["fetches_failed"] == 1
+    assert "pages.bin" in engine.offload.disk.store.problems[0]
+    assert answer(engine, longer).prefix.skipped_tokens == len(longer)
+    engine.close()
+
+
+def test_two_requests_meet_one_damage(tmp_path):
+    model, shared = tiny_model("MG*-"), random_tokens(40)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in (1, 2, 3)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    disk = engine.offload.disk
+    disk.store.flush()
+    first = next(record for record in disk.records() if record.parent is None)
+    page = int(disk.store._placed[first.key].slots[0])
+    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    results = engine.generate(prompts, greedy(6))
+    for prompt, result in zip(prompts, results):
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    engine.check_integrity()
+    empty_pool(engine)
+    again = engine.generate(prompts, greedy(6))
+    assert all(result.prefix.fetched_tokens for result in again)
+    engine.close()
+
+
+def test_a_disk_that_cannot_be_read_kills_no_request(tmp_path, monkeypatch):
+    model, prompt = tiny_model("MG*-"), random_tokens(60)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    expected = answer(engine, prompt).generated_tokens
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *arguments: os.close(-1))
+        result = answer(engine, prompt)
+    assert result.generated_tokens == expected and result.prefix.skipped_tokens == 0
+    assert "Bad file descriptor" in engine.offload.disk.store.problems[0]
+    assert engine.stats()["fetches_failed"] == 1
+    engine.close()
+
+
+def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
+    model, shared = tiny_model("MG*-"), random_tokens(40)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    states = engine.stats()["disk_states"]
+    read, failures = os.preadv, [MemoryError("no room for a moment")]
+
+    def fails_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fails_once)
+    assert answer(engine, prompts[0]).prefix.skipped_tokens == 0
+    assert engine.stats()["disk_states"] >= states
+    empty_pool(engine)
+    assert answer(engine, prompts[1]).prefix.fetched_tokens == 70
+    assert answer(engine, prompts[0]).prefix.fetched_tokens == 0  # left alone for a while
+    monkeypatch.setattr(offload.time, "monotonic", lambda: 1e12)
+    empty_pool(engine)
+    assert answer(engine, prompts[0]).prefix.fetched_tokens == 70
+    assert not engine.offload._fetches
+    engine.close()
+
+
+def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monkeypatch):
+    model, prompts = tiny_model("MG*-"), [random_tokens(60, seed=seed) for seed in range(3)]
+    engine = tiny_engine(model, cache_dir=tmp_path)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        answer(engine, prompts[0])
+        empty_pool(engine)
+        answer(engine, prompts[1])
+        engine.offload.disk.store._wait_for_jobs()
+        stats = engine.stats()
+        assert (stats["disk_bytes"], stats["disk_states"], stats["disk_kv_blocks"]) == (0, 0, 0)
+        assert stats["disk_records_unwritten"] >= 4
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_cache()
+    saved = engine.save_cache()  # there is space again
+    assert saved.states == engine.stats()["disk_states"] == 2
+    engine.clear_cache()
+    answer(engine, prompts[2])
+    assert engine.save_cache().states
+    engine.close()
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    assert answer(engine, prompts[2]).prefix.fetched_tokens == 60
+    engine.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
+    """What is asked for again and again gets in, in the place of what came first."""
+    monkeypatch.setattr(disk_store, "RETRY_SECONDS", 0.0)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, disk_cache_bytes=8 << 20)
+    disk, pwrite = engine.offload.disk, os.pwrite
+    limit = disk.capacity_bytes
+
+    def small(descriptor, data, offset):
+        if offset + len(data) > 1 << 20:
+            raise OSError(number, "there is no more")
+        return pwrite(descriptor, data, offset)
+
+    def ask(seed):
+        result = answer(engine, random_tokens(60, seed=seed))
+        empty_pool(engine)
+        disk.store._wait_for_jobs()
+        return result.prefix.fetched_tokens
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", small)
+        seed = 0
+        while not engine.stats()["disk_records_unwritten"]:
+            ask(seed)
+            seed += 1
+        assert 0 < disk.capacity_bytes == disk.used_bytes < 1 << 20
+        unwritten = engine.stats()["disk_records_unwritten"]
+        assert [ask(1000 + i % 3) for i in range(30)][-3:] == [60] * 3
+        assert engine.stats()["disk_records_unwritten"] == unwritten
+        assert disk.used_bytes <= disk.capacity_bytes < 1 << 20
+    for seed in range(2000, 2003):
+        answer(engine, random_tokens(60, seed=seed))
+    engine.save_cache()  # there is space again
+    assert disk.capacity_bytes == limit
+    engine.close()
+
+
+# What outlives the engine ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_save_cache_and_a_warm_start(tmp_path, pattern):
+    model = tiny_model(pattern)
+    engine = tiny_engine(model, host_cache_bytes=1 << 20)
+    prompts = [random_tokens(50 + 7 * seed, seed=seed) for seed in range(4)]
+    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    saved = engine.save_cache(tmp_path)
+    assert saved.kv_blocks and (saved.states or not engine.cache.spec.needs_state)
+    again = engine.save_cache(tmp_path)
+    assert again == saved
+
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    for prompt, expected in zip(prompts, answers):
+        result = answer(engine, prompt)
+        least = len(prompt) if engine.cache.spec.needs_state else (len(prompt) - 1) // 16 * 16
+        assert result.prefix.skipped_tokens >= least
+        assert result.generated_tokens == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("pattern", ["MG*-", "*-*-"])
+def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
+    model = tiny_model(pattern)
+    engine = tiny_engine(model, cache_dir=tmp_path / "own")
+    shared = random_tokens(40, seed=9)
+    prompts = [[*shared, *random_tokens(50, seed=seed)] for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    empty_pool(engine)
+    disk = engine.offload.disk
+    damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
+    disk.store.flush()
+    page = int(disk.store._placed[damaged.key].slots[0])
+    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    held = engine.stats()
+    saved = engine.save_cache(tmp_path / "other")
+    assert engine.save_cache(tmp_path / "other") == saved
+    if engine.cache.spec.needs_state:
+        assert saved.states == held["disk_states"] - 1
+    after = engine.stats()
+    assert all(after[name] == held[name] for name in ("disk_states", "disk_kv_blocks"))
+    engine.close()
+    engine = tiny_engine(model, cache_dir=tmp_path / "other")
+    for prompt in prompts[:3]:
+        result = answer(engine, prompt)
+        assert result.prefix.skipped_tokens >= 80 and result.prefix.fetched_tokens
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert not engine.stats()["fetches_failed"]
+    engine.close()
+
+
+def test_another_model_or_configuration_is_told_apart(tmp_path):
+    engine = tiny_engine(tiny_model("MG*-"))
+    answer(engine, random_tokens(40))
+    engine.save_cache(tmp_path)
+    for model, fields, name in (
+        (tiny_model("MG*-", seed=1), {}, "weights"),
+        (tiny_model("MG*-"), {"state_encoding": "bf16"}, "state encoding"),
+        (tiny_model("MG*-"), {"kv_cache_dtype": torch.bfloat16}, "kv dtype"),
+        (tiny_model("MG*-"), {"block_size_tokens": 32}, "block size tokens"),
+        (tiny_model("MG*-", rotary_base=5000), {}, "model configuration"),
+    ):
+        with pytest.raises(CacheFolderError, match=f"for another ({name})"):
+            tiny_engine(model, cache_dir=tmp_path, **fields)
+        with pytest.raises(CacheFolderError, match=f"for another ({name})"):
+            tiny_engine(model, **fields).save_cache(tmp_path)
+    tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
+
+
+def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
+    """A Hugging Face folder's other entries, and counters of the training."""
+    routing = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    engine = tiny_engine(tiny_model("ME*-", **routing))
+    answer(engine, random_tokens(40))
+    engine.save_cache(tmp_path)
+    noted = {"transformers_version": "5"}
+    again = tiny_model.__wrapped__("ME*-", huggingface_config=noted, **routing)
+    counters = [b for name, b in again.named_buffers() if name.endswith("tokens_per_expert")]
+    for counter in counters:
+        counter.add_(7)
+    assert counters
+    tiny_engine(again, cache_dir=tmp_path).close()
+
+
+def test_an_engine_that_could_not_be_made_lets_its_folder_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "OutputProcessor", lambda tokenizer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    monkeypatch.undo()
+    tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
+
+
+def test_an_engine_as_a_context_lets_its_folder_go(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(60)
+    with pytest.raises(ZeroDivisionError), tiny_engine(model, cache_dir=tmp_path) as engine:
+        answer(engine, prompt)
+        empty_pool(engine)
+        raise ZeroDivisionError
+    with tiny_engine(model, cache_dir=tmp_path) as engine:
+        assert answer(engine, prompt).prefix.fetched_tokens == 60
+
+
+def test_clear_cache_after_the_weights_changed(tmp_path):
+    model = tiny_model.__wrapped__("MG*-")  # one of its own
+    fields = {"host_cache_bytes": 60_000, "cache_dir": tmp_path}
+    engine = tiny_engine(model, **fields)
+    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    engine.save_cache()
+    request = engine.add_request(prompts[0], greedy(3))
+    with pytest.raises(RuntimeError, match="0 requests run and 1 wait"):
+        engine.clear_cache()
+    engine.cancel(request)
+    stats = engine.stats()
+    assert stats["checkpoints"] and stats["disk_states"]
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine.clear_cache()
+    stats = engine.stats()
+    held = ("checkpoints", "cached_tokens", "host_bytes", "disk_bytes", "disk_kv_blocks")
+    assert not any(stats[name] for name in held)
+    for prompt in prompts:
+        result = answer(engine, prompt)
+        assert result.prefix.skipped_tokens == 0
+        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    engine.save_cache()
+    engine.close()
+    with pytest.raises(CacheFolderError, match="for another weights"):
+        tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
+    engine = tiny_engine(model, **fields)  # the folder is good for the new ones
+    assert all(answer(engine, prompt).prefix.fetched_tokens for prompt in prompts)
+    engine.close()
+
+
+def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
+    """A new engine with the same weights reads the folder: both have to reckon with one decay."""
+
+    def set_decays(model, last):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("dt_bias"):
+                    parameter.copy_(torch.linspace(-6, last, parameter.numel()))
+                elif name.endswith("A_log"):
+                    parameter.fill_(1.0)
+
+    model = tiny_model.__wrapped__("MG*-")  # one of its own
+    fields = {"cache_dir": tmp_path, "state_encoding": "int8"}
+    prompt = random_tokens(60)
+    more = [*prompt, 7, 9]
+
+    def log_probs_of(engine):
+        params = SamplingParams(
+            top_k=1, num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=True
+        )
+        result = engine.generate([more], params)[0]
+        assert result.prefix.skipped_tokens == len(prompt)
+        return result.log_probs
+
+    set_decays(model, last=4.0)
+    with tiny_engine(model, **fields) as engine:
+        set_decays(model, last=-6.0)
+        engine.clear_cache()
+        answer(engine, prompt)
+        engine.save_cache()
+        expected = log_probs_of(engine)
+    with tiny_engine(model, **fields) as engine:
+        assert log_probs_of(engine) == expected
+
+
+def test_an_engine_that_nobody_closed_lets_its_folder_go(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(90)
+    engine = tiny_engine(model, cache_dir=tmp_path, host_cache_bytes=1 << 20)
+    answer(engine, prompt)
+    empty_pool(engine)
+    answer(engine, prompt)
+    engine.save_cache()
+    gone = weakref.ref(engine), weakref.ref(engine.memory.pool), weakref.ref(engine.offload)
+    del engine
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    assert answer(engine, prompt).prefix.fetched_tokens == 90
+    engine.close()
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_told_to_make_its_own_engine(tmp_path):
+    model, prompt = tiny_model("MG*-"), random_tokens(90)
+    engine = tiny_engine(model, cache_dir=tmp_path)
+    answer(engine, prompt)
+    empty_pool(engine)
+    engine.offload.disk.store.flush()
+    held = engine.stats()["disk_states"]
+
+    def check():
+        for use in (engine.save_cache, engine.clear_cache):
+            with pytest.raises(RuntimeError, match="is a fork"):
+                use()
+        assert engine.stats()["disk_states"] == held
+        with pytest.raises(RuntimeError, match="is a fork"):
+            engine.generate([prompt], greedy(1))
+        engine.close()
+
+    assert in_fork(check) == 0
+    assert answer(engine, prompt).prefix.fetched_tokens == 90
+    engine.close()
+
+
+def test_save_cache_leaves_what_a_larger_folder_holds(tmp_path):
+    model = tiny_model("MG*-")
+    engine = tiny_engine(model, cache_bytes=16 << 20)
+    for seed in range(12):
+        answer(engine, random_tokens(90, seed=seed))
+    large = engine.save_cache(tmp_path)
+    engine = tiny_engine(model, disk_cache_bytes=large.num_bytes // 10)
+    assert engine.save_cache(tmp_path) == large
+    answer(engine, random_tokens(90, seed=99))
+    again = engine.save_cache(tmp_path)
+    assert again.num_bytes > large.num_bytes * 0.8
+    assert again.num_bytes <= large.num_bytes
+
+
+def test_save_cache_without_a_folder_is_refused():
+    engine = tiny_engine(tiny_model("MG*-"))
+    for folder in (None, ""):
+        with pytest.raises(ValueError, match="save_cache needs a folder"):
+            engine.save_cache(folder)
+
+
+def test_a_relative_folder_is_where_the_engine_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = tiny_engine(tiny_model("MG*-"), cache_dir="cache")
+    answer(engine, random_tokens(60))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = engine.save_cache()
+    assert engine.save_cache(tmp_path / "cache") == saved  # its own
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert engine.save_cache("cache") == saved
+    assert (tmp_path / "elsewhere" / "cache").is_dir()
+    engine.clear_cache()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host_cache_bytes": -1}, "host_cache_bytes is -1"),
+        ({"disk_cache_bytes": 0}, "disk_cache_bytes is 0"),
+        ({"cache_dir": 3}, "cache_dir is 3"),
+        ({"cache_dir": ""}, "cache_dir is ''"),
+        ({"host_cache_bytes": 1, "prefix_caching": "memory_only"}, "need prefix_caching='restore'"),
+    ],
+)
+def test_bad_sizes_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_engine(tiny_model("MG*-"), **fields)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_runs_with_tiers(seed):
+    """Many more: tests/functional/inference/test_many_random_runs.py."""
+    RandomRun(500 + seed, num_requests=7, tiers=True, crowded=seed % 2 == 0).run()
+
+
+def test_save_cache_where_nothing_is_restored(tmp_path):
+    engine = tiny_engine(prefix_caching="memory_only")
+    with pytest.raises(ValueError, match="save_cache needs prefix_caching='restore', it is 'mem"):
+        engine.save_cache(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

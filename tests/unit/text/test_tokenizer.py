@@ -1,0 +1,861 @@
+"""Tokenizers and chat templates: the same ids and texts as `transformers` makes of the folder."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from megatron_hybrid.text.chat_template import ChatTemplate
+from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+BOS, EOS, START, END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
+SPECIAL = [BOS, EOS, START, END]
+VOCAB_SIZE = 306  # all merges of the lines that it is trained on
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+ROLES = {**FAST, "bos_token": BOS, "eos_token": EOS}
+TEXTS = [
+    "Hello, world! How are you today?",
+    "  two  spaces\n\n\ttab ",
+    "Zażółć 漢字 🙂",
+    f"a{EOS} b {START}user\nc{END}",
+    "",
+]
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """tokenizer.json of a byte-level BPE tokenizer, as text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    lines = ["Hello world, how are you today?\n\n", "user assistant system\n think tool "] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def write(tmp_path, trained):
+    """Writes a folder: tokenizer.json with changes, and other files from strings or JSON values."""
+
+    def make(change=None, **files):
+        tokenizer = tokenizers.Tokenizer.from_str(trained)
+        if change is not None:
+            change(tokenizer)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        for name, content in files.items():
+            suffix = "" if "." in name else ".json"
+            text = content if isinstance(content, str) else json.dumps(content)
+            (tmp_path / (name + suffix)).write_bytes(text.encode())
+        return tmp_path
+
+    return make
+
+
+def theirs(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def with_bos(tokenizer):
+    """What Llama 3 does: byte-level offsets, then a token before the text."""
+    bos = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)]
+    )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), bos])
+
+
+def with_bos_and_eos(tokenizer):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", pair=None, special_tokens=[(BOS, 0), (EOS, 1)]
+    )
+
+
+def for_batches(tokenizer):
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(pad_id=1, pad_token=EOS, length=50)
+
+
+# Text --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [None, with_bos, with_bos_and_eos, for_batches])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ROLES,
+        {**ROLES, "add_bos_token": True, "add_eos_token": True},  # tokenizer.json decides
+        {**ROLES, "add_bos_token": False},
+        {**ROLES, "split_special_tokens": True},
+        {**ROLES, "sep_token": "Hello"},  # a word of the vocabulary becomes special
+        {**ROLES, "extra_special_tokens": ["Hello"]},
+        {**ROLES, "additional_special_tokens": ["Hello", START]},
+        {**ROLES, "extra_special_tokens": {"image_token": "Hello"}},
+        {**ROLES, "image_token": "Hello"},
+    ],
+)
+def test_same_ids_as_transformers(write, change, settings):
+    folder = write(change, tokenizer_config=settings)
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    for text in TEXTS:
+        assert ours.tokenize(text) == other(text)["input_ids"]
+        plain = other(text, add_special_tokens=False)["input_ids"]
+        assert ours.tokenize(text, add_special_tokens=False) == plain
+        assert ours.detokenize(plain) == other.decode(plain, skip_special_tokens=True)
+
+
+def added(content, **fields):
+    return {
+        "content": content,
+        **dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False),
+        **{"special": True, **fields},
+    }
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"1": added(EOS, lstrip=True, rstrip=True)},
+        {"1": added(EOS, special=False)},
+        {"306": added("<new>"), "307": added("<|next|>", special=False)},
+        {str(i): added(token) for i, token in enumerate(SPECIAL)},
+    ],
+)
+def test_added_tokens_of_the_config(write, decoder):
+    folder = write(tokenizer_config={**ROLES, "added_tokens_decoder": decoder})
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    for text in (f"a {EOS} b<new> c <|next|>", *TEXTS):
+        ids = other(text)["input_ids"]
+        assert ours.tokenize(text) == ids
+        assert ours.detokenize(ids) == other.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(other)
+
+
+def test_roles_of_older_checkpoints(write):
+    folder = write(
+        with_bos,
+        tokenizer_config=FAST,
+        special_tokens_map={"eos_token": {**added(EOS)}, "bos_token": BOS, "sep_token": "Hello"},
+    )
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    assert ours.tokenize(TEXTS[0]) == other(TEXTS[0])["input_ids"]
+    assert (ours.eod, ours.bos) == (other.eos_token_id, other.bos_token_id) == (1, 0)
+
+
+def test_newer_checkpoints_hold_all_roles_in_one_file(write):
+    settings = {**ROLES, "added_tokens_decoder": {"1": added(EOS)}}
+    folder = write(tokenizer_config=settings, special_tokens_map={"eos_token": END})
+    assert Tokenizer.from_folder(folder).eod == theirs(folder).eos_token_id == 1
+
+
+def test_roles_whose_token_the_vocabulary_lacks_stay_text(write):
+    folder = write(tokenizer_config={**ROLES, "pad_token": "<pad>"})
+    ours = Tokenizer.from_folder(folder)
+    assert ours.vocab_size == VOCAB_SIZE
+    assert max(ours.tokenize("<pad>")) < VOCAB_SIZE
+
+
+def test_vocab_size_counts_up_to_the_highest_id():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    assert Tokenizer(inner).vocab_size == 8
+    assert Tokenizer(tokenizers.Tokenizer(models.BPE())).vocab_size == 0
+
+
+def test_bos(write, trained):
+    assert Tokenizer.from_folder(write(tokenizer_config=ROLES)).bos == 0
+    assert Tokenizer.from_folder(write(tokenizer_config=FAST)).bos is None
+    assert Tokenizer(tokenizers.Tokenizer.from_str(trained), 1).bos is None
+
+
+# End tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (1,)),
+        ({"generation_config": {"eos_token_id": 3}}, (1, 3)),
+        ({"generation_config": {"eos_token_id": [3, 1, 2]}}, (1, 3, 2)),
+        ({"config": {"eos_token_id": [2, 3]}}, (1, 2, 3)),
+        ({"config": {"text_config": {"eos_token_id": 2}}}, (1, 2)),
+        ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": 3}}, (1, 3)),
+        ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": None}}, (1, 2)),
+        ({"config": {"eos_token_id": 2}, "generation_config": {}}, (1, 2)),
+        ({"config": {"eos_token_id": -1, "text_config": None}}, (1,)),
+        ({"tokenizer_config": FAST}, ()),
+        ({"tokenizer_config": FAST, "config": {"eos_token_id": [2, 3]}}, (2, 3)),
+        ({"tokenizer_config": FAST, "config": {"eos_token_id": 0}}, (0,)),
+    ],
+)
+def test_end_tokens(write, files, expected):
+    tokenizer = Tokenizer.from_folder(write(**{"tokenizer_config": ROLES, **files}))
+    assert tokenizer.end_tokens == expected
+    assert tokenizer.eod == (expected[0] if expected else None)
+
+
+# Chat templates ----------------------------------------------------------------------------------
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}{{ part.text }}{% endfor %}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' + call.function | tojson(indent=2) }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# Refuses chats without a user, drops the reasoning of earlier turns, opens that of the next.
+REASONING = """\
+{%- set ns = namespace(last=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif -%}
+{%- endfor -%}
+{%- if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content is defined and loop.index0 > ns.last -%}
+{{ '<think>' + message.reasoning_content + '</think>' }}
+{%- endif -%}
+{{ message.content | trim + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}{{ '' if enable_thinking is false else '<think>\\n' }}
+{%- endif -%}
+"""
+
+# Strict about roles, with a system text inside of the first user's message, and special tokens.
+ALTERNATING = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+{% set system = messages[0]['content'] + '\\n\\n' %}
+{% set rest = messages[1:] %}
+{%- else %}
+{% set system = '' %}
+{% set rest = messages %}
+{%- endif %}
+{% for message in rest %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+[INST] {{ (system if loop.first else '') + message['content'] }} [/INST]
+{%- else %}
+ {{ message['content'] + eos_token }}
+{%- endif %}
+{% endfor %}
+"""
+
+# No special tokens at all.
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+EXTENSIONS = """\
+Today is {{ strftime_now('%Y') }}.
+{% for message in messages %}
+    {% if message.role == 'tool' %}{% continue %}{% endif %}
+    {% if message.role == 'assistant' %}
+        {% generation %}
+{{ message.content }} < & > '{{ message | tojson }}'
+        {% endgeneration %}
+    {% else %}
+{{ message.content }}{{ documents is none }}{{ tools is none }}{{ image_token }}
+    {% endif %}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+{% endfor %}
+"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "reasoning": REASONING,
+    "alternating": ALTERNATING,
+    "plain": PLAIN,
+    "extensions": EXTENSIONS,
+}
+
+QUESTION = {"role": "user", "content": " Hello, how are you? "}
+ANSWER = {"role": "assistant", "content": "Zażółć\n", "reasoning_content": "They <ask> & I…"}
+SYSTEM = {"role": "system", "content": "You are Ünïcode.\n"}
+CHATS = [
+    [QUESTION],
+    [SYSTEM, QUESTION],
+    [QUESTION, ANSWER],
+    [SYSTEM, QUESTION, ANSWER, QUESTION],
+    [QUESTION, ANSWER, QUESTION, ANSWER, {"role": "user", "content": "\n\nbye"}],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'It\'s <hot> & "dry" in Łódź',
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+WITH_TOOL_CALL = [
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
+        ],
+    },
+    {"role": "tool", "content": "30 °C", "name": None},
+]
+
+
+def folder_with(write, template, **settings):
+    config = {**ROLES, "image_token": START, **settings}
+    return write(with_bos, tokenizer_config=config, **{"chat_template.jinja": template})
+
+
+def test_apply_chat_template_gives_token_ids_and_says_so(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, next(iter(TEMPLATES.values()))))
+    with pytest.raises(TypeError, match="render_chat gives the text"):
+        tokenizer.apply_chat_template([QUESTION], tokenize=False)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("generate", [True, False])
+def test_same_prompts_as_transformers(write, template, generate):
+    folder = folder_with(write, TEMPLATES[template])
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    for messages in CHATS:
+        text = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        assert ours.render_chat(messages, generate) == text
+        ids = other.apply_chat_template(messages, add_generation_prompt=generate)["input_ids"]
+        assert ours.apply_chat_template(messages, add_generation_prompt=generate) == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "arguments"),
+    [
+        ("chatml", [SYSTEM, QUESTION], {"tools": TOOLS}),
+        ("chatml", WITH_TOOL_CALL, {"tools": TOOLS}),
+        ("chatml", [{"role": "user", "content": [{"type": "text", "text": "a"}]}], {}),
+        ("reasoning", [QUESTION], {"enable_thinking": False}),
+        ("extensions", WITH_TOOL_CALL, {"documents": [{"title": "a", "text": "b"}]}),
+        ("alternating", [QUESTION], {"bos_token": "other"}),
+    ],
+)
+def test_tools_and_variables(write, template, messages, arguments):
+    folder = folder_with(write, TEMPLATES[template])
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    expected = other.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **arguments
+    )
+    assert ours.render_chat(messages, **arguments) == expected
+
+
+def test_half_of_a_character_is_no_text(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, "{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match=r"the text has \\ud800, half of a character"):
+        tokenizer.tokenize("a\ud800")
+    for encode in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
+        with pytest.raises(ValueError, match=r"the text.* has \\ud800, half of a character"):
+            encode([{"role": "user", "content": "a\ud800"}])
+
+
+def test_a_prompt_gets_no_special_tokens_but_the_template_s(write):
+    ours = Tokenizer.from_folder(folder_with(write, CHATML))
+    assert ours.tokenize("a")[0] == ours.bos
+    assert ours.apply_chat_template([QUESTION])[0] != ours.bos
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_under_any_of_its_names(name):
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.thinking + m.reasoning_content }}{% endfor %}"
+    )
+    assert template.render([{"role": "assistant", name: "so"}]) == "soso"
+
+
+def test_a_null_is_as_good_as_nothing():
+    template = ChatTemplate("{% for m in messages %}{{ m.content is defined }}{% endfor %}")
+    assert template.render([{"role": "assistant", "content": None}]) == "False"
+
+
+LISTED = [
+    {"name": "default", "template": "usual {{ messages | length }}"},
+    {"name": "tool_use", "template": "with {{ tools | length }}"},
+]
+
+
+@pytest.mark.parametrize(
+    ("stated", "files", "usual", "with_tools"),
+    [
+        ("{{ messages[0].role }}!", {}, "user!", "user!"),
+        (LISTED, {}, "usual 1", "with 1"),
+        (LISTED[:1], {}, "usual 1", "usual 1"),
+        (LISTED, {"chat_template.jinja": "a\r\nfile\n\n"}, "a\nfile\n", "a\nfile\n"),
+        (
+            None,
+            {"additional_chat_templates/tool_use.jinja": "t", "chat_template.jinja": "d"},
+            "d",
+            "t",
+        ),
+    ],
+)
+def test_where_templates_come_from(write, tmp_path, stated, files, usual, with_tools):
+    (tmp_path / "additional_chat_templates").mkdir()
+    folder = write(tokenizer_config={**ROLES, "chat_template": stated}, **files)
+    for tokenizer in (Tokenizer.from_folder(folder), saved_again(folder)):
+        assert tokenizer.render_chat([QUESTION]) == usual
+        assert tokenizer.render_chat([QUESTION], tools=TOOLS) == with_tools
+        assert tokenizer.chat_template is not None
+    other = theirs(folder)
+    assert other.apply_chat_template([QUESTION], tokenize=False) == usual
+    assert other.apply_chat_template([QUESTION], tools=TOOLS, tokenize=False) == with_tools
+
+
+@pytest.mark.parametrize("settings", [ROLES, {**ROLES, "chat_template": LISTED[1:]}])
+def test_no_template(write, settings):
+    tokenizer = Tokenizer.from_folder(write(tokenizer_config=settings))
+    assert tokenizer.chat_template is None
+    for method in (
+        tokenizer.render_chat,
+        tokenizer.apply_chat_template,
+        tokenizer.chat_message_starts,
+        tokenizer.chat_prompt,
+    ):
+        with pytest.raises(
+            ValueError, match=r"neither chat_template\.jinja nor .*tokenizer_config"
+        ):
+            method([QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error", "message"),
+    [
+        ("{% if %}", [QUESTION], ValueError, r"chat_template\.jinja is no Jinja template"),
+        ("{% frobnicate %}", [QUESTION], ValueError, "no Jinja template: .*unknown tag"),
+        (ALTERNATING, [QUESTION, QUESTION], ValueError, "cannot render .* roles must alternate"),
+        ("{{ messages[5].role }}", [QUESTION], ValueError, "cannot render these messages"),
+        ("{{ 1 / 0 }}", [QUESTION], ValueError, "cannot render these messages: division by zero"),
+        ("{{ messages.append(1) }}", [QUESTION], ValueError, "not safely callable|unsafe"),
+        ("{{ messages.__class__.__mro__ }}", [QUESTION], ValueError, "unsafe"),
+        (PLAIN, [], ValueError, "needs one message or more"),
+        (PLAIN, ["hello"], TypeError, "sequence of mappings, got .'hello'"),
+        (PLAIN, QUESTION, TypeError, "sequence of mappings"),
+        (PLAIN, [{"role": "user", "content": {1, 2}}], TypeError, "must be JSON values"),
+    ],
+)
+def test_templates_that_fail(write, template, messages, error, message):
+    tokenizer = Tokenizer.from_folder(folder_with(write, template))
+    methods = tokenizer.apply_chat_template, tokenizer.chat_message_starts, tokenizer.chat_prompt
+    for method in methods:
+        with pytest.raises(error, match=message):
+            method(messages)
+
+
+def test_a_template_changes_nothing_of_the_caller():
+    messages, tools = [dict(QUESTION)], [dict(TOOLS[0])]
+    source = "{% for m in messages + tools %}{% set _ = m.update({'a': 1}) %}{% endfor %}"
+    with pytest.raises(ValueError, match="cannot render"):
+        ChatTemplate(source).render(messages, tools=tools)
+    assert (messages, tools) == ([QUESTION], TOOLS)
+
+
+# Message starts ----------------------------------------------------------------------------------
+
+
+def shared(first, second):
+    pairs = zip([*first, -1], [*second, -2])
+    return next(i for i, (a, b) in enumerate(pairs) if a != b)
+
+
+def test_message_starts_where_every_prefix_can_be_rendered(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    for messages in CHATS:
+        ids = tokenizer.apply_chat_template(messages)
+        begins = [i for i, token in enumerate(ids) if token == 2]
+        assert len(begins) == len(messages) + 1
+        assert tokenizer.chat_message_starts(messages) == begins[1:]  # the first is at 0
+        assert tokenizer.chat_message_starts(messages, False) == begins[1:-1]
+
+
+def test_tools_are_a_start_of_their_own(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    starts = tokenizer.chat_message_starts([QUESTION], tools=TOOLS)
+    ids = tokenizer.apply_chat_template([QUESTION], tools=TOOLS)
+    assert starts == [i for i, token in enumerate(ids) if token == 2][1:]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_message_starts_are_prefixes_of_what_others_share(write, template):
+    """Exactly the tokens in common with the prompt of the messages before, if there is one."""
+    tokenizer = Tokenizer.from_folder(folder_with(write, TEMPLATES[template]))
+    for messages in CHATS:
+        full = tokenizer.apply_chat_template(messages)
+        starts = tokenizer.chat_message_starts(messages)
+        assert starts == sorted(set(starts))
+        assert all(0 < start <= len(full) for start in starts)
+        for index in range(1, len(messages) + 1):
+            try:
+                text = tokenizer.render_chat(messages[:index], False)
+            except ValueError:
+                continue
+            if tokenizer.render_chat(messages).startswith(text):
+                alone = tokenizer.tokenize(text, add_special_tokens=False)
+                assert shared(alone, full) in starts
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("template", ["chatml", "alternating", "plain"])
+def test_message_starts_of_tokenizers_that_prepend_a_space(tmp_path, scheme, template):
+    """As those from sentencepiece do: to the text, or to what follows each special token."""
+    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    words = [message["content"] for chat in CHATS for message in chat]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(special_tokens=SPECIAL + bytes_, show_progress=False)
+    inner.train_from_iterator(words, trainer)
+    Tokenizer(inner, 1, settings=ROLES).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[template])
+    tokenizer, other = Tokenizer.from_folder(tmp_path), theirs(tmp_path)
+    for messages in CHATS:
+        full = tokenizer.apply_chat_template(messages)
+        assert full == other.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        starts = tokenizer.chat_message_starts(messages)
+        text = tokenizer.render_chat(messages)
+        chars = tokenizer._templates["default"].message_starts(
+            messages, bos_token=BOS, eos_token=EOS
+        )
+        expected = {shared(tokenizer.tokenize(text[:char], False), full) for char in chars}
+        assert starts == sorted(expected - {0})
+
+
+def test_starts_where_a_template_needs_the_later_messages(write):
+    """A system prompt alone is refused, yet it is what chats share."""
+    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
+    first, second = (
+        [SYSTEM, {"role": "user", "content": content}] for content in ("Hello", "What?")
+    )
+    starts = tokenizer.chat_message_starts(first)
+    common = shared(tokenizer.apply_chat_template(first), tokenizer.apply_chat_template(second))
+    assert common in starts
+
+
+def test_starts_where_a_template_rewrites_history(write):
+    """The next turn drops the reasoning of this one: they share all up to the answer's start."""
+    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
+    turn = [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "And?"}]
+    starts = tokenizer.chat_message_starts(turn)
+    ids = tokenizer.apply_chat_template(turn)
+    begins = [i for i, token in enumerate(ids) if token == 2]
+    assert begins[-1] in starts  # the answer
+    next_turn = [*turn, ANSWER, QUESTION]
+    common = shared(ids, tokenizer.apply_chat_template(next_turn))
+    assert max(start for start in starts if start <= common) == begins[-1]
+    # The last question: an answer right before the end would be written with its reasoning.
+    assert any(begins[-2] < start < begins[-1] for start in starts)
+
+
+def test_starts_inside_of_tokens(write):
+    """Where a message starts within a token of the whole, that token is not shared."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.from_folder(folder_with(write, template))
+    messages = [{"role": "user", "content": text} for text in ("Hel", "lo wor", "ld")]
+    assert tokenizer.chat_message_starts(messages, False) == [
+        shared(tokenizer.tokenize(text, False), tokenizer.tokenize("Hello world", False))
+        for text in ("Hel", "Hello wor")
+        if shared(tokenizer.tokenize(text, False), tokenizer.tokenize("Hello world", False))
+    ]
+
+
+def test_messages_that_are_not_shown_have_no_start(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, "{{ 'a' * (messages | length) ** 2 }}b"))
+    assert tokenizer.chat_message_starts([QUESTION, ANSWER], False) == []
+
+
+# Forks -------------------------------------------------------------------------------------------
+
+
+def test_forks_are_behind_the_system_prompt_and_before_the_last_message(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    head = len(tokenizer.tokenize(f"{START}user\n", False))
+    for messages in CHATS:
+        ids, forks = tokenizer.chat_prompt(messages)
+        assert ids == tokenizer.apply_chat_template(messages)
+        begins = [i for i, token in enumerate(ids) if token == 2]
+        first = begins[int(messages[0] is SYSTEM)]
+        assert forks == sorted({first, first + head, begins[len(messages) - 1]} - {0})
+    assert tokenizer.chat_prompt([SYSTEM])[1] == []
+    ids, forks = tokenizer.chat_prompt([QUESTION], tools=TOOLS)
+    start = ids.index(2, 1)  # tools are written before all messages
+    assert forks == [start, start + head]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_forks_are_what_other_conversations_share(write, template):
+    tokenizer = Tokenizer.from_folder(folder_with(write, TEMPLATES[template]))
+    for messages in [chat for chat in CHATS if chat[-1]["role"] == "user"]:
+        ids, forks = tokenizer.chat_prompt(messages)
+        last = [*messages[:-1], {**messages[-1], "content": "What else is there?"}]
+        answered = {"role": "assistant", "content": "So it is."}
+        others = [last, [*messages, answered, {"role": "user", "content": "Why?"}]]
+        if messages[0] is SYSTEM:
+            others.append([SYSTEM, {"role": "user", "content": "Who are you?"}])
+        for other in others:
+            try:
+                common = shared(ids, tokenizer.apply_chat_template(other))
+            except ValueError:  # the template refuses such a conversation
+                continue
+            # resumed at the fork, or at the end, with no more than a message's head to run
+            nearest = max((f for f in (*forks, len(ids)) if f <= common), default=0)
+            assert common - nearest <= 16, (messages, other)
+
+
+def test_the_next_turn_leaves_where_the_template_writes_an_answer_otherwise(write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
+    for thinking in (True, False):
+        turn = [SYSTEM, QUESTION]
+        ids, forks = tokenizer.chat_prompt(turn, enable_thinking=thinking)
+        later = tokenizer.apply_chat_template([*turn, ANSWER, QUESTION])
+        common = shared(ids, later)
+        assert (common < len(ids)) == thinking  # it asks for thoughts, which history lacks
+        assert (common in forks) == thinking
+
+
+def test_a_long_chat_takes_no_more_renderings_than_a_short_one(monkeypatch, write):
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    runs = []
+    run = ChatTemplate._run
+    monkeypatch.setattr(ChatTemplate, "_run", lambda *a: runs.append(1) or run(*a))
+    counts = []
+    for turns in (1, 20):
+        tokenizer.chat_prompt([SYSTEM, *[QUESTION, ANSWER] * turns, QUESTION])
+        counts.append(len(runs))
+        runs.clear()
+    assert counts[0] == counts[1] <= 8
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+def saved_again(folder):
+    Tokenizer.from_folder(folder).save(folder / "saved")
+    return Tokenizer.from_folder(folder / "saved")
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": ROLES},
+        {"tokenizer_config": {**ROLES, "eos_token": added(EOS), "sep_token": "Hello"}},
+        {"tokenizer_config": FAST, "config": {"eos_token_id": [3, 2]}},
+        {"tokenizer_config": FAST, "config": {"eos_token_id": 3}},
+        {"tokenizer_config": ROLES, "generation_config": {"eos_token_id": [3, 1]}},
+        {"tokenizer_config": FAST, "special_tokens_map": {"eos_token": EOS, "bos_token": BOS}},
+        {"tokenizer_config": {"eos_token": EOS, "added_tokens_decoder": {"306": added("<new>")}}},
+        {},
+    ],
+)
+def test_a_reload_is_equal(write, files, template):
+    if template is not None:
+        files = {**files, "chat_template.jinja": template}
+    folder = write(with_bos, **files)
+    before, after = Tokenizer.from_folder(folder), saved_again(folder)
+    assert (after.eod, after.bos, after.vocab_size) == (before.eod, before.bos, before.vocab_size)
+    assert after.end_tokens == before.end_tokens
+    assert after.chat_template == before.chat_template == template
+    other = theirs(folder / "saved")
+    for text in (*TEXTS, "<new>"):
+        assert after.tokenize(text) == before.tokenize(text) == other(text)["input_ids"]
+    if template is not None:
+        assert after.render_chat(CHATS[3]) == before.render_chat(CHATS[3])
+        assert other.apply_chat_template(CHATS[3], tokenize=False, add_generation_prompt=True) == (
+            before.render_chat(CHATS[3])
+        )
+
+
+def test_saving_replaces_the_tokenizer_of_a_folder(write, tmp_path, trained):
+    folder = folder_with(write, CHATML)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("old")
+    (folder / "generation_config.json").write_text('{"top_k": 5, "eos_token_id": 3}')
+    Tokenizer(tokenizers.Tokenizer.from_str(trained), 1).save(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.eod, tokenizer.end_tokens, tokenizer.chat_template) == (1, (1,), None)
+    assert json.loads((folder / "generation_config.json").read_text()) == {
+        "top_k": 5,
+        "eos_token_id": [1],
+    }
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.render_chat([QUESTION], tools=TOOLS)
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": [3, 4]}])
+def test_a_generation_config_is_handed_on(write, ends):
+    values = {"temperature": 0.7, "top_k": 20, "do_sample": True, **ends}
+    folder = write(tokenizer_config=ROLES, generation_config=values)
+    before, after = Tokenizer.from_folder(folder), saved_again(folder)
+    assert json.loads((folder / "saved" / "generation_config.json").read_text()) == values
+    assert after.end_tokens == before.end_tokens
+
+
+def test_saving_writes_no_generation_config_without_need(write):
+    folder = write(tokenizer_config=ROLES, config={"eos_token_id": 1})
+    saved_again(folder)
+    assert not (folder / "saved" / "generation_config.json").exists()
+
+
+# Folders without tokenizer.json ------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(write):
+    """vocab.json and merges.txt."""
+
+    def make(**settings):
+        folder = write(tokenizer_config={**ROLES, "tokenizer_class": "GPT2Tokenizer", **settings})
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = [" ".join(pair) for pair in model["merges"]]
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+        (folder / "tokenizer.json").unlink()
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"chat_template": CHATML}])
+def test_other_files_by_transformers(foreign, settings):
+    folder = foreign(unk_token=EOS, **settings)
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    again = saved_again(folder)
+    for text in TEXTS:
+        assert ours.tokenize(text) == again.tokenize(text) == other(text)["input_ids"]
+    assert (ours.tokenize("a")[0] == ours.bos) == ("add_bos_token" in settings)
+    assert (ours.eod, ours.bos) == (again.eod, again.bos) == (1, 0)
+    assert ours.chat_template == again.chat_template == settings.get("chat_template")
+    assert (folder / "saved" / "tokenizer.json").exists()
+
+
+def test_roles_that_transformers_knows_for_a_class(foreign):
+    folder = foreign()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    assert other.eos_token == "<|endoftext|>"
+    assert (ours.eod, ours.bos) == (other.eos_token_id, other.bos_token_id)
+    assert saved_again(folder).eod == ours.eod
+
+
+def test_other_files_without_transformers(foreign, monkeypatch):
+    folder = foreign()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json does not exist.*pip install transformers"
+    ):
+        Tokenizer.from_folder(folder)
+
+
+def test_other_files_that_transformers_cannot_read(foreign):
+    folder = foreign()
+    (folder / "vocab.json").write_text("[")
+    with pytest.raises(ValueError, match=r"transformers cannot read .*vocab\.json"):
+        Tokenizer.from_folder(folder)
+
+
+def test_tokenizers_that_cannot_become_a_file(tmp_path):
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").touch()
+    with pytest.raises(ValueError, match=r"ByT5Tokenizer .* from vocab\.txt cannot be written"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_find_tokenizer(foreign, tmp_path):
+    assert find_tokenizer(tmp_path / "nowhere") is None
+    folder = foreign()
+    assert find_tokenizer(str(folder)) == folder / "vocab.json"
+    (folder / "tokenizer.model").touch()
+    assert find_tokenizer(folder) == folder / "tokenizer.model"
+    (folder / "tokenizer.json").touch()
+    assert find_tokenizer(folder) == folder / "tokenizer.json"
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not exist, nor tokenizer\.model,"):
+        Tokenizer.from_folder(tmp_path)
+
+
+# Malformed files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config", "{", "cannot be read as JSON"),
+        ("tokenizer_config", [], "holds no object"),
+        ("tokenizer_config", {"eos_token": 5}, "eos_token is 5, which is no token"),
+        ("tokenizer_config", {"bos_token": {"a": 1}}, "bos_token is {'a': 1}, which is no token"),
+        ("tokenizer_config", {"eos_token": "<eos>"}, "names the end token '<eos>'"),
+        ("tokenizer_config", {"added_tokens_decoder": {"x": {}}}, "does not fit"),
+        ("tokenizer_config", {"added_tokens_decoder": [1]}, "does not fit"),
+        ("tokenizer_config", {"added_tokens_decoder": {"1": {"a": 2}}}, "does not fit"),
+        (
+            "tokenizer_config",
+            {"added_tokens_decoder": {"7": added(EOS)}},
+            "gives '</s>' the id 7, which is 1 there",
+        ),
+        ("tokenizer_config", {"chat_template": 5}, "chat_template of"),
+        ("tokenizer_config", {"chat_template": [{"name": "a"}]}, "string or a list of {name, temp"),
+        (
+            "tokenizer_config",
+            {"chat_template": [{"name": "../a", "template": ""}]},
+            "chat_template",
+        ),
+        ("tokenizer_config", {"chat_template": [{"name": "a", "template": 5}]}, "chat_template of"),
+        ("special_tokens_map", "[", "cannot be read as JSON"),
+        ("generation_config", "[", "cannot be read as JSON"),
+        ("generation_config", {"eos_token_id": "2"}, "must be an int or a list of them, got ['2']"),
+        ("config", {"eos_token_id": [True]}, "must be an int or a list of them"),
+        ("chat_template.jinja", None, "cannot be read"),
+    ],
+)
+def test_malformed_files(write, name, content, message):
+    folder = write()
+    if content is None:
+        (folder / name).write_bytes(b"\xff\xff")
+    else:
+        write(**{name: content})
+    with pytest.raises(ValueError) as error:
+        Tokenizer.from_folder(folder)
+    assert message in str(error.value)
+    assert str(folder / name) in str(error.value)
+
+
+def test_malformed_tokenizer(write):
+    folder = write()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        Tokenizer.from_folder(folder)
+    shutil.rmtree(folder)
