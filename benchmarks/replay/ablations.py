@@ -88,7 +88,8 @@ def told_of(what: Callable[[int], int]) -> Callable[[int, int, bool], int]:
 PARTS = {
     # eviction
     "work": Part(
-        "what takes longer to compute again is worth more", {"spec.CacheSpec.work": constant(1.0)}
+        "what takes longer to compute again is worth more",
+        {"pages.spec.CacheSpec.work": constant(1.0)},
     ),
     "KV that goes along": Part(
         "a state is charged for the KV that leads to it alone",
@@ -127,7 +128,8 @@ PARTS = {
         {"prefix_cache.prefill_positions": positions_but(Kind.JUNCTION)},
     ),
     "lost forks": Part(
-        "states saved again at forks that lost theirs", {"reuse.ReuseModel.observe": no_fork_again}
+        "states saved again at forks that lost theirs",
+        {"policy.reuse.ReuseModel.observe": no_fork_again},
     ),
     "tails": Part(
         "states as far before the end of a prompt as successors leave it",
@@ -148,39 +150,40 @@ PARTS = {
     ),
     "uses of forks": Part(
         "a fork that could have served counts as used",
-        {"tree.Checkpoint.is_fork": constant(False)},
+        {"index.tree.Checkpoint.is_fork": constant(False)},
     ),
     "own gap": Part(
         "what was used repeatedly is judged by its own mean gap",
-        {"reuse.class_of": class_of_once, "reuse.time_scale": constant(1.0)},
+        {"policy.reuse.class_of": class_of_once, "policy.reuse.time_scale": constant(1.0)},
     ),
     "passed": Part(
         "states told apart by whether requests went past them",
-        {"reuse.ReuseModel.passed": constant(None)},
+        {"policy.reuse.ReuseModel.passed": constant(None)},
     ),
     "covered": Part(
-        "states told apart by whether a deeper one is stored", {"reuse.class_of": class_uncovered}
+        "states told apart by whether a deeper one is stored",
+        {"policy.reuse.class_of": class_uncovered},
     ),
     "turns": Part(
         "sessions told apart by turns, and by what they went on from",
-        {"reuse._new_class": told_of(lambda turn: turn if turn < 2 else 0)},
+        {"policy.reuse._new_class": told_of(lambda turn: turn if turn < 2 else 0)},
     ),
     "went on from": Part(
         "sessions told apart by what they went on from",
-        {"reuse._new_class": told_of(lambda turn: turn if turn < 2 else turn & ~1)},
+        {"policy.reuse._new_class": told_of(lambda turn: turn if turn < 2 else turn & ~1)},
     ),
     "found more": Part(
         "requests told apart by whether they found more than they brought",
-        {"reuse._new_class": told_of(lambda turn: turn if turn > 1 else 0)},
+        {"policy.reuse._new_class": told_of(lambda turn: turn if turn > 1 else 0)},
     ),
     "turns' own waits": Part(
-        "a turn's own waits beside those of all turns", {"sessions._OWN_WEIGHT": 1e9}
+        "a turn's own waits beside those of all turns", {"policy.sessions._OWN_WEIGHT": 1e9}
     ),
     "best moment": Part(
         "the best moment to give up (Gittins), not the hazard now",
-        {"reuse.best_rates": lambda hazard_CA: hazard_CA},
+        {"policy.reuse.best_rates": lambda hazard_CA: hazard_CA},
     ),
-    "fading": Part("what was seen long ago counts less", {"reuse._MEMORY": 10**9}),
+    "fading": Part("what was seen long ago counts less", {"policy.reuse._MEMORY": 10**9}),
 }
 
 
