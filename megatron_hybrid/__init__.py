@@ -13,7 +13,8 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_huggingface,
 )
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.config import HybridConfig, InferenceConfig
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams

@@ -185,7 +185,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace):
     """Of the options of `_add_engine`."""
-    from megatron_hybrid.config import InferenceConfig
+    from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.tools.plan import parse_count
 

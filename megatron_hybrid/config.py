@@ -6,13 +6,11 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from os import PathLike, fspath
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.compat import TransformerConfig, have_apex, replace_deprecated_defaults
 from megatron_hybrid.config_checks import (
     check_fixed_fields,
@@ -20,7 +18,6 @@ from megatron_hybrid.config_checks import (
     check_overrides,
     check_routing,
     check_types,
-    is_int,
     left_out_fields,
     require_positive,
     tell_fields_without_effect,
@@ -604,108 +601,3 @@ def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
             )
         decoded[name] = table[decoded[name]]
     return decoded
-
-
-STATE_ENCODINGS = ("exact", "bf16", "int8")
-
-
-@dataclass
-class InferenceConfig:
-    """How a model is served: sizes, and the prefix-caching mode.
-
-    Raises:
-        ValueError, TypeError: a field has no legal value; the message names it and the limit.
-    """
-
-    prefix_caching: str = "restore"
-    """"off": nothing is shared. "memory_only": KV blocks are shared, every prompt token is
-    computed. "restore": recurrent state is restored too, so that prefill starts where the match
-    ends."""
-
-    block_size_tokens: int = 16
-    """Tokens of one KV block: a power of two from 16 to 256."""
-
-    cache_bytes: int = 256 << 20
-    """Bytes of the page pool on each rank: KV of running requests and everything that is cached."""
-
-    max_requests: int = 64
-    """Requests that run at a time; each has a live slot outside of the pool."""
-
-    max_tokens: int = 2048
-    """Token budget of one forward pass, decodes and prefill chunks together. Layers with windows
-    hold the KV of all of its tokens meanwhile: with fewer there is more room for what is cached."""
-
-    max_sequence_length: int = 8192
-    """Tokens of one request, prompt and answer together."""
-
-    kv_cache_dtype: torch.dtype | None = None
-    """dtype of K and V in the pool; None: that of the model's parameters."""
-
-    state_encoding: str = "exact"
-    """How checkpoints hold recurrent states; convolution tails and live states are always exact.
-    "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per element,
-    a quarter of fp32's bytes, with errors about as large as those of bf16."""
-
-    host_cache_bytes: int = 0
-    """Bytes of host memory on each rank for what the page pool has no room for; 0: none."""
-
-    cache_dir: str | PathLike | None = None
-    """Folder for what host memory (or the pool) has no room for. It outlives the engine: the next
-    one with the same model and configuration goes on with what is there."""
-
-    disk_cache_bytes: int = 64 << 30
-    """Most bytes in `cache_dir`, for each rank."""
-
-    random_seed: int = 0
-    """Where the seeds of requests come from that bring none."""
-
-    verify_ranks: bool = False
-    """Debugging: compare the decisions of all ranks of the model, and the tokens that they compute,
-    at every step."""
-
-    def __post_init__(self):
-        if self.prefix_caching not in PREFIX_CACHING_MODES:
-            raise ValueError(
-                f"prefix_caching is {self.prefix_caching!r}; use one of {PREFIX_CACHING_MODES}."
-            )
-        if self.state_encoding not in STATE_ENCODINGS:
-            raise ValueError(
-                f"state_encoding is {self.state_encoding!r}; use one of {STATE_ENCODINGS}."
-            )
-        for field in (
-            "block_size_tokens",
-            "cache_bytes",
-            "max_requests",
-            "max_tokens",
-            "max_sequence_length",
-            "disk_cache_bytes",
-            "host_cache_bytes",
-        ):
-            value, least = getattr(self, field), int(field != "host_cache_bytes")
-            if not is_int(value) or not least <= value < 1 << 63:
-                raise ValueError(
-                    f"{field} is {value!r}; it must be a whole number from {least} to 2^63 - 1."
-                )
-            setattr(self, field, int(value))
-        if self.cache_dir is not None and (
-            not isinstance(self.cache_dir, (str, PathLike)) or not fspath(self.cache_dir)
-        ):
-            raise ValueError(f"cache_dir is {self.cache_dir!r}; it must be a path, or None.")
-        if (self.host_cache_bytes or self.cache_dir) and self.prefix_caching != "restore":
-            raise ValueError(
-                f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
-                f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
-            )
-        if not is_int(self.random_seed):
-            raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
-        self.random_seed = int(self.random_seed)
-        if not isinstance(self.verify_ranks, bool):
-            raise ValueError(f"verify_ranks is {self.verify_ranks!r}; it must be True or False.")
-        block = self.block_size_tokens
-        if not 16 <= block <= 256 or block & (block - 1):
-            raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")
-        if self.kv_cache_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"kv_cache_dtype is {self.kv_cache_dtype}; use torch.float32, torch.bfloat16, "
-                "torch.float16 or None (that of the parameters)."
-            )

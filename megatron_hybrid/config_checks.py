@@ -1,5 +1,4 @@
-"""What makes a configuration legal: one function for each group of a HybridConfig's fields; what
-counts as a number or as text.
+"""What makes a configuration legal: one function for each group of a HybridConfig's fields.
 
 They fill in the defaults that follow from other fields, and raise ValueErrors that name the field,
 the value, the limit and what to do.
@@ -11,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from megatron_hybrid.models.layer_pattern import KINDS
@@ -140,28 +138,6 @@ _FIELDS_WITHOUT_EFFECT = (
     "defer_embedding_wgrad_compute",
     "distribute_saved_activations",
 )
-
-
-def is_int(value: Any) -> bool:
-    """Whether a value is a whole number, numpy's among them; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, numpy's among them; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def check_text(name: str, text: str) -> None:
-    """Raises ValueError where a str has halves of a surrogate pair, as JSON can write them: no text
-    in UTF-8 has any."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):x}"
-        raise ValueError(
-            f"{name} has {half}, half of a character: write the character itself, or both halves"
-        ) from error
 
 
 _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}

@@ -19,8 +19,7 @@ from torch import Tensor
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.config import InferenceConfig
-from megatron_hybrid.config_checks import is_int
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.interrupts import interrupts_wait
@@ -38,6 +37,7 @@ from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
+from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
 

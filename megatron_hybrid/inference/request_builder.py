@@ -7,10 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.config import InferenceConfig
-from megatron_hybrid.config_checks import check_text, is_int
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling import SamplingParams, model_defaults
+from megatron_hybrid.validation import check_text, is_int
 
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.config_checks import check_text, is_int, is_number
+from megatron_hybrid.validation import check_text, is_int, is_number
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.config import InferenceConfig
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 from megatron_hybrid.offload.disk_store import RETRY_SECONDS, DiskStore

@@ -18,8 +18,8 @@ from typing import Any
 import tokenizers
 
 from megatron_hybrid.checkpoints.tensor_files import replace_file
-from megatron_hybrid.config_checks import check_text
 from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
+from megatron_hybrid.validation import check_text
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

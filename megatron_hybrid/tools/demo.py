@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult
 from megatron_hybrid.inference.sampling import SamplingParams

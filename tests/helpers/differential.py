@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
 
-from megatron_hybrid.config import PREFIX_CACHING_MODES
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.context import StepPlan
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.offload.tier import least_capacity_bytes

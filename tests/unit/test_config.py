@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid import config_checks
-from megatron_hybrid.config import ACTIVATIONS, HybridConfig
+from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.ops.activations import ACTIVATIONS
 
 
 def config(pattern="MG*W-", **fields):

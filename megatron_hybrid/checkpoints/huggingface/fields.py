@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_hybrid.config import ACTIVATIONS
+from megatron_hybrid.ops.activations import ACTIVATIONS
 
 _ACTIVATION_NAMES = {
     "silu": "silu",

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_hybrid.config_checks import check_text
 from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.validation import check_text
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")

@@ -7,9 +7,10 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.config import PREFIX_CACHING_MODES, InferenceConfig
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
 

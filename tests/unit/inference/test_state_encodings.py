@@ -16,7 +16,7 @@ from megatron_hybrid import (
     build_hybrid_model,
     load_pretrained,
 )
-from megatron_hybrid.config import STATE_ENCODINGS
+from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 
 TEXT = Path(__file__).parents[2] / "functional/data/alice_chapter_5.txt"

@@ -12,8 +12,8 @@ from transformers.models.zamba2.modeling_zamba2 import (
 )
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
-from megatron_hybrid.config import ACTIVATIONS
 from megatron_hybrid.models.mixers.base import StackInputs, UncachedContext
+from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 PATTERN = "ZMZ-ZZ"  # blocks 0, 1, 0 and 1

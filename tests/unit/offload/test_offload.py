@@ -23,8 +23,8 @@ from reference import (
     tiny_model,
 )
 
-from megatron_hybrid.config import STATE_ENCODINGS
 from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics import COUNTERS
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling import SamplingParams
