@@ -13,12 +13,12 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_huggingface,
 )
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import SamplingParams
 from megatron_hybrid.inference.stream import StreamEvent
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.version import __version__
 

@@ -29,7 +29,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     replace_file,
     write_tensors,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import (
     canonical_name,

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm

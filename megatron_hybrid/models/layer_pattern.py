@@ -8,6 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
+from megatron_hybrid.models.config.delta_rule import DeltaRuleFields, GatedDeltaNetFields
+from megatron_hybrid.models.config.field_group import FieldGroup
+from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
+from megatron_hybrid.models.config.mamba1 import Mamba1Fields
+from megatron_hybrid.models.config.mamba2 import Mamba2Fields
+from megatron_hybrid.models.config.mlp import MLPFields
+from megatron_hybrid.models.config.moe import DenseAndExpertsFields, MoEFields
+from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
+from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
+from megatron_hybrid.models.config.position import PositionFields
+from megatron_hybrid.models.config.shared_block import SharedBlockFields
+from megatron_hybrid.models.config.short_conv import ShortConvFields
+
 STAGE_BOUNDARY = "|"
 
 
@@ -21,8 +35,8 @@ class LayerKind:
     norm_name: str
     mixer_name: str
     """What norm and mixer are called in a checkpoint: as in megatron-core where it has the kind."""
-    fields: tuple[str, ...] = ()
-    """The groups of config fields that it reads, each with a check in `config_checks.py`."""
+    fields: tuple[type[FieldGroup], ...]
+    """The groups of config fields that it reads, checked in this order."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the mixer."""
 
@@ -30,71 +44,79 @@ class LayerKind:
 _ATTENTION = ("attention.AttentionMixer", "input_layernorm", "self_attention")
 
 KINDS: dict[str, LayerKind] = {
-    "M": LayerKind("Mamba-2", "mamba2.Mamba2Mixer", "norm", "mixer", ("mamba",)),
-    "S": LayerKind("Mamba-1", "mamba1.Mamba1Mixer", "norm", "mixer", ("mamba1",)),
+    "M": LayerKind("Mamba-2", "mamba2.Mamba2Mixer", "norm", "mixer", (Mamba2Fields,)),
+    "S": LayerKind("Mamba-1", "mamba1.Mamba1Mixer", "norm", "mixer", (Mamba1Fields,)),
     "C": LayerKind(
         "gated short convolution",
         "gated_short_conv.GatedShortConvMixer",
         "norm",
         "mixer",
-        ("short_conv",),
+        (ShortConvFields,),
     ),
     "G": LayerKind(
         "Gated DeltaNet",
         "gated_delta_net.GatedDeltaNetMixer",
         "input_layernorm",
         "self_attention",
-        ("linear", "gated_delta_net"),
+        (DeltaRuleFields, GatedDeltaNetFields),
     ),
     "K": LayerKind(
         "Kimi Delta Attention",
         "kimi_delta_attention.KimiDeltaAttentionMixer",
         "input_layernorm",
         "self_attention",
-        ("linear",),
+        (DeltaRuleFields,),
     ),
-    "*": LayerKind("full attention", *_ATTENTION, ("attention",)),
+    "*": LayerKind("full attention", *_ATTENTION, (PositionFields, AttentionFields)),
     "W": LayerKind(
-        "sliding-window attention", *_ATTENTION, ("attention", "window"), {"locality": "window"}
+        "sliding-window attention",
+        *_ATTENTION,
+        (PositionFields, AttentionFields, WindowFields),
+        {"locality": "window"},
     ),
-    "L": LayerKind("chunked attention", *_ATTENTION, ("attention", "chunk"), {"locality": "chunk"}),
+    "L": LayerKind(
+        "chunked attention",
+        *_ATTENTION,
+        (PositionFields, AttentionFields, ChunkFields),
+        {"locality": "chunk"},
+    ),
     "+": LayerKind(
         "multi-head latent attention",
         "latent_attention.LatentAttentionMixer",
         "input_layernorm",
         "self_attention",
-        ("latent_attention",),
+        (PositionFields, LatentAttentionFields),
     ),
     "D": LayerKind(
         "MLP and experts side by side",
         "dense_and_experts.DenseAndExpertsMixer",
         "pre_mlp_layernorm",
         "mlp",
-        ("mlp", "moe", "dense_and_experts"),
+        (MLPFields, MoEFields, DenseAndExpertsFields),
     ),
     "P": LayerKind(
         "per-layer input",
         "per_layer_input.PerLayerInputMixer",
         "norm",
         "mixer",
-        ("per_layer_input",),
+        (PerLayerInputFields,),
     ),
-    "-": LayerKind("MLP", "mlp.MLPMixer", "pre_mlp_layernorm", "mlp", ("mlp",)),
+    "-": LayerKind("MLP", "mlp.MLPMixer", "pre_mlp_layernorm", "mlp", (MLPFields,)),
     "H": LayerKind(
         "parallel attention and Mamba-2",
         "parallel_heads.ParallelHeadsMixer",
         "input_layernorm",
         "mixer",
-        ("attention", "mamba"),
+        (PositionFields, AttentionFields, Mamba2Fields, ParallelHeadsFields),
     ),
     "Z": LayerKind(
         "shared block and Mamba-2",
         "shared_block.SharedBlockMixer",
         "input_layernorm",
         "mixer",
-        ("attention", "mlp", "mamba", "shared_block"),
+        (PositionFields, AttentionFields, MLPFields, Mamba2Fields, SharedBlockFields),
     ),
-    "E": LayerKind("mixture of experts", "moe.MoEMixer", "pre_mlp_layernorm", "mlp", ("moe",)),
+    "E": LayerKind("mixture of experts", "moe.MoEMixer", "pre_mlp_layernorm", "mlp", (MoEFields,)),
 }
 """Every layer symbol."""
 

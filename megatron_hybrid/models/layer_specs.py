@@ -10,7 +10,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_hybrid import compat
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
 from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.models.mixers.base import MixerSubmodules

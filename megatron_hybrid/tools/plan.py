@@ -24,9 +24,9 @@ from megatron_hybrid.checkpoints.checkpoint import (
     with_dtype,
 )
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols

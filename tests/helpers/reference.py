@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import torch
 
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
 VOCAB_SIZE = 97

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
 ALL_MIXERS = "MG*-W-"

@@ -9,7 +9,7 @@ import pytest
 from megatron.core import package_info
 
 from megatron_hybrid import compat
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def test_version_is_the_installed_one():

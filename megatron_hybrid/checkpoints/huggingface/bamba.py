@@ -21,7 +21,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     model_tensors,
     same,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Bamba(Adapter):

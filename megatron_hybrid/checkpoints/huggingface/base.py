@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 @dataclass(frozen=True)

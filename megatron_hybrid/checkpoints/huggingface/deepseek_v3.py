@@ -24,7 +24,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     model_tensors,
     moe_tensors,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 

@@ -20,7 +20,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     model_tensors,
     same,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
 
 PROJECTIONS = ("w1", "w3", "w2")

@@ -19,7 +19,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     mlp_tensors,
     model_tensors,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Llama(Adapter):

@@ -23,7 +23,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     moe_tensors,
     same,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import dt_rank, model_fields, only, required
 from megatron_hybrid.checkpoints.huggingface.tensors import mamba1_tensors, model_tensors, same
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Mamba(Adapter):

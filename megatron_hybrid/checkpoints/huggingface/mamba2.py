@@ -13,7 +13,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     time_step_fields,
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import mamba2_tensors, model_tensors, same
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Mamba2(Adapter):

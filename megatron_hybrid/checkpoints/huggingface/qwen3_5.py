@@ -9,7 +9,7 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import only, required
 from megatron_hybrid.checkpoints.huggingface.layouts import joined
 from megatron_hybrid.checkpoints.huggingface.qwen3_next import Qwen3Next
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Qwen35(Qwen3Next):

@@ -9,7 +9,7 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import required
 from megatron_hybrid.checkpoints.huggingface.qwen3_5 import Qwen35
 from megatron_hybrid.checkpoints.huggingface.tensors import same
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Qwen35Moe(Qwen35):

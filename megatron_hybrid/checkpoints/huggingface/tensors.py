@@ -13,7 +13,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     joined,
     stacked,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
 
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel, shard
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 

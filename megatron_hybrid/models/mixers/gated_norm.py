@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 

@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerContext, MixerSubmodules
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.base import (
     Mixer,

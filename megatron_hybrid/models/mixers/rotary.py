@@ -10,44 +10,14 @@ import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_hybrid.config import HybridConfig  # which imports this file
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SMALLEST_TABLE = 1024
-
-_SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "proportional": ("partial_rotary_factor",),
-}
-"""The kinds of `rotary_scaling`, and the numbers that each cannot do without."""
-
-
-def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
-    """Raises ValueError where `frequencies` could not use a `rotary_scaling`."""
-    kind = scaling.get("rope_type")
-    if kind not in _SCALING_NUMBERS:
-        raise ValueError(
-            f"rotary_scaling has the rope_type {kind!r}; use one of {list(_SCALING_NUMBERS)}."
-        )
-    for name in _SCALING_NUMBERS[kind]:
-        value = scaling.get(name)
-        if not isinstance(value, int | float) or value <= 0:
-            raise ValueError(
-                f"rotary_scaling[{name!r}] is {value!r}; rope_type {kind!r} needs a number over 0."
-            )
 
 
 def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor, nn
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.projections import replicated_weight
 
 _CORE_EPSILON = 1e-20  # what core adds to the sum of the chosen sigmoid scores

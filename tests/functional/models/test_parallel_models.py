@@ -19,7 +19,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     read_config,
     save_checkpoint,
 )
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
 from megatron_hybrid.models.sharding.tensor_sharding import unshard
 

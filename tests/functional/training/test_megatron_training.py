@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 # Core calls torch by older names, and reads the gradients of views.

@@ -8,10 +8,10 @@ import torch
 from reference import VOCAB_SIZE, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.offload.disk_store import CacheFolderError
 
 MODEL = tiny_model()

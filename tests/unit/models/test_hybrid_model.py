@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
 
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_LABEL, HybridModel, build_hybrid_model
 
 

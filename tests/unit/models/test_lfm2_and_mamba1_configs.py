@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hybrid.checkpoints.huggingface import adapters
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LFM2 = {

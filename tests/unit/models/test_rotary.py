@@ -13,7 +13,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_hybrid.models.mixers.rotary import (
     RotaryEmbedding,
-    check_rotary_scaling,
     frequencies,
 )
 
@@ -147,18 +146,3 @@ def test_the_amplitude_scales_cos_and_sin():
     rotary = RotaryEmbedding(8, 100.0, SCALINGS["yarn with a factor"])
     rotated = rotary.rotate(x, rotary.cos_sin(torch.arange(5), 5, x.dtype))
     torch.testing.assert_close(rotated.norm(dim=-1), 1.3 * x.norm(dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'; use one of"),
-        ({"factor": 2.0}, "rope_type None"),
-        ({"rope_type": "linear"}, r"\['factor'\] is None"),
-        ({"rope_type": "yarn", "factor": -1, "original_max_position_embeddings": 8}, "is -1"),
-        ({"rope_type": "proportional", "partial_rotary_factor": "0.5"}, "is '0.5'"),
-    ],
-)
-def test_unusable_scalings_are_refused(scaling, message):
-    with pytest.raises(ValueError, match=message):
-        check_rotary_scaling(scaling)

@@ -9,7 +9,7 @@ import transformers
 from small_models import random_tokens
 
 from megatron_hybrid.checkpoints.checkpoint import load_state
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 HIDDEN, VOCAB = 48, 61

@@ -7,8 +7,8 @@ import torch
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError
-from megatron_hybrid.config import HybridConfig
 from megatron_hybrid.inference.config import STATE_ENCODINGS
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
 
 # Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.

@@ -1,13 +1,17 @@
 """HybridConfig: defaults that work, one clear error for what does not, and its JSON form."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid import config_checks
-from megatron_hybrid.config import HybridConfig
+from megatron_hybrid.compat import TransformerConfig
+from megatron_hybrid.models.config import unsupported
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.config.moe import DenseAndExpertsFields
+from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.ops.activations import ACTIVATIONS
 
 
@@ -91,7 +95,10 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"bf16": True, "params_dtype": torch.float16}, "contradict params_dtype=torch.float16"),
         ({"layer_spec": "apex"}, "layer_spec is 'apex'; use 'auto', 'local' or"),
         ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'RMSNorm' or 'LayerNorm'"),
-        ({"activation_func": F.elu}, "use one of config.ACTIVATIONS: silu, gelu, gelu_tanh"),
+        (
+            {"activation_func": F.elu},
+            "use one of ops.activations.ACTIVATIONS: silu, gelu",
+        ),
         (
             {"layer_overrides": {"M": {"mamba_head_dim": 32}}},
             "sets mamba_head_dim=32 for layer 1 (M), but not mamba_num_heads, which would stay",
@@ -164,7 +171,7 @@ HINTS = {
 
 
 def test_fields_without_effect_are_named_once(caplog):
-    config_checks._tell_once.cache_clear()
+    unsupported._tell_once.cache_clear()
     config()
     assert not caplog.records
     config(**HINTS)
@@ -228,11 +235,27 @@ def test_json_round_trip(activation):
     assert again.params_dtype == torch.bfloat16
 
 
-def test_each_field_of_its_own_is_saved_or_said_to_be_of_one_run():
+def test_each_field_that_core_has_not_is_saved_or_of_one_run():
     """One that is neither would have its default again after `save_checkpoint` and back."""
-    of_one_run = {"layer_spec", "use_cpu_initialization", "hidden_dropout"}
-    fixed = {"attention_dropout", "moe_router_dtype"}
-    assert HybridConfig.__annotations__.keys() - config().to_dict().keys() == of_one_run | fixed
+    names = {field.name for field in dataclasses.fields(HybridConfig)}
+    core = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert names - core - config().to_dict().keys() == {"layer_spec"}
+
+
+def test_each_group_of_a_layer_kind_is_part_of_the_config():
+    groups = {group for kind in KINDS.values() for group in kind.fields}
+    assert groups - set(HybridConfig.__mro__) == {DenseAndExpertsFields}, "which has no fields"
+
+
+def test_a_layer_takes_no_field_of_the_whole_model():
+    for name, value in {"vocab_size": 8, "num_shared_blocks": 2, "hidden_dropout": 0.1}.items():
+        with pytest.raises(ValueError, match=f"sets '{name}', which is no field of a single layer"):
+            config(layer_overrides={"M": {name: value}})
+
+
+def test_an_activation_of_one_layer_has_to_be_known_too():
+    with pytest.raises(ValueError, match=r"use one of ops\.activations\.ACTIVATIONS"):
+        config(layer_overrides={"-": {"activation_func": F.elu}})
 
 
 def test_overrides_are_fields_of_the_run():

@@ -1,0 +1,66 @@
+"""What is one for the whole model: its layers, vocabulary, width, and ways in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_hybrid.models.config.field_group import ModelFields
+
+
+@dataclass
+class ArchitectureFields(ModelFields):
+    """Fields of the model as a whole."""
+
+    layer_pattern: str = ""
+    """One symbol per layer, `|` between pipeline stages; see `models/layer_pattern.py`."""
+
+    layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
+    whole model; it comes after the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
+    False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not. Fields
+    that are left out and follow from others, such as mamba_num_heads from mamba_head_dim, follow
+    from the model's: who overrides the one for a layer has to say the other too."""
+
+    vocab_size: int = 0
+    """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
+
+    hidden_size: int = 0
+    """Width of the residual stream."""
+
+    share_embeddings_and_output_weights: bool = False
+    """Use the word embedding as the output layer too."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of the word embedding."""
+
+    round_embedding_multiplier: bool = False
+    """Round that factor to params_dtype first, as Gemma's is: in bfloat16 that is another one."""
+
+    logits_multiplier: float = 1.0
+    """Factor of the logits."""
+
+    final_logit_softcap: float | None = None
+    """c: logits become c tanh(logits / c), after their factor."""
+
+    num_shared_blocks: int = 1
+    """Blocks that the `Z` layers take in turn."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of every norm outside of the recurrent mixers."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
+
+    huggingface_config: dict[str, Any] | None = None
+    """config.json of the Hugging Face folder that the weights come from, to write one again."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
+        self._require_one_of("normalization", "RMSNorm", "LayerNorm")
+        if self.share_embeddings_and_output_weights and self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "share_embeddings_and_output_weights=True needs embedding and output layer on one "
+                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Untie them."
+            )

@@ -1,0 +1,158 @@
+"""Attention: heads, scores, windows and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from megatron_hybrid.models.config.field_group import LayerFields
+
+
+@dataclass
+class AttentionFields(LayerFields):
+    """Fields of every attention layer that keeps keys and values per head."""
+
+    if TYPE_CHECKING:
+        position_embedding_type: str
+        rotary_percent: float
+
+    followers: ClassVar = {"num_attention_heads": ("num_query_groups", "kv_channels")}
+
+    num_attention_heads: int = 0
+    """Query heads."""
+
+    num_query_groups: int | None = None
+    """Key/value heads, a multiple of the tensor-parallel size; None: one for each query head."""
+
+    kv_channels: int | None = None
+    """Width of a head; None: hidden_size / num_attention_heads."""
+
+    softmax_scale: float | None = None
+    """Factor of attention scores; None: kv_channels^-0.5."""
+
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """What each softmax has beside its scores: nothing, a score of 0, or a learnt one per head."""
+
+    attention_logit_softcap: float | None = None
+    """c: attention scores become c tanh(scores / c)."""
+
+    attention_output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, projected with the queries."""
+
+    add_qkv_bias: bool = False
+    """Biases in the projections of queries, keys and values, whatever add_bias_linear says."""
+
+    qk_layernorm: bool = False
+    """Norm queries and keys, before RoPE."""
+
+    qk_layernorm_scope: Literal["head", "all_heads"] = "head"
+    """Whether qk_layernorm norms each head, or all heads of a token as one vector."""
+
+    qk_l2_norm: bool = False
+    """Give each query and key head a mean square of 1, after RoPE."""
+
+    value_l2_norm: bool = False
+    """Give each value head a mean square of 1."""
+
+    keys_as_values: bool = False
+    """Values are the projected keys, before norm and RoPE."""
+
+    kv_source_layer: int | None = None
+    """Number of the layer before (from 1, through the whole model) whose keys and values this one
+    reads, having none of its own; set in layer_overrides."""
+
+    attention_temperature_scale: float | None = None
+    """s: queries are multiplied by 1 + s log(1 + floor((position + 1) / floor))."""
+
+    attention_temperature_floor: int = 8192
+    """Positions per step of the attention temperature."""
+
+    @property
+    def num_kv_projections(self) -> int:
+        """Projections of an attention layer beside the queries: of keys and values 2, 1 or 0."""
+        return 0 if self.kv_source_layer is not None else 1 if self.keys_as_values else 2
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of an attention head that RoPE rotates."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_positive("num_query_groups", "kv_channels")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
+                f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
+            )
+        self._require_divisible("num_query_groups")
+        if self.position_embedding_type == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise ValueError(
+                f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
+                f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
+            )
+        self._require_one_of("softmax_type", "vanilla", "off-by-one", "learnable")
+        self._require_one_of("qk_layernorm_scope", "head", "all_heads")
+        if self.qk_layernorm_scope == "all_heads" and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "qk_layernorm_scope='all_heads' needs all heads on one rank, but "
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
+            )
+        for name in ("attention_logit_softcap", "attention_temperature_floor"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0.")
+
+    def check_kv_source(
+        self, number: int, symbols: list[str], layers: Sequence[AttentionFields]
+    ) -> None:
+        """Raises ValueError unless the layer `number` can read the keys and values of its
+        `kv_source_layer`. symbols, layers: those of the whole model, overrides in place."""
+        source = self.kv_source_layer
+        if self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"layer {number} has kv_source_layer={source}, which needs both layers on one "
+                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Use 1."
+            )
+        alike = ("num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size")
+        if (
+            not 1 <= source < number
+            or symbols[source - 1] != symbols[number - 1]
+            or layers[source - 1].kv_source_layer is not None
+            or any(getattr(layers[source - 1], name) != getattr(self, name) for name in alike)
+        ):
+            raise ValueError(
+                f"layer {number} ({symbols[number - 1]}) has kv_source_layer={source}; it must be "
+                "a layer before it of the same symbol, with keys and values of its own and the "
+                f"same {', '.join(alike)}."
+            )
+
+
+@dataclass
+class WindowFields(LayerFields):
+    """Fields of sliding-window attention."""
+
+    sliding_window: int | None = None
+    """Positions that a `W` layer sees, its own included: (t - sliding_window, t]."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_for_layers(
+            "sliding_window",
+            "sliding-window attention (W)",
+            "the number of positions that they see",
+        )
+
+
+@dataclass
+class ChunkFields(LayerFields):
+    """Fields of chunked attention."""
+
+    attention_chunk_size: int | None = None
+    """A token of an `L` layer sees its own chunk of so many positions, up to itself."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_for_layers(
+            "attention_chunk_size", "chunked attention (L)", "the number of positions of a chunk"
+        )

@@ -1,0 +1,51 @@
+"""What layers of every kind read: their place in the residual stream, norms, biases, activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+
+from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.ops.activations import ACTIVATIONS
+
+
+@dataclass
+class CommonFields(LayerFields):
+    """Fields of every layer."""
+
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """x + f(norm(x)), x + norm(f(x)), or x + norm(f(norm(x)))."""
+
+    layernorm_epsilon: float = 1e-5
+    """Epsilon of every norm that has none of its own."""
+
+    layernorm_zero_centered_gamma: bool = False
+    """The factor of a norm is 1 + weight."""
+
+    residual_multiplier: float = 1.0
+    """Factor of what a layer adds to the residual stream."""
+
+    layer_scalar: bool = False
+    """Multiply the residual stream behind a layer by a number that comes with the weights."""
+
+    add_bias_linear: bool = False
+    """Biases in the projections of attention and MLP."""
+
+    activation_func: Callable = F.silu
+    """Activation of MLPs and experts; one of `ops.activations.ACTIVATIONS`."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_one_of("norm_placement", "pre", "post", "sandwich")
+        if self.layernorm_epsilon < 0:
+            raise ValueError(
+                f"layernorm_epsilon is {self.layernorm_epsilon}; it must be 0 or more."
+            )
+        if self.activation_func not in ACTIVATIONS.values():
+            raise ValueError(
+                f"activation_func is {self.activation_func!r}; "
+                f"use one of ops.activations.ACTIVATIONS: {', '.join(ACTIVATIONS)}."
+            )

@@ -1,0 +1,263 @@
+"""HybridConfig: all groups of fields together, on top of megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.compat import TransformerConfig, replace_deprecated_defaults
+from megatron_hybrid.models.config.architecture import ArchitectureFields
+from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
+from megatron_hybrid.models.config.common import CommonFields
+from megatron_hybrid.models.config.delta_rule import DeltaRuleFields, GatedDeltaNetFields
+from megatron_hybrid.models.config.field_group import (
+    FieldGroup,
+    LayerFields,
+    ModelFields,
+    check_types,
+)
+from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
+from megatron_hybrid.models.config.mamba1 import Mamba1Fields
+from megatron_hybrid.models.config.mamba2 import Mamba2Fields
+from megatron_hybrid.models.config.mlp import MLPFields
+from megatron_hybrid.models.config.moe import MoEFields
+from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
+from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
+from megatron_hybrid.models.config.position import PositionFields
+from megatron_hybrid.models.config.precision import DTYPES, PrecisionFields
+from megatron_hybrid.models.config.run import RunFields
+from megatron_hybrid.models.config.shared_block import SharedBlockFields
+from megatron_hybrid.models.config.short_conv import ShortConvFields
+from megatron_hybrid.models.config.unsupported import (
+    check_unsupported,
+    tell_fields_without_effect,
+)
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
+from megatron_hybrid.ops.activations import ACTIVATIONS
+
+
+@dataclass
+class HybridConfig(
+    ArchitectureFields,
+    PrecisionFields,
+    PerLayerInputFields,
+    CommonFields,
+    AttentionFields,
+    WindowFields,
+    ChunkFields,
+    PositionFields,
+    LatentAttentionFields,
+    Mamba2Fields,
+    Mamba1Fields,
+    ShortConvFields,
+    DeltaRuleFields,
+    GatedDeltaNetFields,
+    SharedBlockFields,
+    ParallelHeadsFields,
+    MLPFields,
+    MoEFields,
+    RunFields,
+    TransformerConfig,
+):
+    """Configuration of a hybrid model: every field of megatron-core's TransformerConfig, and these.
+
+    `HybridConfig(layer_pattern="MM*-MM*-", hidden_size=64, num_attention_heads=4, vocab_size=256)`
+    is complete. `num_layers` follows from the pattern.
+
+    Raises:
+        ValueError: a field has no legal value, or contradicts another one; the message names the
+            field, the value, the limit and what to do.
+    """
+
+    def __post_init__(self):
+        symbols = layer_symbols(self.layer_pattern)
+        if self.num_layers not in (0, len(symbols)):
+            raise ValueError(
+                f"num_layers is {self.num_layers}, but layer_pattern {self.layer_pattern!r} has "
+                f"{len(symbols)} layers. Leave num_layers out: it follows from the pattern."
+            )
+        self.num_layers = len(symbols)
+        check_types(type(self), {name: getattr(self, name) for name in _SAVED_FIELDS})
+        ArchitectureFields.check(self)
+        split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
+        check_unsupported(self)
+        PrecisionFields.check(self)
+        if self.has_attention:
+            self._require_positive("num_attention_heads")
+        else:
+            # Core divides by it and shards it, attention or not.
+            self.num_attention_heads = self.tensor_model_parallel_size
+            self.num_query_groups = self.kv_channels = None
+        if self.num_moe_experts is not None:
+            self.check_routing()
+        replace_deprecated_defaults(self)
+        left_out = {name for name in _FOLLOWERS if getattr(self, name) is None}
+        super().__post_init__()
+        check_unsupported(self)  # core has derived some of them from others
+        self.check()
+        self._check_overrides(symbols, left_out)
+        RunFields.check(self)
+        tell_fields_without_effect(self)
+
+    def check(self) -> None:
+        """Checks all that the layers of the pattern read; see `FieldGroup.check`."""
+        for symbol in dict.fromkeys(layer_symbols(self.layer_pattern)):
+            self._check_layer(symbol)
+
+    def _check_layer(self, symbol: str) -> None:
+        for group in (CommonFields, *KINDS[symbol].fields):
+            group.check(self)
+
+    def _check_overrides(self, symbols: list[str], left_out: set[str]) -> None:
+        """Whether overrides name layers that are there, and fields that a layer may have for
+        itself. left_out: fields that have followed from others."""
+        for layers, fields in self.layer_overrides.items():
+            is_number = isinstance(layers, str) and layers.isdecimal()
+            if layers not in symbols and not (is_number and 1 <= int(layers) <= len(symbols)):
+                raise ValueError(
+                    f"layer_overrides has the key {layers!r}, but keys are symbols of the "
+                    f"layer_pattern {self.layer_pattern!r} or layer numbers from '1' to "
+                    f"'{len(symbols)}'."
+                )
+            unknown = sorted(set(fields) - set(_LAYER_FIELDS))
+            if unknown:
+                raise ValueError(
+                    f"layer_overrides[{layers!r}] sets {unknown[0]!r}, which is no field of a "
+                    f"single layer. Such fields: {', '.join(_LAYER_FIELDS)}."
+                )
+            check_types(type(self), fields)
+        for number, symbol in enumerate(symbols, start=1):
+            self._check_followers(number, symbol, left_out)
+        layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
+        for number, (symbol, layer) in enumerate(zip(symbols, layers), start=1):
+            if AttentionFields in KINDS[symbol].fields and layer.kv_source_layer is not None:
+                layer.check_kv_source(number, symbols, layers)
+
+    def _check_followers(self, number: int, symbol: str, left_out: set[str]) -> None:
+        """What has followed from the model's fields would stay when a layer overrides these."""
+        fields = self.overrides_of(number, symbol)
+        for group in KINDS[symbol].fields:
+            for name, followers in group.followers.items():
+                stale = [one for one in followers if one in left_out and one not in fields]
+                if stale and fields.get(name, getattr(self, name)) != getattr(self, name):
+                    raise ValueError(
+                        f"layer_overrides sets {name}={fields[name]!r} for layer {number} "
+                        f"({symbol}), but not {' and '.join(stale)}, which would stay as for the "
+                        "other layers. Set all of them."
+                    )
+
+    def for_layer(self, number: int) -> HybridConfig:
+        """The config that one layer is built with: its overrides in place.
+
+        Args:
+            number: from 1, through the whole model.
+        """
+        symbol = layer_symbols(self.layer_pattern)[number - 1]
+        fields = self.overrides_of(number, symbol)
+        if not fields:
+            return self
+        config = copy.copy(self)
+        config.layer_overrides = {}
+        for name, value in fields.items():
+            setattr(config, name, value)
+        config._check_layer(symbol)
+        return config
+
+    def overrides_of(self, number: int, symbol: str) -> dict[str, Any]:
+        """What `layer_overrides` says of one layer, by its symbol and, first of all, by its number
+        (from 1, through the whole model)."""
+        return {
+            **self.layer_overrides.get(symbol, {}),
+            **self.layer_overrides.get(str(number), {}),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The architecture as JSON-able values: what `config.json` of a checkpoint holds."""
+        values = _encode({name: getattr(self, name) for name in _SAVED_FIELDS})
+        values["layer_overrides"] = {
+            layers: _encode(fields) for layers, fields in self.layer_overrides.items()
+        }
+        if not self.has_attention:
+            # What __post_init__ put there depends on the tensor-parallel size of this run.
+            values.update(num_attention_heads=0, num_query_groups=None, kv_channels=None)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> HybridConfig:
+        """The config that `to_dict` described; `overrides` are fields of this run.
+
+        Raises:
+            ValueError: an unknown key, or a value that no config takes.
+        """
+        unknown = sorted(set(values) - set(_SAVED_FIELDS))
+        if unknown:
+            raise ValueError(
+                f"config has the unknown key {unknown[0]!r}. Known: {', '.join(_SAVED_FIELDS)}."
+            )
+        fields = _decode(values)
+        if "layer_overrides" in fields:
+            fields["layer_overrides"] = {
+                layers: _decode(fields) for layers, fields in fields["layer_overrides"].items()
+            }
+        return cls(**{**fields, **overrides})
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer attends."""
+        symbols = layer_symbols(self.layer_pattern)
+        groups = {group for symbol in symbols for group in KINDS[symbol].fields}
+        return not groups.isdisjoint((AttentionFields, LatentAttentionFields))
+
+
+def _fields_of(kind: type[FieldGroup]) -> tuple[str, ...]:
+    """The fields of all groups of one kind."""
+    groups = [group for group in HybridConfig.__bases__ if issubclass(group, kind)]
+    return tuple(field.name for group in groups for field in dataclasses.fields(group))
+
+
+_LAYER_FIELDS = _fields_of(LayerFields)
+"""What `layer_overrides` takes."""
+
+_SAVED_FIELDS = _fields_of(ModelFields) + _LAYER_FIELDS
+"""What config.json holds: the architecture and its numerics, nothing of a particular run."""
+
+_FOLLOWERS = {
+    name
+    for group in HybridConfig.__bases__
+    if issubclass(group, FieldGroup)
+    for names in group.followers.values()
+    for name in names
+}
+"""Fields that follow from others where they are left out."""
+
+_NAMED_VALUES: dict[str, dict[str, Any]] = {
+    "params_dtype": DTYPES,
+    "recurrent_state_dtype": DTYPES,
+    "activation_func": ACTIVATIONS,
+}
+"""Fields whose values have a name in config.json."""
+
+
+def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of config fields as JSON has them."""
+    encoded = dict(fields)
+    for name in _NAMED_VALUES.keys() & encoded.keys():
+        names = {value: key for key, value in _NAMED_VALUES[name].items()}
+        encoded[name] = names[encoded[name]]
+    return encoded
+
+
+def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `_encode`."""
+    decoded = dict(fields)
+    for name in _NAMED_VALUES.keys() & decoded.keys():
+        table = _NAMED_VALUES[name]
+        if not isinstance(decoded[name], str) or decoded[name] not in table:
+            raise ValueError(
+                f"{name} is {decoded[name]!r} in the config; use one of {list(table)}."
+            )
+        decoded[name] = table[decoded[name]]
+    return decoded

@@ -1,0 +1,47 @@
+"""Multi-head latent attention (MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_hybrid.models.config.field_group import LayerFields
+
+
+@dataclass
+class LatentAttentionFields(LayerFields):
+    """Fields of multi-head latent attention."""
+
+    if TYPE_CHECKING:
+        position_embedding_type: str
+
+    q_lora_rank: int | None = 512
+    """Width that an MLA layer squeezes its queries through; None: one projection makes them."""
+
+    kv_lora_rank: int = 512
+    """Width of the latent that the keys and values of an MLA layer are made of."""
+
+    qk_head_dim: int = 128
+    """Width of an MLA head's query and key, without what RoPE rotates."""
+
+    qk_pos_emb_head_dim: int = 64
+    """Further width of an MLA head's query, and of the key that all heads share: what RoPE
+    rotates, unless position_embedding_type is none."""
+
+    v_head_dim: int = 128
+    """Width of an MLA head's value."""
+
+    latent_norm_epsilon: float | None = None
+    """Epsilon of the norms behind an MLA layer's down projections; None: layernorm_epsilon."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_positive("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        if self.q_lora_rank is not None:
+            self._require_positive("q_lora_rank")
+        self._require_divisible("num_attention_heads")
+        if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
+            raise ValueError(
+                f"RoPE rotates qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} dimensions; it needs "
+                "an even number. For no rotation use position_embedding_type='none'."
+            )

@@ -1,0 +1,158 @@
+"""Mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.unsupported import EXPERT_BIAS
+
+
+@dataclass
+class MoEFields(LayerFields):
+    """Fields of a layer with experts."""
+
+    if TYPE_CHECKING:
+        add_bias_linear: bool
+        mlp_gate_multiplier: float
+        mlp_output_multiplier: float
+        moe_router_load_balancing_type: str | list[str] | None
+
+    num_moe_experts: int | None = None
+    """Experts of a layer."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Inner width of an expert; None: ffn_hidden_size."""
+
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner width of an expert that takes every token; None: there is none."""
+
+    moe_shared_expert_gate: bool = False
+    """Multiply its output by the sigmoid of a projection of its input."""
+
+    moe_latent_size: int | None = None
+    """Width that a token is projected to for the experts, and back from; None: hidden_size."""
+
+    moe_apply_probs_on_input: bool = False
+    """Multiply what an expert takes in by its weight, not what it gives out."""
+
+    moe_router_topk: int = 2
+    """Experts of a token."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts, before the choice, not over the chosen ones."""
+
+    moe_router_enable_expert_bias: bool = False
+    """A bias for each expert that decides the choice alone, not the weights."""
+
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which moe_router_group_topk are chosen first; None: no groups."""
+
+    moe_router_group_topk: int | None = None
+    """Groups that a token's experts are chosen from."""
+
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the weights of the chosen experts."""
+
+    moe_router_topk_epsilon: float = 1e-20
+    """Added to the sum of the chosen experts' sigmoid scores before they are divided by it."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        if self.num_moe_experts is None:
+            raise ValueError(
+                f"num_moe_experts is None, but layer_pattern {self.layer_pattern!r} has layers "
+                "with a mixture of experts. Set it, moe_router_topk and moe_ffn_hidden_size."
+            )
+        self.check_routing()
+        sizes = ["moe_ffn_hidden_size"]
+        if self.moe_shared_expert_intermediate_size is not None:
+            sizes.append("moe_shared_expert_intermediate_size")
+        elif self.moe_shared_expert_gate:
+            raise ValueError(
+                "moe_shared_expert_gate=True gates a shared expert, but there is none: "
+                "moe_shared_expert_intermediate_size is None. Set it, or leave out the gate."
+            )
+        self._require_positive(*sizes)
+        self._require_divisible(*sizes)
+        if self.moe_latent_size is not None:
+            self._require_positive("moe_latent_size")
+        if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
+            raise ValueError(
+                f"mlp_gate_multiplier is {self.mlp_gate_multiplier} and mlp_output_multiplier "
+                f"{self.mlp_output_multiplier}, which experts do not have. Leave both at 1, or set "
+                "them by layer_overrides for the symbol -."
+            )
+
+    def check_routing(self) -> None:
+        """See `FieldGroup.check`: how tokens come to experts. megatron-core's own checks of these
+        fields are assertions, so it comes before them."""
+        self._require_positive("num_moe_experts", "moe_router_topk")
+        experts, topk = self.num_moe_experts, self.moe_router_topk
+        if topk > experts:
+            raise ValueError(
+                f"moe_router_topk is {topk}, but num_moe_experts is {experts}. "
+                "A token cannot go to more experts than there are."
+            )
+        self._require_one_of("moe_router_score_function", "softmax", "sigmoid")
+        # A name, several or None; with a coefficient of 0 the others do nothing.
+        balancing = self.moe_router_load_balancing_type
+        if any(name in (balancing or ()) for name in ("sinkhorn", "quantile_balancing")):
+            raise ValueError(
+                f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not "
+                f"support: balance the experts by {EXPERT_BIAS}."
+            )
+        softmax = self.moe_router_score_function == "softmax"
+        if softmax and topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "moe_router_topk=1 with a softmax over the one chosen expert weighs it 1 whatever "
+                "the router says. Set moe_router_pre_softmax=True or use 'sigmoid' scores."
+            )
+        if softmax and self.moe_router_enable_expert_bias:
+            raise ValueError(
+                "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid': "
+                "a bias that only selects is defined for independent scores."
+            )
+        if self.moe_apply_probs_on_input and topk != 1:
+            raise ValueError(
+                f"moe_apply_probs_on_input=True needs moe_router_topk=1, but it is {topk}."
+            )
+        if self.add_bias_linear and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "add_bias_linear=True with experts needs every bias on one rank, but "
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
+            )
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError(
+                f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}; "
+                "set both, or none to choose among all experts."
+            )
+        if groups is None:
+            return
+        self._require_positive("moe_router_num_groups", "moe_router_group_topk")
+        per_group, rest = divmod(topk, chosen)
+        if experts % groups or chosen > groups or rest or per_group > experts // groups:
+            raise ValueError(
+                f"moe_router_num_groups={groups} and moe_router_group_topk={chosen} do not fit "
+                f"num_moe_experts={experts} and moe_router_topk={topk}: groups must divide the "
+                "experts evenly, and each chosen group must give an equal share of the top-k."
+            )
+
+
+class DenseAndExpertsFields(LayerFields):
+    """An MLP and experts side by side: no fields beside those of both."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value}, but the experts of a layer D work on the whole hidden "
+                    "state, beside an MLP instead of a shared expert. Leave it out, or set it for "
+                    "the layers E alone, by layer_overrides."
+                )

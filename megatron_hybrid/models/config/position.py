@@ -1,0 +1,72 @@
+"""What tells attention where a token is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_hybrid.models.config.field_group import LayerFields
+
+_SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
+}
+"""The kinds of `rotary_scaling`, and the numbers that each cannot do without."""
+
+
+@dataclass
+class PositionFields(LayerFields):
+    """Fields of rotary position embedding (RoPE)."""
+
+    position_embedding_type: Literal["rope", "none"] = "rope"
+    """What tells attention where a token is. `none` suits hybrids: recurrent layers keep order."""
+
+    rotary_base: float = 10000.0
+    """Base of the RoPE frequencies, base^(-2i/d)."""
+
+    rotary_percent: float = 1.0
+    """Leading part of each attention head that RoPE rotates."""
+
+    rotary_scaling: dict[str, Any] | None = None
+    """How RoPE is stretched to longer contexts, in the terms of Hugging Face's `rope_parameters`:
+    `rope_type` ("linear", "llama3", "yarn") and its numbers; see `mixers/rotary.py`."""
+
+    rotary_interleaved: bool = False
+    """RoPE rotates neighbouring dimensions, not those of the two halves of a head."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_one_of("position_embedding_type", "rope", "none")
+        if self.rotary_base <= 0:
+            raise ValueError(f"rotary_base is {self.rotary_base}; it must be above 0.")
+        if self.rotary_scaling is not None:
+            check_rotary_scaling(self.rotary_scaling)
+        if self.position_embedding_type == "rope" and not 0.0 < self.rotary_percent <= 1.0:
+            raise ValueError(
+                f"rotary_percent is {self.rotary_percent}; it must lie in (0, 1]. "
+                "For no rotation use position_embedding_type='none'."
+            )
+
+
+def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raises ValueError where `mixers.rotary.frequencies` could not use a `rotary_scaling`."""
+    kind = scaling.get("rope_type")
+    if kind not in _SCALING_NUMBERS:
+        raise ValueError(
+            f"rotary_scaling has the rope_type {kind!r}; use one of {list(_SCALING_NUMBERS)}."
+        )
+    for name in _SCALING_NUMBERS[kind]:
+        value = scaling.get(name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ValueError(
+                f"rotary_scaling[{name!r}] is {value!r}; rope_type {kind!r} needs a number over 0."
+            )

@@ -1,0 +1,49 @@
+"""Blocks that several layers share (Zamba2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hybrid.models.config.field_group import LayerFields
+
+_PLAIN = {
+    "norm_placement": "pre",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "kv_source_layer": None,
+    "keys_as_values": False,
+    "attention_output_gate": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "mlp_gate_multiplier": 1.0,
+    "mlp_output_multiplier": 1.0,
+}
+"""The one value that a shared block takes of these fields."""
+
+
+@dataclass
+class SharedBlockFields(LayerFields):
+    """Fields of a layer with a shared block."""
+
+    shared_block_adapter_rank: int = 16
+    """Rank of what each `Z` layer adds to the projections of the block that it shares."""
+
+    shared_block_attention_adapters: bool = False
+    """Whether it adds to queries, keys and values too, not to the MLP alone."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_positive("num_shared_blocks", "shared_block_adapter_rank")
+        for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                raise ValueError(
+                    f"{name} is {size}, but shared blocks (Z in layer_pattern "
+                    f"{self.layer_pattern!r}) lie whole on one rank. Use 1."
+                )
+        for name, value in _PLAIN.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but shared blocks (Z in layer_pattern "
+                    f"{self.layer_pattern!r}) need {value!r}. Set it for the other layers alone, "
+                    "by layer_overrides."
+                )

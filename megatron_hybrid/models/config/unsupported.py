@@ -1,0 +1,181 @@
+"""Fields of TransformerConfig that HybridModel does not act upon. Without these tables they would
+be ignored in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_hybrid.compat import TransformerConfig
+
+logger = logging.getLogger(__name__)
+
+EXPERT_BIAS = (
+    "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
+)
+
+_INSTEAD: dict[str, tuple[str, ...]] = {
+    "use hidden_dropout": ("attention_dropout", "moe_input_jitter_eps"),
+    "use the symbol W in layer_pattern and sliding_window": ("window_size",),
+    "place the symbols W and * in layer_pattern": ("window_attn_skip_freq",),
+    "use the symbol + in layer_pattern": ("multi_latent_attention",),
+    "use the symbol G in layer_pattern": ("experimental_attention_variant",),
+    "place the symbol G in layer_pattern": ("linear_attention_freq",),
+    "place the symbols E and - in layer_pattern": ("moe_layer_freq",),
+    "use layer_overrides with position_embedding_type": ("no_rope_freq",),
+    "use layer_overrides": ("heterogeneous_block_specs",),
+    "use rotary_scaling": ("mrope_section",),
+    "use the unfused RoPE": ("apply_rope_fusion",),
+    "use qk_layernorm": ("qk_clip",),
+    "use pre-norm residuals": ("apply_residual_connection_post_layernorm",),
+    "use activation_func": ("use_te_activation_func",),
+    "mark the stages with | in layer_pattern": (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    ),
+    "use one stage per pipeline rank": ("virtual_pipeline_model_parallel_size",),
+    "shard by tensor_model_parallel_size": (
+        "context_parallel_size",
+        "hybrid_context_parallel",
+        "expert_model_parallel_size",
+        "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size",
+        "moe_extended_tp",
+    ),
+    "shard by tensor_model_parallel_size alone": ("sequence_parallel",),
+    "use params_dtype=torch.float32": ("fp32_residual_connection",),
+    "use params_dtype=torch.bfloat16": (
+        "enable_autocast",
+        "fp8",
+        "fp4",
+        "quant_recipe",
+        "use_kitchen",
+        "use_kitchen_attention",
+    ),
+    "train without multi-token prediction": ("mtp_num_layers",),
+    f"balance the experts by {EXPERT_BIAS}": ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    "route in fp32": ("moe_router_dtype",),
+    "route by the router": (
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "moe_enable_routing_replay",
+    ),
+    "use moe_router_group_topk": ("moe_router_topk_limited_devices",),
+    "let each expert take every token routed to it": (
+        "moe_token_dropping",
+        "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
+    ),
+    "keep gates and values apart": (
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+    ),
+    "run the shared expert after the others": ("moe_shared_expert_overlap",),
+    "train with a smaller micro batch": (
+        "recompute_granularity",
+        "moe_layer_recompute",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "fine_grained_activation_offloading",
+        "activation_func_fp8_input_store",
+        "cpu_offloading",
+    ),
+    "run eagerly": ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+    "let each backward compute all gradients": ("delay_wgrad_compute",),
+    "run one micro batch after the other": ("overlap_moe_expert_parallel_comm",),
+    "compare within a tolerance": ("batch_invariant_mode",),
+    "use InferenceConfig.random_seed": ("inference_sampling_seed",),
+    "use DynamicInferenceEngine": ("flash_decode",),
+    "train with states in fp32": ("mamba_training_ssm_states_dtype",),
+    "scale the learning rates outside of the model": ("use_mup",),
+}
+"""What to do instead -> fields that have to keep their defaults."""
+
+# Fields that ask for speed or memory, not for other numbers or other shards.
+_WITHOUT_EFFECT = (
+    "transformer_impl",
+    "attention_backend",
+    "flash_attention_version",
+    "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+    "masked_softmax_fusion",
+    "fused_single_qkv_rope",
+    "log_max_attention_logit",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+    "fused_residual_rmsnorm",
+    "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
+    "use_fused_weighted_squared_relu",
+    "use_mamba_mem_eff_path",
+    "use_transformer_engine_op_fuser",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    "use_inference_optimized_layers",
+    "inference_fuse_tp_communication",
+    "mlp_chunks_for_prefill",
+    "mlp_chunks_for_training",
+    "moe_grouped_gemm",
+    "moe_use_legacy_grouped_gemm",
+    "moe_single_grouped_weight",
+    "moe_single_grouped_bias",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_token_dispatcher_type",
+    "moe_enable_deepep",
+    "moe_paged_stash",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "nccl_all_reduce_for_prefill",
+    "defer_embedding_wgrad_compute",
+    "distribute_saved_activations",
+)
+
+
+def check_unsupported(config: TransformerConfig) -> None:
+    """Raises ValueError where a field that HybridModel does not act upon asks for other numbers or
+    other shards."""
+    defaults = _defaults(type(config))
+    for instead, names in _INSTEAD.items():
+        for name in names:
+            if name in defaults and getattr(config, name) != defaults[name]:
+                raise ValueError(
+                    f"{name} is {getattr(config, name)!r}, which HybridModel does not support: "
+                    f"leave it at {defaults[name]!r} and {instead}."
+                )
+    tp_size = config.tensor_model_parallel_size
+    if config.expert_tensor_parallel_size not in (None, tp_size):
+        raise ValueError(
+            f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, but experts are "
+            f"sharded by tensor_model_parallel_size={tp_size}. Leave it at None."
+        )
+
+
+def tell_fields_without_effect(config: TransformerConfig) -> None:
+    """Logs the fields that are set and make no difference, the same ones only once."""
+    defaults = _defaults(type(config))
+    idle = [
+        name
+        for name in _WITHOUT_EFFECT
+        if name in defaults and getattr(config, name) != defaults[name]
+    ]
+    if config.tensor_model_parallel_size > 1 and "cross_entropy_loss_fusion" in idle:
+        idle.remove("cross_entropy_loss_fusion")  # core's loss over a split vocabulary has it
+    if idle:
+        _tell_once(", ".join(idle))
+
+
+@cache
+def _tell_once(names: str) -> None:
+    logger.warning("without effect in HybridModel, results are the same: %s", names)
+
+
+@cache
+def _defaults(config_class: type[TransformerConfig]) -> dict[str, object]:
+    """Field -> default, of the fields that the installed megatron-core has."""
+    return {field.name: field.default for field in dataclasses.fields(config_class)}
