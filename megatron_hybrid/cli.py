@@ -321,10 +321,13 @@ def _check_png(path: str) -> None:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from megatron_hybrid.tools.info import environment
+    from megatron_hybrid.tools.info import backends, environment
 
     for name, value in environment().items():
         print(f"{name:20}{value}")
+    print(f"\n{'op':24}served by")
+    for name, value in backends().items():
+        print(f"{name:24}{value}")
     return 0
 
 

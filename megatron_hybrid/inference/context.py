@@ -21,6 +21,8 @@ from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.lease import Reservation
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.models.mixers.mixer_context import LatentHeads
+from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 
@@ -212,16 +214,44 @@ class DynamicInferenceContext(BaseInferenceContext):
     def position_ids(self) -> Tensor:
         return self._positions[None]
 
-    def read_state(self, layer_number: int, name: str) -> Tensor:
-        """The state of each sequence before this step, [R, *shape]: a copy."""
-        return self.memory.state(layer_number, name).index_select(0, self._slots)
-
-    def write_state(self, layer_number: int, name: str, final: Tensor, captured: Tensor) -> None:
-        """Keeps the states after the step [R, *shape] and inside it [captures, *shape]."""
-        live = self.memory.state(layer_number, name)
-        live[self._slots] = final.to(live.dtype)
+    def states(self, layer_number: int, name: str) -> SlotStates:
+        """One state of one layer in all live slots, those of the step, and room for captures."""
+        captured = None
         if self._captured:
-            self.memory.state(layer_number, name, self._staging).copy_(captured)
+            captured = self.memory.state(layer_number, name, self._staging)
+        return SlotStates(self.memory.state(layer_number, name), self._slots, captured)
+
+    def attend(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKP: Tensor | None,
+        pattern: AttentionPattern,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over the pages of one layer, [T padded, H, P]; see `MixerContext`."""
+        if k_TKD is not None:
+            self.append_key_value_cache(layer_number, k_TKD.unsqueeze(1), v_TKP.unsqueeze(1))
+        pages = self.key_value_cache(layer_number)
+        return paged_attention(q_THD, *pages, self._layout, pattern, sinks_H)
+
+    def attend_latents(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        latents_TL: Tensor,
+        heads: LatentHeads,
+        pattern: AttentionPattern,
+    ) -> Tensor:
+        """Attention over the latents themselves, one key/value head whose values are a part of its
+        keys, [T padded, H, P]; see `MixerContext`."""
+        self.append_key_value_cache(layer_number, latents_TL[:, None, None], None)
+        pages, _, block_table = self.key_value_cache(layer_number)
+        values = pages[..., : heads.rank]
+        q_THr = heads.absorb(q_THD)
+        o_THr = paged_attention(q_THr, pages, values, block_table, self._layout, pattern)
+        return heads.values(o_THr)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor | None) -> None:
         """Stores K [T padded, 1, K, D] (after RoPE) and V [T padded, 1, K, P] of the step's tokens.

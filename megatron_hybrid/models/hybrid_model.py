@@ -25,12 +25,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
-from megatron_hybrid.models.mixers.base import (
-    LayerCache,
-    MixerContext,
-    StackInputs,
-    UncachedContext,
-)
+from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
+from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,

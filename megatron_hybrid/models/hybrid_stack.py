@@ -13,7 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, MixerContext, StackInputs
+from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
 
 @dataclass

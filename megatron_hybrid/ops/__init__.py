@@ -7,30 +7,37 @@ Shape letters, used as suffixes of tensor names in this package:
     P  value head dim N  state dim, key head dim            D  head dim of attention
     C  channels       K  conv width, or key/value heads     k  K - 1, length of a conv tail
     B  block size in tokens                                 M  blocks per row of a block table
+    S  live slots of the pool of states (`SlotStates`)
 
 In attention, `b` counts sequences of one length, `s` query rows, `t` key rows, and `q` the query
 rows of all heads of a key/value head.
+
+Each op has a folder: the function and its contract in `__init__.py`, `reference.py`, and a file for
+each faster backend. `dispatch.py` chooses among them.
 
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """
 
 from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, varlen_attention
-from megatron_hybrid.ops.causal_conv1d import causal_conv1d
-from megatron_hybrid.ops.gated_delta_rule import gated_delta_rule
-from megatron_hybrid.ops.kimi_delta_attention import kimi_delta_attention
+from megatron_hybrid.ops.conv import causal_conv1d
+from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.experts import routed_experts
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import selective_scan
+from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.ssd import ssd_scan
 from megatron_hybrid.ops.state_codec import StatesCodec
 
 __all__ = [
     "AttentionPattern",
     "RaggedLayout",
+    "SlotStates",
     "StatesCodec",
     "causal_conv1d",
     "gated_delta_rule",
     "kimi_delta_attention",
     "paged_attention",
+    "routed_experts",
     "selective_scan",
     "ssd_scan",
     "varlen_attention",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_hybrid.ops.permutation import Permutation
-
-if TYPE_CHECKING:
-    from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class ChunkGrid:
@@ -21,6 +18,14 @@ class ChunkGrid:
     chunk leaves the rows before it empty; empty rows hold zeros, which change no state (decay 1,
     input 0). The S chunks lie sequence by sequence.
     """
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> ChunkGrid:
+        """The one of a layout, made once per chunk size and device and kept with it."""
+        return layout.cached(
+            ("chunk_grid", chunk_size, torch.device(device)),
+            lambda: cls(layout, chunk_size, device),
+        )
 
     def __init__(self, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> None:
         if chunk_size < 1:

@@ -6,13 +6,9 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from megatron_hybrid.ops.chunk_grid import ChunkGrid
-    from megatron_hybrid.ops.time_order import TimeOrder
 
 # Batches of linear layers are padded to a multiple of as many rows: MKL's fp32 kernels then give a
 # row the same bits wherever it lies and whatever lies beside it. Two exceptions were measured: one
@@ -159,18 +155,3 @@ class RaggedLayout:
                 [r for r, length in enumerate(self.lengths) for _ in range(length)], device=device
             ),
         )
-
-    def chunk_grid(self, chunk_size: int, device: torch.device | str) -> ChunkGrid:
-        """The chunks that the sequences behind the leading steps fill."""
-        from megatron_hybrid.ops.chunk_grid import ChunkGrid
-
-        return self.cached(
-            ("chunk_grid", chunk_size, torch.device(device)),
-            lambda: ChunkGrid(self, chunk_size, device),
-        )
-
-    def time_order(self, device: torch.device | str) -> TimeOrder:
-        """The tokens of the sequences behind the leading steps, row by row."""
-        from megatron_hybrid.ops.time_order import TimeOrder
-
-        return self.cached(("time_order", torch.device(device)), lambda: TimeOrder(self, device))

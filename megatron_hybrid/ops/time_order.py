@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from megatron_hybrid.ops.permutation import Permutation
-
-if TYPE_CHECKING:
-    from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class TimeOrder:
@@ -18,6 +14,11 @@ class TimeOrder:
     The sequences lie longest first, so that those alive in a row are a prefix of those of the row
     before (as in torch's PackedSequence). No row is padded.
     """
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, device: torch.device | str) -> TimeOrder:
+        """The one of a layout, made once per device and kept with it."""
+        return layout.cached(("time_order", torch.device(device)), lambda: cls(layout, device))
 
     def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:
         first_seq = layout.num_steps

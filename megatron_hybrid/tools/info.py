@@ -7,6 +7,7 @@ import platform
 import torch
 
 from megatron_hybrid import compat
+from megatron_hybrid.ops import dispatch
 from megatron_hybrid.version import __version__
 
 
@@ -25,6 +26,22 @@ def environment() -> dict[str, str]:
         "apex": _apex(),
         "triton": _version("triton"),
     }
+
+
+def backends() -> dict[str, str]:
+    """For each op the backends that serve it, by priority, and why others do not.
+
+    Raises:
+        ValueError: the environment forces a backend that no op has.
+    """
+    dispatch.check_forced()
+    return {name: _told(op.refusals()) for name, op in sorted(dispatch.OPS.items())}
+
+
+def _told(reasons: dict[str, str | None]) -> str:
+    serving = [name for name, reason in reasons.items() if reason is None]
+    refusing = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    return "; ".join([", then ".join(serving), *refusing])
 
 
 def _version(distribution: str) -> str:

@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from megatron_hybrid.ops import (
-    RaggedLayout,
-    causal_conv1d,
-    gated_delta_rule,
-    kimi_delta_attention,
-    selective_scan,
-    ssd_scan,
-)
+from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.selective_scan.reference import selective_scan
+from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 H, H_QK, P, G, N = 4, 2, 6, 2, 5
 CHANNELS, WIDTH = 7, 4

@@ -14,17 +14,16 @@ from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
-    UncachedContext,
 )
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
-from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
+from megatron_hybrid.ops import AttentionPattern
 
 
 class AttentionMixer(Mixer):
@@ -129,15 +128,8 @@ class AttentionMixer(Mixer):
         q, kv = qk[0], (*qk[1:], *kv[1:])
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
-        if kv:
-            context.append_key_value_cache(layer_number, *(x.unsqueeze(1) for x in kv))
-        if isinstance(context, UncachedContext):
-            kv = kv or context.shared_keys_values(kv_layer)
-            o = varlen_attention(q, *kv, layout, self.pattern, self._sinks())
-        else:
-            pages = context.key_value_cache(kv_layer)
-            o = paged_attention(q, *pages, layout, self.pattern, self._sinks())
-        o = o.flatten(1)
+        k, v = kv or (None, None)
+        o = context.attend(kv_layer, q, k, v, self.pattern, self._sinks()).flatten(1)
         if gate is not None:
             o = (o * gate.float().sigmoid()).to(o.dtype)
         return self.linear_proj(o)

@@ -10,8 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.experts import Experts
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.router import Router
 

@@ -1,7 +1,6 @@
 """The routed experts of a mixture: one MLP each, their weights stacked.
 
-Shape suffixes: n tokens, m pairs of a token and one of its experts, E experts, k experts per token,
-h hidden, f the width of an expert.
+Shape suffixes: as in `ops.experts`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel, shard
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.ops import routed_experts
 
 
 class StackedLinear(nn.Module):
@@ -51,12 +50,6 @@ class StackedLinear(nn.Module):
             self.bias = nn.Parameter(torch.zeros(local[:2], dtype=config.params_dtype))
             if dim == 1:
                 mark_tensor_parallel(self.bias, 1, sections)
-
-    def layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight [out, in] and bias [out] of each."""
-        # One unbind: taking experts out one by one costs a gradient of full size each.
-        biases = self.bias.unbind(0) if self.bias is not None else [None] * len(self.weight)
-        return list(zip(self.weight.unbind(0), biases))
 
 
 class Experts(nn.Module):
@@ -94,42 +87,28 @@ class Experts(nn.Module):
             hidden_Th[: len(weights_nE)], self.tp_group
         )
         weights_nE = copy_to_tensor_model_parallel_region(weights_nE, self.tp_group)
-        expert_m, token_m = chosen_nE.t().nonzero(as_tuple=True)  # expert by expert
-        x_mh = hidden_nh[token_m]
-        weights_m1 = weights_nE[token_m, expert_m].unsqueeze(-1)
-        if self.config.moe_apply_probs_on_input:
-            x_mh = (x_mh * weights_m1).to(x_mh.dtype)
-        counts = torch.bincount(expert_m, minlength=chosen_nE.shape[1]).tolist()
-        layers = zip(x_mh.split(counts), self.linear_fc1.layers(), self.linear_fc2.layers())
-        y_mh = torch.cat([self._mlp(*layer) for layer in layers if len(layer[0])]).float()
-        if not self.config.moe_apply_probs_on_input:
-            y_mh = y_mh * weights_m1
-        # A sum over each token's k experts in the order of their numbers, whatever the batch.
-        by_token = token_m.argsort(stable=True)
-        parts = y_mh[by_token].unflatten(0, (len(hidden_nh), -1)).unbind(1)
-        y_nh = parts[0]
-        for part in parts[1:]:
-            y_nh = y_nh + part
-        y_nh = reduce_from_tensor_model_parallel_region(y_nh.to(hidden_nh.dtype), self.tp_group)
+        y_nh = routed_experts(
+            hidden_nh,
+            weights_nE,
+            chosen_nE,
+            self.linear_fc1.weight,
+            self.linear_fc1.bias,
+            self.linear_fc2.weight,
+            self.linear_fc2.bias,
+            self._activate,
+            self.config.moe_apply_probs_on_input,
+        )
+        y_nh = reduce_from_tensor_model_parallel_region(y_nh, self.tp_group)
         return F.pad(y_nh, (0, 0, 0, len(hidden_Th) - len(y_nh)))
 
-    def _mlp(
-        self,
-        x_mh: Tensor,
-        fc1: tuple[Tensor, Tensor | None],
-        fc2: tuple[Tensor, Tensor | None],
-    ) -> Tensor:
-        """One expert, [m, h] -> [m, h]."""
-        padding = -len(x_mh) % ROW_ALIGNMENT
-        x_mf = F.linear(F.pad(x_mh, (0, 0, 0, padding)), *fc1)
+    def _activate(self, x_mg: Tensor) -> Tensor:
+        """[m, g] -> [m, f]."""
         config = self.config
-        if config.gated_linear_unit:
-            gate_mf, x_mf = x_mf.chunk(2, -1)
-            if (limit := config.activation_func_clamp_value) is not None:
-                gate_mf, x_mf = gate_mf.clamp(max=limit), x_mf.clamp(-limit, limit)
-            if config.glu_linear_offset:
-                x_mf = x_mf + config.glu_linear_offset
-            x_mf = config.activation_func(gate_mf) * x_mf
-        else:
-            x_mf = config.activation_func(x_mf)
-        return F.linear(x_mf, *fc2)[: len(x_mh)]
+        if not config.gated_linear_unit:
+            return config.activation_func(x_mg)
+        gate_mf, x_mf = x_mg.chunk(2, -1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate_mf, x_mf = gate_mf.clamp(max=limit), x_mf.clamp(-limit, limit)
+        if config.glu_linear_offset:
+            x_mf = x_mf + config.glu_linear_offset
+        return config.activation_func(gate_mf) * x_mf

@@ -11,11 +11,11 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -112,17 +112,16 @@ class GatedDeltaNetMixer(Mixer):
             ],
             -1,
         )
-        o_THP, final, captured = gated_delta_rule(
+        o_THP = gated_delta_rule(
             q.unflatten(-1, (self.num_key_heads, self.key_dim)),
             k.unflatten(-1, (self.num_key_heads, self.key_dim)),
             v.unflatten(-1, (self.num_value_heads, self.value_dim)),
             -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float()),
             beta.float().sigmoid() * self.max_beta,
-            context.read_state(self.layer_number, "delta"),
+            context.states(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,
         )
-        context.write_state(self.layer_number, "delta", final, captured)
         gate_THP = gate.unflatten(-1, (self.num_value_heads, self.value_dim))
         gated = self.out_norm(o_THP) * F.silu(gate_THP.float())
         return self.out_proj(gated.to(o_THP.dtype).flatten(1))

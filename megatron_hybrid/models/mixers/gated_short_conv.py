@@ -6,7 +6,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,

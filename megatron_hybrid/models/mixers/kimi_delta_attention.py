@@ -11,11 +11,11 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
     build_input_projection,
@@ -123,17 +123,16 @@ class KimiDeltaAttentionMixer(Mixer):
         dt_THN = F.softplus(decay.float() + self.dt_bias.float()).unflatten(
             -1, (self.num_heads, self.key_dim)
         )
-        o_THP, final, captured = kimi_delta_attention(
+        o_THP = kimi_delta_attention(
             q_THN,
             k_THN,
             v_THP,
             -self.A_log.float().exp()[:, None] * dt_THN,
             beta_TH.float().sigmoid() * self.max_beta,
-            context.read_state(self.layer_number, "delta"),
+            context.states(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,
         )
-        context.write_state(self.layer_number, "delta", final, captured)
         gate, _ = self.g_b_proj(self.g_a_proj(hidden_Th))
         gated = self.out_norm(o_THP) * gate.float().sigmoid().view_as(o_THP)
         return self.out_proj(gated.to(o_THP.dtype).flatten(1))

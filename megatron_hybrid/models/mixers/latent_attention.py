@@ -13,17 +13,16 @@ from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
-    UncachedContext,
 )
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
     build_input_projection,
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
-from megatron_hybrid.ops import AttentionPattern, paged_attention, varlen_attention
+from megatron_hybrid.ops import AttentionPattern
 
 
 class LatentAttentionMixer(Mixer):
@@ -124,8 +123,9 @@ class LatentAttentionMixer(Mixer):
             cos_sin = self.rotary.cos_sin(context.token_positions(), end, q_rope.dtype)
             q_rope = self.rotary.rotate(q_rope, cos_sin)
             k_rope = self.rotary.rotate(k_rope, cos_sin)
-        attend = self._expanded if isinstance(context, UncachedContext) else self._absorbed
-        o_THP = attend(q_nope, q_rope, latent, k_rope, context)
+        q_THD = torch.cat((q_nope, q_rope), -1)
+        latents_TL = torch.cat((latent, k_rope.squeeze(1)), -1)
+        o_THP = context.attend_latents(self.layer_number, q_THD, latents_TL, self, self.pattern)
         return self.linear_proj(o_THP.flatten(1))
 
     def _queries(self, hidden_Th: Tensor) -> Tensor:
@@ -136,35 +136,29 @@ class LatentAttentionMixer(Mixer):
             q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_Th)))
         return q.unflatten(-1, (self.num_heads, -1))
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: MixerContext
-    ) -> Tensor:
-        """Each head with keys and values of its own, [T, H, P]."""
+    def expand(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LatentHeads`."""
+        latent, k_rope = latents_TL.split([self.rank, self.head_dims[1]], -1)
         kv, _ = self.linear_kv_up_proj(latent)
         kv = kv.unflatten(-1, (self.num_heads, -1))
         k_nope, v_THP = kv.split([self.head_dims[0], self.value_dim], -1)
         # Each rank's heads give k_rope a part of its gradient, as the projection gives the latent.
         k_rope = copy_to_tensor_model_parallel_region(k_rope, group=self.tp_group)
-        k_THD = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1)), -1)
-        q_THD = torch.cat((q_nope, q_rope), -1)
-        return varlen_attention(q_THD, k_THD, v_THP, context.ragged_layout(), self.pattern)
+        k_THD = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)), -1)
+        return k_THD, v_THP
 
-    def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: MixerContext
-    ) -> Tensor:
-        """All heads over the latents, [T, H, P]."""
-        key = torch.cat((latent.unsqueeze(1), k_rope), -1)
-        context.append_key_value_cache(self.layer_number, key.unsqueeze(1), None)
-        pages, _, block_table = context.key_value_cache(self.layer_number)
-        weight = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
-        keys, values = weight.split([self.head_dims[0], self.value_dim], 1)
-        q_THD = torch.cat((torch.einsum("thn,hnr->thr", q_nope, keys), q_rope), -1)
-        o_THr = paged_attention(
-            q_THD,
-            pages,
-            pages[..., : self.rank],
-            block_table,
-            context.ragged_layout(),
-            self.pattern,
-        )
+    def absorb(self, q_THD: Tensor) -> Tensor:
+        """See `LatentHeads`."""
+        q_nope, q_rope = q_THD.split(self.head_dims, -1)
+        keys, _ = self._up_weights()
+        return torch.cat((torch.einsum("thn,hnr->thr", q_nope, keys), q_rope), -1)
+
+    def values(self, o_THr: Tensor) -> Tensor:
+        """See `LatentHeads`."""
+        _, values = self._up_weights()
         return torch.einsum("thr,hpr->thp", o_THr, values)
+
+    def _up_weights(self) -> tuple[Tensor, Tensor]:
+        """W_uk [H, n, r] and W_uv [H, P, r]."""
+        weight = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        return weight.split([self.head_dims[0], self.value_dim], 1)

@@ -12,11 +12,11 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import gated
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -134,18 +134,17 @@ class Mamba1Mixer(Mixer):
             copy_to_tensor_model_parallel_region(norm(part), self.tp_group)
             for norm, part in ((self.b_layernorm, B_TN), (self.c_layernorm, C_TN))
         )
-        y_TC, final, captured = selective_scan(
+        y_TC = selective_scan(
             x_TC,
             F.softplus(dt_TC.float() + dt_bias_C.float()),
             -self.A_log.float().exp(),
             B_TN,
             C_TN,
             self.D.float(),
-            context.read_state(self.layer_number, "ssm"),
+            context.states(self.layer_number, "ssm"),
             context.ragged_layout(),
             self.config.mamba1_chunk_size,
         )
-        context.write_state(self.layer_number, "ssm", final, captured)
         return self.out_proj(gated(y_TC, z_TC))
 
     def _build_norm(self, size: int) -> nn.Module:

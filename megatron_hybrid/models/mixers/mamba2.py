@@ -11,11 +11,11 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -134,17 +134,16 @@ class Mamba2Mixer(Mixer):
             -1,
         )
         dt = F.softplus(dt.float() + self.dt_bias.float())
-        y_THP, final, captured = ssd_scan(
+        y_THP = ssd_scan(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             dt.clamp(self.config.mamba_dt_min, self.config.mamba_dt_max),
             -self.A_log.float().exp(),
             B.unflatten(-1, (self.num_groups, self.state_dim)),
             C.unflatten(-1, (self.num_groups, self.state_dim)),
             self.D.float(),
-            context.read_state(self.layer_number, "ssm"),
+            context.states(self.layer_number, "ssm"),
             context.ragged_layout(),
             self.config.mamba_chunk_size,
         )
-        context.write_state(self.layer_number, "ssm", final, captured)
         gate = gated if self.norm is None else self.norm
         return self.out_proj(gate(y_THP.flatten(1), z))

@@ -9,7 +9,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 

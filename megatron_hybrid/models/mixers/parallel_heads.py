@@ -7,8 +7,9 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerContext, MixerSubmodules
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
 
 class ParallelHeadsMixer(Mixer):

@@ -7,12 +7,8 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import layer_symbols
-from megatron_hybrid.models.mixers.base import (
-    Mixer,
-    MixerContext,
-    MixerSubmodules,
-    StackInputs,
-)
+from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules, StackInputs
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear
 
 

@@ -14,11 +14,11 @@ from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerContext,
     MixerSubmodules,
     StackInputs,
 )
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
     build_input_projection,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.models.mixers.base import MixerContext, StateTensor
+from megatron_hybrid.models.mixers.base import StateTensor
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops import causal_conv1d
 
@@ -59,13 +60,11 @@ class ShortConv(nn.Module):
 
     def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
         """The activated convolution of each sequence, [T, C]."""
-        y_TC, final, captured = causal_conv1d(
+        return causal_conv1d(
             x_TC,
             self.weight.squeeze(1),
             self.bias,
-            context.read_state(layer_number, self.state_name),
+            context.states(layer_number, self.state_name),
             context.ragged_layout(),
             activation=self.activation,
         )
-        context.write_state(layer_number, self.state_name, final, captured)
-        return y_TC

@@ -16,7 +16,7 @@ from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from megatron_hybrid.checkpoints.huggingface.tensors import attention_tensors
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 LENGTH, WINDOW, CHUNK = 37, 7, 8

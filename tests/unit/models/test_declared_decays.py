@@ -14,13 +14,13 @@ def test_an_empty_token_leaves_of_a_state_what_is_declared(pattern):
     (cache,) = model.cache_requirements()
     tail, state = cache.states
     context = DictContext([cache], 2)
-    context.states[1, state.name].fill_(1.0)
+    context.pools[1, state.name].fill_(1.0)
     context.begin([0, 1], [1, 1], [5, 5])
     mixer = getattr(model.decoder.layers[0], model.decoder.layers[0].mixer_name)
     if mixer.conv1d.bias is not None:
         mixer.conv1d.bias.zero_()
     mixer(torch.zeros(2, model.config.hidden_size), context)
-    after = context.states[1, state.name]
+    after = context.pools[1, state.name]
     assert after.min() > 0 and after.max() < 1 and after.std() > 0.01
     torch.testing.assert_close(after, state.decay.expand(2, *state.shape))
     assert not state.decay.requires_grad

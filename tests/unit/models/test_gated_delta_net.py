@@ -7,7 +7,8 @@ from transformers import OlmoHybridConfig, Qwen3_5TextConfig
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from megatron_hybrid.models.mixers.base import StateTensor, UncachedContext
+from megatron_hybrid.models.mixers.base import StateTensor
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE, EPSILON = 2, 4, 16, 24, 1e-2

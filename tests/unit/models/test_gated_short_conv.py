@@ -6,7 +6,7 @@ from small_models import small_config, small_model
 from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN = 48

@@ -7,7 +7,8 @@ from small_models import random_tokens, small_config, small_model
 from test_mixer_context import DictContext, run
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
 
-from megatron_hybrid.models.mixers.base import StackInputs, UncachedContext
+from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN, VOCAB = 48, 61

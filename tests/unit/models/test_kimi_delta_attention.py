@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from small_models import small_config, small_model
 
-from megatron_hybrid.models.mixers.base import StateTensor, UncachedContext
+from megatron_hybrid.models.mixers.base import StateTensor
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HEADS, KEY, VALUE, WIDTH = 2, 16, 24, 4

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from small_models import random_tokens, small_config, small_model
 from test_mixer_context import DictContext, run
 
-from megatron_hybrid.models.mixers.base import KVShape, UncachedContext
+from megatron_hybrid.models.mixers.base import KVShape
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 VARIANTS = {

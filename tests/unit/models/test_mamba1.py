@@ -8,7 +8,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMo
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN, INNER, STATES, RANK = 48, 144, 6, 5

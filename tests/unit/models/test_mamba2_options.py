@@ -10,7 +10,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import (
     compute_mup_vector,
 )
 
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 FACTORS = [0.9, 0.8, 1.2, 0.7, 1.3]

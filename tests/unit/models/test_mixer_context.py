@@ -5,7 +5,7 @@ import torch
 from small_models import ALL_MIXERS, random_tokens, small_model
 
 from megatron_hybrid.models.mixers.base import LayerCache
-from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops import RaggedLayout, SlotStates, paged_attention
 
 BLOCK = 4
 CONTEXT_BLOCKS = 16
@@ -15,7 +15,7 @@ class DictContext:
     """The plainest context: states in a dict per sequence, one run of KV blocks per sequence."""
 
     def __init__(self, requirements: list[LayerCache], num_sequences: int):
-        self.states = {
+        self.pools = {
             (layer, state.name): torch.zeros(num_sequences, *state.shape, dtype=state.dtype)
             for layer, cache in enumerate(requirements, 1)
             for state in cache.states
@@ -40,23 +40,32 @@ class DictContext:
     def token_positions(self):
         return self.layout.token_positions("cpu")
 
-    def read_state(self, layer_number, name):
-        return self.states[layer_number, name][self.sequences]
+    def states(self, layer_number, name):
+        pool = self.pools[layer_number, name]
+        captured = None
+        if count := len(self.layout.captures):
+            captured = self.captured[layer_number, name] = pool.new_empty(count, *pool.shape[1:])
+        return SlotStates(pool, self.sequences, captured)
 
-    def write_state(self, layer_number, name, final, captured):
-        self.states[layer_number, name][self.sequences] = final.to(
-            self.states[layer_number, name].dtype
-        )
-        self.captured[layer_number, name] = captured
+    def attend(self, layer_number, q, k, v, pattern, sinks=None):
+        if k is not None:
+            self.keep(layer_number, k, v)
+        return paged_attention(q, *self.key_value_cache(layer_number), self.layout, pattern, sinks)
 
-    def append_key_value_cache(self, layer_number, key, value):
+    def attend_latents(self, layer_number, q, latents, heads, pattern):
+        self.keep(layer_number, latents[:, None])
+        pages, _, table = self.key_value_cache(layer_number)
+        values = pages[..., : heads.rank]
+        o = paged_attention(heads.absorb(q), pages, values, table, self.layout, pattern)
+        return heads.values(o)
+
+    def keep(self, layer_number, *new):
         rows = self.layout.num_tokens
         owners = self.sequences[self.layout.sequence_ids("cpu")]
         positions = self.token_positions()[:rows]
         blocks = owners * CONTEXT_BLOCKS + positions // BLOCK
-        for page, new in zip(self.pages[layer_number], (key, value)):
-            if page.shape[-1]:
-                page[blocks, positions % BLOCK] = new[:rows, 0]
+        for page, rows_TKD in zip(self.pages[layer_number], new):
+            page[blocks, positions % BLOCK] = rows_TKD[:rows]
 
     def key_value_cache(self, layer_number):
         keys, values = self.pages[layer_number]
@@ -109,7 +118,7 @@ def test_captured_states_are_those_after_that_token(pattern):
     cut = DictContext(model.cache_requirements(), 2)
     run(model, cut, tokens, {0: (0, 11), 1: (0, 5)})
     for key, captured in once.captured.items():
-        torch.testing.assert_close(captured, cut.states[key], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(captured, cut.pools[key], atol=1e-5, rtol=1e-5)
 
 
 def test_inference_is_the_context_alone():

@@ -18,7 +18,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.ragged import RaggedLayout
 

@@ -12,7 +12,8 @@ from transformers.models.zamba2.modeling_zamba2 import (
 )
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
-from megatron_hybrid.models.mixers.base import StackInputs, UncachedContext
+from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.ragged import RaggedLayout
 

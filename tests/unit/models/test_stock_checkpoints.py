@@ -9,7 +9,7 @@ from sharded_tensors import pieces
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.mixers.base import UncachedContext
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.ragged import RaggedLayout
 

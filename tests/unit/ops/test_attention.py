@@ -6,13 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import assert_near, layouts, randn, seeded
 
-from megatron_hybrid.ops import (
-    AttentionPattern,
-    RaggedLayout,
-    attention,
-    paged_attention,
-    varlen_attention,
-)
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention, varlen_attention
+from megatron_hybrid.ops.attention import reference
 
 D, K_HEADS = 8, 2
 SCALE = 0.3
@@ -198,17 +193,17 @@ def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, lo
     for r in range(count):
         keys[r][:shared], values[r][:shared] = keys[0][:shared], values[0][:shared]
     gathered = []
-    attend = attention.F.scaled_dot_product_attention
+    attend = reference.F.scaled_dot_product_attention
 
     def spy(q, k, v, **kwargs):
         gathered.append((k.nbytes + v.nbytes, k.shape[0]))
         return attend(q, k, v, **kwargs)
 
-    monkeypatch.setattr(attention, "GATHER_BYTES", 5 * 2 * (shared + 80) * K_HEADS * D * 4)
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(reference, "GATHER_BYTES", 5 * 2 * (shared + 80) * K_HEADS * D * 4)
+    monkeypatch.setattr(reference.F, "scaled_dot_product_attention", spy)
     o = paged_attention(q.float(), *pool, layout, pattern)
     assert_near(o, paged_expectation(layout, q, keys, values, pattern))
-    assert max(size for size, _ in gathered) <= attention.GATHER_BYTES
+    assert max(size for size, _ in gathered) <= reference.GATHER_BYTES
     assert max(rows for _, rows in gathered) > 1
 
 

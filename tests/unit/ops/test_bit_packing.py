@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_hybrid.ops.bit_packing import (
+from megatron_hybrid.ops.state_codec.bit_packing import (
     BLOCK,
     MAX_REMAINDER_BITS,
     from_planes,

@@ -23,14 +23,11 @@ from recurrences import (
     to,
 )
 
-from megatron_hybrid.ops import (
-    RaggedLayout,
-    causal_conv1d,
-    gated_delta_rule,
-    kimi_delta_attention,
-    selective_scan,
-    ssd_scan,
-)
+from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.selective_scan.reference import selective_scan
+from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 LAYOUT = RaggedLayout((1, 20), (3, 7))
 T = LAYOUT.num_rows
@@ -123,7 +120,7 @@ def test_the_selective_scan_has_no_grid(chunk_size, monkeypatch):
     A, D = to(torch.float32, SELECTIVE_SCAN.parameters(generator))
     states = SELECTIVE_SCAN.states(layout.num_sequences, generator).float()
     expected = selective_scan(x, dt, A, B, C, D, states, layout)
-    module = importlib.import_module("megatron_hybrid.ops.selective_scan")
+    module = importlib.import_module("megatron_hybrid.ops.selective_scan.reference")
     for bytes_at_once in (1, 5 * states[0].nbytes):
         monkeypatch.setattr(module, "BLOCK_BYTES", bytes_at_once)
         actual = selective_scan(x, dt, A, B, C, D, states, layout, chunk_size)

@@ -19,14 +19,11 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from megatron_hybrid.ops import (
-    RaggedLayout,
-    causal_conv1d,
-    gated_delta_rule,
-    kimi_delta_attention,
-    selective_scan,
-    ssd_scan,
-)
+from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.selective_scan.reference import selective_scan
+from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 lengths = pytest.mark.parametrize("length", [1, 7, 64, 150])
 

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from recurrences import chunk_sizes, layouts
 
 from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid.ops.chunk_grid import ChunkGrid
+from megatron_hybrid.ops.time_order import TimeOrder
 
 
 def test_derived_numbers():
@@ -64,7 +66,7 @@ def test_packed_must_start_at_zero():
 
 def test_chunk_size_must_be_positive():
     with pytest.raises(ValueError, match="chunk_size is 0"):
-        RaggedLayout((4,), (0,)).chunk_grid(0, "cpu")
+        ChunkGrid.of(RaggedLayout((4,), (0,)), 0, "cpu")
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,8 +76,8 @@ def test_every_token_sits_in_the_chunk_row_of_its_absolute_position(layout, chun
     positions = layout.token_positions("cpu")[layout.num_steps : layout.num_tokens]
     if not len(positions):
         return
-    grid = layout.chunk_grid(chunk_size, "cpu")
-    assert grid is layout.chunk_grid(chunk_size, torch.device("cpu"))
+    grid = ChunkGrid.of(layout, chunk_size, "cpu")
+    assert grid is ChunkGrid.of(layout, chunk_size, torch.device("cpu"))
     owners = layout.sequence_ids("cpu")[layout.num_steps :]
     position_SL, owner_SL = grid.pad(positions + 1), grid.pad(owners + 1)
     rows = torch.arange(chunk_size).expand_as(position_SL)
@@ -94,8 +96,8 @@ def test_time_order_takes_one_token_of_each_living_sequence_per_row(layout):
     first = layout.num_steps
     if first == layout.num_sequences:
         return
-    order = layout.time_order("cpu")
-    assert order is layout.time_order(torch.device("cpu"))
+    order = TimeOrder.of(layout, "cpu")
+    assert order is TimeOrder.of(layout, torch.device("cpu"))
     positions, owners = layout.token_positions("cpu"), layout.sequence_ids("cpu")
     tokens = order.tokens.apply(torch.arange(first, layout.num_tokens))
     sequences = order.sequences.apply(torch.arange(first, layout.num_sequences))

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.ops.bit_packing import (
+from megatron_hybrid.ops.state_codec.bit_packing import (
     BLOCK,
     from_planes,
     rice_bits,

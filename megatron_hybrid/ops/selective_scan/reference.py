@@ -37,33 +37,10 @@ def selective_scan(
     layout: RaggedLayout,
     chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t;  y_t = h_t C_t + D x_t, for each sequence.
-
-    Each channel of each state has a decay of its own, so there is no form by matrix products as
-    for Mamba-2. The recurrence is taken as it is written, one row of all sequences at a time: that
-    needs each exponential once, all of them at most 1, where a scan in chunks needs them twice.
-    What a token yields thus does not depend on how its sequence is cut.
-
-    Args:
-        x_TC: values `[T, C]`.
-        dt_TC: step sizes `[T, C]`, after softplus and bias.
-        A_CN: `[C, N]`, negative.
-        B_TN, C_TN: `[T, N]`.
-        D_C: skip connection `[C]` or None.
-        initial_states_RCN: fp32 or bf16 `[R, C, N]`, None for zeros. Never written.
-        layout: lengths and captures of the sequences (positions do not matter here).
-        chunk_size: the backward keeps every `chunk_size`-th state of a sequence and computes those
-            between again; the result does not depend on it.
+    """`ops.selective_scan` as a function of initial states `[R, C, N]`, None for zeros.
 
     Returns:
-        y `[T, C]` in the dtype of x (zeros in padding rows); final states `[R, C, N]` and captured
-        states `[n, C, N]`, both fp32. All arithmetic is fp32, whatever the inputs are (float64 for
-        float64 inputs). Captures do not change y or the final states in any bit. Differentiable
-        once.
-
-    Raises:
-        TypeError: fp16 initial states, or inputs that are not floating-point.
-        ValueError: shapes that do not fit the layout or each other, or chunk_size below 1.
+        Outputs, final states and captured states; these two in the compute dtype.
     """
     _check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
     shape = (layout.num_sequences, *A_CN.shape)
@@ -78,7 +55,7 @@ def selective_scan(
         (dt_f * x_f, dt_f, B_f, C_f),
         states_RCN,
         layout,
-        lambda: layout.time_order(x_TC.device),
+        lambda: TimeOrder.of(layout, x_TC.device),
     )
     if D_C is not None:
         y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))

@@ -30,26 +30,10 @@ def ssd_scan(
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t;  y_t = S_t C_t + D x_t, for each sequence.
-
-    Args:
-        x_THP: values `[T, H, P]`.
-        dt_TH: step sizes `[T, H]`, after softplus and bias.
-        A_H: `[H]`, negative.
-        B_TGN, C_TGN: `[T, G, N]`; each group serves H / G consecutive heads.
-        D_H: skip connection `[H]` or None.
-        initial_states_RHPN: fp32 or bf16 `[R, H, P, N]`, None for zeros. Never written.
-        layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
+    """`ops.ssd_scan` as a function of initial states `[R, H, P, N]`, None for zeros.
 
     Returns:
-        y `[T, H, P]` in the dtype of x (zeros in padding rows); final states `[R, H, P, N]` and
-        captured states `[n, H, P, N]`, both fp32. All arithmetic is fp32, whatever the inputs are
-        (float64 for float64 inputs). Captures do not change y or the final states in any bit.
-
-    Raises:
-        TypeError: fp16 initial states, or inputs that are not floating-point.
-        ValueError: shapes that do not fit the layout or each other.
+        Outputs, final states and captured states; these two in the compute dtype.
     """
     _check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
@@ -66,7 +50,7 @@ def ssd_scan(
         inputs,
         states_RHPN,
         layout,
-        lambda: layout.chunk_grid(chunk_size, states_RHPN.device),
+        lambda: ChunkGrid.of(layout, chunk_size, states_RHPN.device),
     )
     if D_H is not None:
         x_f = rows_between(x_f, 0, layout.num_tokens)

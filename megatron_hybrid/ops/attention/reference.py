@@ -1,12 +1,11 @@
-"""Causal attention over ragged sequences: from a paged cache, or uncached for training."""
+"""Attention by torch's scaled_dot_product_attention; written out where it lacks a part."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.checks import (
     check_rows,
     check_shape,
@@ -30,51 +29,6 @@ GATHER_BYTES = 8 << 20
 must not copy it as many times as they are."""
 
 
-@dataclass(frozen=True)
-class AttentionPattern:
-    """What a token sees, and how a score is made of q . k.
-
-    Raises:
-        ValueError: a value is out of its range, or both window and chunk are given.
-    """
-
-    scale: float
-    """Factor of q . k."""
-    window: int | None = None
-    """The token at position t sees the positions (t - window, t]; None: not windowed."""
-    chunk: int | None = None
-    """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
-    None: not chunked."""
-    softcap: float | None = None
-    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: it stays as it is."""
-
-    def __post_init__(self) -> None:
-        for name in ("window", "chunk"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ValueError(
-                    f"{name} is {size}; a token sees at least itself, so it is at least 1"
-                )
-        if self.window is not None and self.chunk is not None:
-            raise ValueError(
-                f"window is {self.window} and chunk is {self.chunk}; a layer has one of them, "
-                "leave the other None"
-            )
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap is {self.softcap}; it is above 0, or None for no cap")
-
-    @property
-    def is_local(self) -> bool:
-        """Whether some tokens do not see all tokens before them."""
-        return self.window is not None or self.chunk is not None
-
-    def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
-        """The first position that the token at `position` sees, if tokens begin there already:
-        it is below 0 where a window reaches in front of the sequence."""
-        if self.window is not None:
-            return position - self.window + 1
-        return 0 if self.chunk is None else position // self.chunk * self.chunk
-
-
 def paged_attention(
     q_THD: torch.Tensor,
     k_pages_nBKD: torch.Tensor,
@@ -84,32 +38,7 @@ def paged_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence's new tokens over its pages, which hold them already.
-
-    Blocks wholly before the first position that a new token sees are not read, so their entries in
-    the block table may be anything.
-
-    Args:
-        q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
-        k_pages_nBKD, v_pages_nBKP: `[pages, B, K, D]` and `[pages, B, K, P]`; may be views with any
-            strides (values may be a part of the keys), and of another dtype than q: what is read is
-            converted.
-        block_table_RM: int32 or int64 `[R, M]`: position p of sequence r lies in page
-            `block_table[r, p // B]`, row `p % B`.
-        layout: lengths and start positions; sequence r has start + length keys.
-        pattern: what a token sees, and how scores are made; positions are absolute.
-        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
-            floating dtype (attention sinks of GPT-OSS); None for none.
-
-    Returns:
-        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable, though a cache seldom
-        is. With a softcap or sinks the arithmetic is fp32, whatever the inputs are (float64 for
-        float64 inputs); else it is that of torch's scaled_dot_product_attention.
-
-    Raises:
-        TypeError: q or the sinks are not floating-point.
-        ValueError: shapes that do not fit, or a block table too short for a sequence.
-    """
+    """See `ops.paged_attention`."""
     check_rows("q", q_THD, layout)
     _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
     B = k_pages_nBKD.shape[1]
@@ -149,25 +78,7 @@ def varlen_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence over itself: the forward of training and of uncached runs.
-
-    Args:
-        q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
-        k_TKD, v_TKP: `[T, K, D]` and `[T, K, P]`.
-        layout: lengths of the sequences; each is taken as whole, start positions are ignored.
-        pattern: what a token sees, and how scores are made; positions count from each sequence's
-            first token.
-        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
-            floating dtype (attention sinks of GPT-OSS); None for none.
-
-    Returns:
-        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable. Arithmetic as in
-        `paged_attention`.
-
-    Raises:
-        TypeError: q, k, v or the sinks are not floating-point.
-        ValueError: shapes that do not fit.
-    """
+    """See `ops.varlen_attention`."""
     for name, tensor in (("q", q_THD), ("k", k_TKD), ("v", v_TKP)):
         check_rows(name, tensor, layout)
     _check_heads(q_THD, k_TKD.unsqueeze(1), v_TKP.unsqueeze(1), "[T, 1, K, {}]", sinks_H)

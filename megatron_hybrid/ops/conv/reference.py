@@ -26,25 +26,10 @@ def causal_conv1d(
     layout: RaggedLayout,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y[t, c] = activation(bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c]), for each sequence.
-
-    Args:
-        x_TC: inputs `[T, C]`.
-        weight_CK: `[C, K]`, the last column meets the newest input; K at least 2.
-        bias_C: `[C]` or None.
-        initial_states_RCk: the K - 1 inputs before each sequence's first, oldest first,
-            `[R, C, K - 1]`; None for zeros. Never written.
-        layout: lengths and captures of the sequences (positions do not matter here).
-        activation: "silu" or None.
+    """`ops.causal_conv1d` as a function of initial tails `[R, C, K - 1]`, None for zeros.
 
     Returns:
-        y `[T, C]` (zeros in padding rows), the final tails `[R, C, K - 1]` and the captured tails
-        `[n, C, K - 1]`, all in the dtype of x. Sums are fp32 (float64 for float64 inputs). A tail
-        is a copy of inputs, so it loses nothing in the dtype of x.
-
-    Raises:
-        TypeError: inputs or tails that are not floating-point, or fp16 tails of other inputs.
-        ValueError: shapes that do not fit, or an unknown activation.
+        Outputs, final tails and captured tails, all in the dtype of x.
     """
     check_rows("x", x_TC, layout)
     check_shape("x", x_TC, (layout.num_rows, None), "[T, C]")

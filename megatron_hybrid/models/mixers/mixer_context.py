@@ -1,0 +1,145 @@
+"""What a mixer asks of the context that it runs in, and the context of a forward without a cache.
+
+A mixer never asks which context it is: each context does in its own way what it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, varlen_attention
+
+
+class LatentHeads(Protocol):
+    """How the heads of latent attention read latents [T, r + d], of which `rank` are the content.
+
+    H heads, D the width of a query, P that of a head's value.
+    """
+
+    rank: int
+
+    def expand(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's own keys [T, H, D] and values [T, H, P]."""
+
+    def absorb(self, q_THD: Tensor) -> Tensor:
+        """The queries that meet the latents themselves, [T, H, r + d]."""
+
+    def values(self, o_THr: Tensor) -> Tensor:
+        """Each head's average of the latents' contents as values, [T, H, P]."""
+
+
+class MixerContext(Protocol):
+    """What a mixer may ask of the context that it runs in.
+
+    A ragged batch holds R sequences in T = layout.num_tokens + layout.num_padding rows.
+    `layer_number` counts from 1 within the pipeline stage.
+    """
+
+    def ragged_layout(self) -> RaggedLayout:
+        """Lengths, start positions and captures of this call."""
+
+    def token_positions(self) -> Tensor:
+        """Absolute position of each row, [T] int64; 0 for padding rows."""
+
+    def states(self, layer_number: int, name: str) -> SlotStates | None:
+        """Where a recurrent op finds a state and leaves it; None where all sequences start from
+        nothing and nothing is kept."""
+
+    def attend(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKP: Tensor | None,
+        pattern: AttentionPattern,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of this call's tokens over all tokens of their sequences, [T, H, P].
+
+        Args:
+            layer_number: whose keys and values are read.
+            q_THD: queries, after RoPE.
+            k_TKD, v_TKP: this call's keys (after RoPE) and values, which are kept for that layer;
+                None where the layer, an earlier one, has been given its own.
+            pattern: what a token sees, and how scores are made.
+            sinks_H: see `ops.paged_attention`.
+        """
+
+    def attend_latents(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        latents_TL: Tensor,
+        heads: LatentHeads,
+        pattern: AttentionPattern,
+    ) -> Tensor:
+        """Latent attention, [T, H, P]: over expanded heads, or over the latents themselves.
+
+        Args:
+            layer_number: of the layer, whose `KVShape` is one head of latents without values.
+            q_THD: queries, after RoPE.
+            latents_TL: this call's latents; they are kept.
+            heads: what the heads make of latents.
+            pattern: what a token sees, and how scores are made.
+        """
+
+
+class UncachedContext:
+    """The context of a training or evaluation forward: whole sequences, nothing kept.
+
+    Args:
+        layout: the sequences, from position 0.
+        device: where `token_positions` lies.
+        shared_kv_layers: numbers of the layers whose keys and values other layers read too.
+    """
+
+    def __init__(
+        self, layout: RaggedLayout, device: torch.device, shared_kv_layers: Collection[int] = ()
+    ):
+        self._layout = layout
+        self._device = device
+        self._shared_kv_layers = shared_kv_layers
+        self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def ragged_layout(self) -> RaggedLayout:
+        """See `MixerContext`."""
+        return self._layout
+
+    def token_positions(self) -> Tensor:
+        """See `MixerContext`."""
+        return self._layout.token_positions(self._device)
+
+    def states(self, layer_number: int, name: str) -> None:
+        """See `MixerContext`: every sequence starts from nothing, and nothing is kept."""
+        return None
+
+    def attend(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKP: Tensor | None,
+        pattern: AttentionPattern,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See `MixerContext`; shared keys and values are kept to the end of this forward."""
+        if k_TKD is None:
+            k_TKD, v_TKP = self._keys_values[layer_number]
+        elif layer_number in self._shared_kv_layers:
+            self._keys_values[layer_number] = k_TKD, v_TKP
+        return varlen_attention(q_THD, k_TKD, v_TKP, self._layout, pattern, sinks_H)
+
+    def attend_latents(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        latents_TL: Tensor,
+        heads: LatentHeads,
+        pattern: AttentionPattern,
+    ) -> Tensor:
+        """See `MixerContext`: over expanded heads, which take less work than long latents."""
+        return varlen_attention(q_THD, *heads.expand(latents_TL), self._layout, pattern)

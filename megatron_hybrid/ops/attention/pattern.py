@@ -1,0 +1,52 @@
+"""What a token sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """What a token sees, and how a score is made of q . k.
+
+    Raises:
+        ValueError: a value is out of its range, or both window and chunk are given.
+    """
+
+    scale: float
+    """Factor of q . k."""
+    window: int | None = None
+    """The token at position t sees the positions (t - window, t]; None: not windowed."""
+    chunk: int | None = None
+    """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
+    None: not chunked."""
+    softcap: float | None = None
+    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: it stays as it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(
+                    f"{name} is {size}; a token sees at least itself, so it is at least 1"
+                )
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(
+                f"window is {self.window} and chunk is {self.chunk}; a layer has one of them, "
+                "leave the other None"
+            )
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap is {self.softcap}; it is above 0, or None for no cap")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether some tokens do not see all tokens before them."""
+        return self.window is not None or self.chunk is not None
+
+    def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
+        """The first position that the token at `position` sees, if tokens begin there already:
+        it is below 0 where a window reaches in front of the sequence."""
+        if self.window is not None:
+            return position - self.window + 1
+        return 0 if self.chunk is None else position // self.chunk * self.chunk

@@ -1,0 +1,42 @@
+"""Causal depthwise convolution over ragged sequences, with the tail of inputs as its state."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_hybrid.ops.conv import reference
+from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.slot_states import SlotStates, in_slots
+
+_causal_conv1d = Op("causal_conv1d", in_slots(reference.causal_conv1d, 3))
+
+
+def causal_conv1d(
+    x_TC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    activation: str | None = "silu",
+) -> torch.Tensor:
+    """y[t, c] = activation(bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c]), for each sequence.
+
+    Args:
+        x_TC: inputs `[T, C]`.
+        weight_CK: `[C, K]`, the last column meets the newest input; K at least 2.
+        bias_C: `[C]` or None.
+        states: the K - 1 inputs before a sequence's next one, oldest first, `[C, K - 1]` per slot;
+            None: start from zeros and keep nothing.
+        layout: lengths and captures of the sequences (positions do not matter here).
+        activation: "silu" or None.
+
+    Returns:
+        y `[T, C]` in the dtype of x, zeros in padding rows. Sums are fp32 (float64 for float64
+        inputs). A tail is a copy of inputs, so it loses nothing in the dtype of x.
+
+    Raises:
+        TypeError: inputs or tails that are not floating-point, or fp16 tails of other inputs.
+        ValueError: shapes that do not fit, or an unknown activation.
+    """
+    return _causal_conv1d(x_TC, weight_CK, bias_C, states, layout, activation)

@@ -1,0 +1,330 @@
+"""The delta rules, chunked by their WY form (Yang et al. 2024, arXiv 2412.06464, section 3).
+
+The gated one has one decay per row, Kimi Delta Attention (arXiv 2510.26692, section 3) one per key
+channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_hybrid.ops.checks import (
+    check_rows,
+    check_shape,
+    compute_dtype,
+    pad_rows,
+    states_or_zeros,
+    without_autocast,
+)
+from megatron_hybrid.ops.chunk_grid import ChunkGrid
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
+
+L2NORM_EPS = 1e-6
+"""Added to the squared norm of q and k, as flash-linear-attention and transformers do."""
+
+SUB_BLOCK = 8
+"""Rows whose decays among each other Kimi Delta Attention writes out channel by channel."""
+
+
+@without_autocast
+def gated_delta_rule(
+    q_THN: torch.Tensor,
+    k_THN: torch.Tensor,
+    v_THP: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    initial_states_RHNP: torch.Tensor | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ops.gated_delta_rule` as a function of initial states `[R, H, N, P]`, None for zeros.
+
+    Returns:
+        Outputs, final states and captured states; these two in the compute dtype.
+    """
+    _check_gated(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
+    return _delta_rule(
+        "gated_delta_rule",
+        _gated_chunked,
+        (q_THN, k_THN, v_THP, g_TH.unsqueeze(-1), beta_TH),
+        initial_states_RHNP,
+        layout,
+        chunk_size,
+        scale,
+        use_qk_l2norm,
+    )
+
+
+def _gated_chunked(
+    q_THN: torch.Tensor,
+    k_THN: torch.Tensor,
+    v_THP: torch.Tensor,
+    g_TH1: torch.Tensor,
+    beta_TH: torch.Tensor,
+    S_RHNP: torch.Tensor,
+    grid: ChunkGrid,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One decay per row: products of queries and keys first, then times their decays."""
+    q_SKLN, k_SKLN = (grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN))
+    cum_SHL1 = grid.pad(g_TH1).transpose(1, 2).double().cumsum(2)
+    decay_SHLL = decay_matrix(cum_SHL1.squeeze(-1), v_THP.dtype)
+    repeats = v_THP.shape[1] // k_THN.shape[1]
+    return _solve_and_recur(
+        _per_head(k_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
+        _per_head(q_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
+        _per_head(q_SKLN, repeats),
+        _per_head(k_SKLN, repeats),
+        grid.pad(v_THP).transpose(1, 2),
+        cum_SHL1,
+        grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1),
+        S_RHNP,
+        grid,
+    )
+
+
+def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
+    """`[S, H_qk, ...]` -> `[S, H, ...]`: each head of q and k serves `repeats` heads of v."""
+    return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
+
+
+def _check_gated(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    layout: RaggedLayout,
+) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        check_rows(name, tensor, layout)
+    check_shape("v", v, (layout.num_rows, None, None), "[T, H, P]")
+    T, H, _ = v.shape
+    check_shape("k", k, (T, None, None), "[T, H_qk, N]")
+    check_shape("q", q, tuple(k.shape), "[T, H_qk, N]")
+    check_shape("g", g, (T, H), "[T, H]")
+    check_shape("beta", beta, (T, H), "[T, H]")
+    if H % k.shape[1]:
+        raise ValueError(f"{H} heads of v cannot be shared out evenly to {k.shape[1]} of q and k")
+
+
+@without_autocast
+def kimi_delta_attention(
+    q_THN: torch.Tensor,
+    k_THN: torch.Tensor,
+    v_THP: torch.Tensor,
+    g_THN: torch.Tensor,
+    beta_TH: torch.Tensor,
+    initial_states_RHNP: torch.Tensor | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ops.kimi_delta_attention` as a function of initial states `[R, H, N, P]`, None for zeros.
+
+    Returns:
+        Outputs, final states and captured states; these two in the compute dtype.
+    """
+    for name, x in (("q", q_THN), ("k", k_THN), ("v", v_THP), ("g", g_THN), ("beta", beta_TH)):
+        check_rows(name, x, layout)
+    check_shape("k", k_THN, (layout.num_rows, None, None), "[T, H, N]")
+    for name, x in (("q", q_THN), ("g", g_THN)):
+        check_shape(name, x, tuple(k_THN.shape), "[T, H, N]")
+    check_shape("v", v_THP, (*k_THN.shape[:2], None), "[T, H, P]")
+    check_shape("beta", beta_TH, tuple(k_THN.shape[:2]), "[T, H]")
+    return _delta_rule(
+        "kimi_delta_attention",
+        _kimi_chunked,
+        (q_THN, k_THN, v_THP, g_THN, beta_TH),
+        initial_states_RHNP,
+        layout,
+        chunk_size,
+        scale,
+        use_qk_l2norm,
+    )
+
+
+def _kimi_chunked(
+    q_THN: torch.Tensor,
+    k_THN: torch.Tensor,
+    v_THP: torch.Tensor,
+    g_THN: torch.Tensor,
+    beta_TH: torch.Tensor,
+    S_RHNP: torch.Tensor,
+    grid: ChunkGrid,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_SHLN, k_SHLN, v_SHLP = (grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN, v_THP))
+    cum_SHLN = grid.pad(g_THN).transpose(1, 2).double().cumsum(2)
+    keys_SHLL, scores_SHLL = _decayed_products(k_SHLN, q_SHLN, k_SHLN, cum_SHLN)
+    beta_SHL1 = grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1)
+    return _solve_and_recur(
+        keys_SHLL, scores_SHLL, q_SHLN, k_SHLN, v_SHLP, cum_SHLN, beta_SHL1, S_RHNP, grid
+    )
+
+
+def _decayed_products(
+    x_SHLN: torch.Tensor, y_SHLN: torch.Tensor, k_SHLN: torch.Tensor, cum_SHLN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x_i exp(c_i - c_j)) . k_j and (y_i exp(c_i - c_j)) . k_j for i >= j, 0 above the diagonal.
+
+    exp(c_i) exp(-c_j) would overflow. Cut at a row m between j and i, exp(c_i - c_m) and
+    exp(c_m - c_j) are both at most 1: a row of sub-blocks takes its own start for m, and the
+    decays of the keys before it grow from one row to the next. Inside a sub-block there is no m for
+    all pairs, so there they are written out.
+    """
+    L, dtype = k_SHLN.shape[2], k_SHLN.dtype
+
+    def decay(later, earlier):
+        return (later - earlier).to(dtype).exp()
+
+    rows = []
+    before_SHjN, cut_SH1N = k_SHLN[:, :, :0], cum_SHLN[:, :, :1]
+    for i in range(0, L, SUB_BLOCK):
+        x_SHlN, y_SHlN, k_SHlN, cum_SHlN = (
+            t[:, :, i : i + SUB_BLOCK] for t in (x_SHLN, y_SHLN, k_SHLN, cum_SHLN)
+        )
+        size = k_SHlN.shape[2]
+        xy_SHlN = torch.cat([x_SHlN, y_SHlN], dim=2)
+        far_SHxj = (xy_SHlN * decay(cum_SHlN, cut_SH1N).repeat(1, 1, 2, 1)) @ before_SHjN.mT
+
+        future = torch.ones(size, size, dtype=torch.bool, device=k_SHLN.device).triu_(1)
+        diff_SHllN = (cum_SHlN.unsqueeze(3) - cum_SHlN.unsqueeze(2)).to(dtype)
+        decay_SHllN = diff_SHllN.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+        xy_SHlN2 = torch.stack([x_SHlN, y_SHlN], dim=-1)
+        near_SHll2 = (decay_SHllN * k_SHlN.unsqueeze(2)) @ xy_SHlN2
+
+        near_SHxl = near_SHll2.permute(0, 1, 4, 2, 3).flatten(2, 3)
+        behind_SHx = near_SHxl.new_zeros(*near_SHxl.shape[:3], L - i - size)
+        rows.append(torch.cat([far_SHxj, near_SHxl, behind_SHx], dim=-1).unflatten(2, (2, size)))
+
+        end_SH1N = cum_SHlN[:, :, -1:]
+        before_SHjN = torch.cat(
+            [before_SHjN * decay(end_SH1N, cut_SH1N), k_SHlN * decay(end_SH1N, cum_SHlN)], dim=2
+        )
+        cut_SH1N = end_SH1N
+    products_SH2LL = torch.cat(rows, dim=3)
+    return products_SH2LL[:, :, 0], products_SH2LL[:, :, 1]
+
+
+def _delta_rule(
+    op: str,
+    chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    inputs_T: tuple[torch.Tensor, ...],
+    initial_states_RHNP: torch.Tensor | None,
+    layout: RaggedLayout,
+    chunk_size: int,
+    scale: float | None,
+    use_qk_l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The delta rule `op`, from checked inputs q, k, v, g and beta of any dtype.
+
+    g is `[T, H, N]`, or `[T, H, 1]` where all key channels share a decay; all else is as in
+    `gated_delta_rule`. `chunked` is the scan that `ragged_scan` needs.
+    """
+    q_THN, k_THN, v_THP, g_TH, beta_TH = inputs_T
+    N = k_THN.shape[-1]
+    shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
+    states_RHNP = states_or_zeros(op, initial_states_RHNP, shape, "[R, H, N, P]", like=v_THP)
+    dtype = compute_dtype(v_THP)
+    q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
+    if use_qk_l2norm:
+        q_f, k_f = (t * (t.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for t in (q_f, k_f))
+    q_f = q_f * (N**-0.5 if scale is None else scale)
+    o_THP, final_RHNP, captured_nHNP = ragged_scan(
+        _step,
+        chunked,
+        (q_f, k_f, v_f, g_f, beta_f),
+        states_RHNP,
+        layout,
+        lambda: ChunkGrid.of(layout, chunk_size, states_RHNP.device),
+    )
+    return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
+
+
+def _step(
+    q_RHN: torch.Tensor,
+    k_RHN: torch.Tensor,
+    v_RHP: torch.Tensor,
+    g_RHN: torch.Tensor,
+    beta_RH: torch.Tensor,
+    S_RHNP: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each of R sequences: the recurrence as it is written."""
+    repeats = v_RHP.shape[1] // k_RHN.shape[1]
+    q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
+    decay_RHN1 = g_RHN.exp().unsqueeze(-1)
+    kept_RH1P = (k_RH1N * decay_RHN1.mT) @ S_RHNP
+    delta_RH1P = (v_RHP.unsqueeze(2) - kept_RH1P) * beta_RH[..., None, None]
+    S_RHNP = (S_RHNP * decay_RHN1).addcmul_(k_RH1N.mT, delta_RH1P)
+    return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
+
+
+def _solve_and_recur(
+    keys_SHLL: torch.Tensor,
+    scores_SHLL: torch.Tensor,
+    q_SHLN: torch.Tensor,
+    k_SHLN: torch.Tensor,
+    v_SHLP: torch.Tensor,
+    cum_SHLN: torch.Tensor,
+    beta_SHL1: torch.Tensor,
+    S_RHNP: torch.Tensor,
+    grid: ChunkGrid,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve each chunk for what its rows write, then carry the states through the chunks.
+
+    With c the running sum of g in a chunk and S0 the state it starts from, row i writes
+    w_i = beta_i (v_i - (k_i exp(c_i)) S0 - sum_{j < i} ((k_i exp(c_i - c_j)) . k_j) w_j) into the
+    state. That is a unit lower triangular system; its solution is affine in S0, w = U - W S0, so
+    U and W are solved for all chunks and heads at once and only S0 is sequential.
+
+    Args:
+        keys_SHLL, scores_SHLL: (k_i exp(c_i - c_j)) . k_j and (q_i exp(c_i - c_j)) . k_j; of keys,
+            what is not strictly below the diagonal is not read, of scores it is 0 above it.
+        q_SHLN, k_SHLN, v_SHLP, beta_SHL1: the inputs on the grid.
+        cum_SHLN: c in float64, `[S, H, L, N]` or `[S, H, L, 1]`.
+        S_RHNP: initial states.
+        grid: the chunks.
+
+    Returns:
+        Outputs of the tokens, final states and captured states.
+    """
+    P, dtype = v_SHLP.shape[-1], v_SHLP.dtype
+    reach_SHLN = cum_SHLN.exp().to(dtype)
+    sources_SHLX = torch.cat([v_SHLP * beta_SHL1, k_SHLN * (beta_SHL1 * reach_SHLN)], dim=-1)
+    # Only the part strictly below the diagonal is read. Solved as X A^T = B^T, which LAPACK's
+    # column-major order takes without a copy: half the time of A X = B.
+    U_W_SHLX = torch.linalg.solve_triangular(
+        (keys_SHLL * beta_SHL1).mT, sources_SHLX.mT, upper=True, left=False, unitriangular=True
+    ).mT
+    U_SHLP, W_SHLN = U_W_SHLX[..., :P], U_W_SHLX[..., P:]
+
+    to_end_SHLN = (cum_SHLN[:, :, -1:] - cum_SHLN).exp().to(dtype)
+    decay_SHN1 = cum_SHLN[:, :, -1].exp().to(dtype).unsqueeze(-1)
+    start_SHNP, written_SHLP, final_RHNP = grid.recur(
+        S_RHNP, (U_SHLP, W_SHLN, k_SHLN * to_end_SHLN, decay_SHN1), _next_state
+    )
+    o_SHLP = scores_SHLL @ written_SHLP + (q_SHLN * reach_SHLN) @ start_SHNP
+
+    captured_nHNP = S_RHNP[:0]
+    if len(chunks_n := grid.capture_chunks):
+        # A row writes the same whatever comes behind it, so a capture is a sum over fewer rows.
+        decay_nH1N, weight_nHLN = grid.capture_decays(cum_SHLN, dtype)
+        added_nHNP = (k_SHLN[chunks_n] * weight_nHLN).mT @ written_SHLP[chunks_n]
+        captured_nHNP = torch.addcmul(added_nHNP, start_SHNP[chunks_n], decay_nH1N.mT)
+    return grid.unpad(o_SHLP.transpose(1, 2)), final_RHNP, captured_nHNP
+
+
+def _next_state(
+    state_RHNP: torch.Tensor,
+    U_RHLP: torch.Tensor,
+    W_RHLN: torch.Tensor,
+    k_to_end_RHLN: torch.Tensor,
+    decay_RHN1: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    written_RHLP = U_RHLP - W_RHLN @ state_RHNP
+    return torch.addcmul(k_to_end_RHLN.mT @ written_RHLP, state_RHNP, decay_RHN1), written_RHLP

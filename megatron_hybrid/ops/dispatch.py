@@ -1,0 +1,115 @@
+"""Which backend serves an op: the first one by priority that can. The reference always can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "MEGATRON_HYBRID_BACKEND"
+REFERENCE = "reference"
+
+forced: str | None = os.environ.get(VARIABLE) or None
+"""The one backend to use, read from the environment at import; None: by priority."""
+
+OPS: dict[str, Op] = {}
+"""All ops by name."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of one op."""
+
+    name: str
+    """Of its library or language: "triton", "fla"."""
+    run: Callable[..., Any]
+    """Takes the op's inputs, returns its outputs."""
+    verify: Callable[..., str | None]
+    """Takes the op's inputs and returns why it cannot serve them, or None. It runs on every call:
+    shapes, dtypes and devices only, no value of a tensor."""
+    priority: int
+    """The backend of the highest priority is asked first."""
+    missing: str | None = None
+    """Why it can serve nothing in this process, such as a library that is not installed."""
+
+
+class Op:
+    """A function of tensors with a reference and any number of faster backends.
+
+    Args:
+        name: of the public function.
+        reference: serves all inputs, and is what the other backends are tested against.
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Any]) -> None:
+        self.name = name
+        self.reference = reference
+        self.backends: list[Backend] = []
+        """Beside the reference, by priority."""
+        self._usable: list[Backend] = []
+        OPS[name] = self
+
+    def register(self, backend: Backend) -> None:
+        """Add a backend.
+
+        Raises:
+            ValueError: the op has one of this name.
+        """
+        if backend.name in (REFERENCE, *(own.name for own in self.backends)):
+            raise ValueError(f"{self.name} has a backend {backend.name!r} already; rename this one")
+        self.backends = sorted([*self.backends, backend], key=lambda own: -own.priority)
+        self._usable = [own for own in self.backends if own.missing is None]
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the op.
+
+        Raises:
+            ValueError: a backend is forced that no op has.
+            RuntimeError: the forced backend of this op cannot serve the inputs.
+        """
+        if forced is not None:
+            return self._forced_backend(inputs)(*inputs)
+        for backend in self._usable:
+            if backend.verify(*inputs) is None:
+                return backend.run(*inputs)
+        return self.reference(*inputs)
+
+    def refusals(self, *inputs: Any) -> dict[str, str | None]:
+        """Each backend by priority, and why it cannot serve; None where it can.
+
+        Without inputs, what holds for all inputs.
+        """
+        reasons = {}
+        for backend in self.backends:
+            reasons[backend.name] = backend.missing
+            if backend.missing is None and inputs:
+                reasons[backend.name] = backend.verify(*inputs)
+        reasons[REFERENCE] = None
+        if forced in reasons:
+            others = {name: f"{VARIABLE}={forced}" for name in reasons if name != forced}
+            return reasons | others
+        return reasons
+
+    def _forced_backend(self, inputs: tuple) -> Callable[..., Any]:
+        """An op without a backend of the forced name is served by its reference."""
+        check_forced()
+        for backend in self.backends:
+            if backend.name == forced:
+                if (reason := backend.missing or backend.verify(*inputs)) is not None:
+                    raise RuntimeError(
+                        f"{VARIABLE}={forced}, but it cannot serve {self.name}: {reason}. Unset "
+                        f"{VARIABLE} to let another backend serve"
+                    )
+                return backend.run
+        return self.reference
+
+
+def check_forced() -> None:
+    """Raise ValueError where a backend is forced that no op has."""
+    known = {REFERENCE} | {backend.name for op in OPS.values() for backend in op.backends}
+    if forced is not None and forced not in known:
+        raise ValueError(
+            f"{VARIABLE} is {forced!r}; the backends are {sorted(known)}. Name one of them, or "
+            "unset it"
+        )

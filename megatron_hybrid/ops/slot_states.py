@@ -1,0 +1,47 @@
+"""Recurrent states where they lie: in the live slots of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class SlotStates(NamedTuple):
+    """One state of one layer, and the slots of the sequences of a call.
+
+    A recurrent op starts sequence r from `pool_S[slot_ids_R[r]]` and leaves there the state after
+    its last token.
+    """
+
+    pool_S: torch.Tensor
+    """The state in every live slot, `[S, *shape]`: a view of the pool, with any strides."""
+    slot_ids_R: torch.Tensor
+    """int64 `[R]`, all different."""
+    captured_n: torch.Tensor | None = None
+    """Where the op puts the states at the layout's captures, `[n, *shape]`; None: it has none."""
+
+
+def in_slots(scan: Callable[..., tuple], place: int) -> Callable[..., Any]:
+    """The reference of a recurrent op: `scan` on states that are gathered and scattered.
+
+    Args:
+        scan: a function of its inputs; that of number `place` is the initial states `[R, *shape]`,
+            None for zeros. Returns `(outputs, final states, captured states)`.
+        place: where the op takes `SlotStates`; None: start from zeros and keep nothing.
+    """
+
+    def run(*inputs: Any) -> torch.Tensor:
+        states = inputs[place]
+        if states is None:
+            return scan(*inputs)[0]
+        pool_S, slot_ids_R, captured_n = states
+        initial_R = pool_S.index_select(0, slot_ids_R)
+        y, final_R, captured = scan(*inputs[:place], initial_R, *inputs[place + 1 :])
+        pool_S[slot_ids_R] = final_R.to(pool_S.dtype)
+        if captured_n is not None:
+            captured_n.copy_(captured)
+        return y
+
+    return run

@@ -1,0 +1,117 @@
+"""Which backend serves an op: by priority, by what each refuses, and by force."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, dispatch, varlen_attention
+from megatron_hybrid.ops.dispatch import Backend, Op
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Ops made here are forgotten, and no backend is forced from outside."""
+    monkeypatch.setattr(dispatch, "OPS", dict(dispatch.OPS))
+    monkeypatch.setattr(dispatch, "forced", None)
+
+
+def toy_op():
+    """A sum that tells who made it: "even" refuses an odd first number, "small" one above 9."""
+
+    def backend(name, priority, reason, refuses):
+        return Backend(
+            name, lambda x, y: (name, x + y), lambda x, y: reason if refuses(x) else None, priority
+        )
+
+    op = Op("toy_sum", lambda x, y: ("reference", x + y))
+    op.register(backend("small", 1, "x over 9", lambda x: x > 9))
+    op.register(backend("even", 2, "x is odd", lambda x: x % 2))
+    return op
+
+
+def test_the_first_by_priority_that_can_serves():
+    op = toy_op()
+    assert op(2, 5) == ("even", 7)
+    assert op(12, 5) == ("even", 17)
+    assert op(3, 5) == ("small", 8)
+    assert op(13, 5) == ("reference", 18)
+
+
+def test_refusals_say_why_in_order_of_priority():
+    op = toy_op()
+    assert list(op.refusals(13, 5).items()) == [
+        ("even", "x is odd"),
+        ("small", "x over 9"),
+        ("reference", None),
+    ]
+    assert op.refusals() == {"even": None, "small": None, "reference": None}
+
+
+def test_a_backend_that_is_missing_is_never_asked():
+    op = toy_op()
+
+    def fails(*inputs):
+        raise AssertionError("asked")
+
+    op.register(Backend("absent", fails, fails, 3, missing="not installed"))
+    assert op(2, 5) == ("even", 7)
+    assert op.refusals(2, 5)["absent"] == "not installed"
+
+
+def test_a_name_is_taken_once():
+    for name in ("even", "reference"):
+        with pytest.raises(ValueError, match=f"has a backend '{name}' already"):
+            toy_op().register(Backend(name, max, max, 0))
+
+
+def test_forcing(monkeypatch):
+    op, other = toy_op(), Op("toy_other", lambda: "reference")
+    monkeypatch.setattr(dispatch, "forced", "reference")
+    assert op(2, 5) == ("reference", 7)
+    assert op.refusals(2, 5)["even"] == "MEGATRON_HYBRID_BACKEND=reference"
+    monkeypatch.setattr(dispatch, "forced", "small")
+    assert op(2, 5) == ("small", 7)
+    assert other() == "reference"
+    with pytest.raises(RuntimeError, match="cannot serve toy_sum: x over 9"):
+        op(12, 5)
+
+
+def test_an_unknown_backend_is_refused_with_the_names_there_are(monkeypatch):
+    op = toy_op()
+    monkeypatch.setattr(dispatch, "forced", "cuda")
+    with pytest.raises(ValueError, match=r"is 'cuda'; the backends are \['even', 'reference', 's"):
+        op(2, 5)
+
+
+def test_public_ops_are_dispatched(monkeypatch):
+    q, kv = torch.randn(5, 4, 8), torch.randn(2, 5, 2, 8)
+    arguments = (q, *kv, RaggedLayout((5,), (0,)), AttentionPattern(0.3))
+    expected = varlen_attention(*arguments)
+    op = dispatch.OPS["varlen_attention"]
+    monkeypatch.setattr(op, "backends", [])
+    monkeypatch.setattr(op, "_usable", [])
+    op.register(
+        Backend("twice", lambda *inputs: 2 * op.reference(*inputs), lambda *inputs: None, 1)
+    )
+    assert torch.equal(varlen_attention(*arguments), 2 * expected)
+
+
+def test_the_environment_forces_and_info_tells():
+    script = "import sys; from megatron_hybrid.cli import main; sys.exit(main(['info']))"
+
+    def info(backend):
+        environment = {"MEGATRON_HYBRID_BACKEND": backend, "PATH": ""}
+        command = [sys.executable, "-W", "ignore", "-c", script]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    told = info("reference")
+    assert told.returncode == 0
+    for name in ("ssd_scan", "paged_attention", "routed_experts"):
+        assert any(line.split() == [name, "reference"] for line in told.stdout.splitlines())
+    refused = info("cuda")
+    assert refused.returncode != 0
+    assert "MEGATRON_HYBRID_BACKEND is 'cuda'; the backends are ['reference']" in refused.stderr
