@@ -22,7 +22,6 @@ from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
@@ -33,6 +32,7 @@ from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sam
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream, StreamEvent
 from megatron_hybrid.inference.weight_watch import WeightWatch
+from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
@@ -524,7 +524,7 @@ class DynamicInferenceEngine:
         self.memory.weights_changed(self.model.cache_requirements())
         self._fingerprint = None
         if self.offload.disk is not None:
-            self.offload.disk.store.is_for(self._made_for())
+            self.offload.disk.store.rebind(self._made_for())
         self._weights.accept()
 
     def _open_disk(self, folder: str | PathLike) -> DiskStore:

@@ -2,7 +2,7 @@
 
     cache.json   what the records are good for (`fingerprint.py`), and the size of a page
     pages.bin    pages, a record in any of them
-    index.log    one line for each record that came or went: a checksum, then JSON
+    index.log    one line for each record that came or went (`disk_log.py`)
     lock         held by the engine that uses the folder
 
 A record counts from the moment its line is complete, and its pages are written before that; a line
@@ -21,20 +21,19 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megatron_hybrid.inference.interrupts import interrupts_wait
+from megatron_hybrid.interrupts import interrupts_wait
+from megatron_hybrid.offload.disk_log import DiskLog, Placed, runs_of, size_of_log, write_whole
 from megatron_hybrid.offload.page_mover import HostPages
-from megatron_hybrid.offload.tier import Record
+from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +41,6 @@ FORMAT = 2
 """Of the folder, and of what a page holds: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes on their way to the disk beyond which no further state or prompt is taken in."""
-RETRY_SECONDS = 30.0
-"""After reading or writing failed, it is left alone for so long."""
-MAX_STALE_LINES = 10_000
-"""Lines of the log about records that have gone, beyond those about records that are there, at
-which it is written anew."""
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
@@ -70,18 +64,6 @@ def real_path(folder: str | os.PathLike) -> Path:
             f"{str(folder)!r} cannot be used as a cache folder: {error}. Name another one, in "
             "cache_dir or for save_cache"
         ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A record that is on the disk, and where."""
-
-    record: Record
-    parent: bytes | None
-    """Key of the record before it."""
-    slots: np.ndarray
-    """int64 [n]: pages of pages.bin."""
-    checksum: str
 
 
 class DiskStore:
@@ -119,12 +101,11 @@ class DiskStore:
         self._changed = threading.Condition()
         self._closing = self._closed = False
         self._process = os.getpid()
-        self._error: Exception | None = None  # of writing, since the last `mend`
+        self._error: Exception | None = None  # of writing, since the last `recover`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
         self._is_full = False  # since the last `was_full`
-        self._gave_way = False  # since writing worked
-        self._num_lines = 0
+        self._has_shed = False  # since writing worked
         self.num_unwritten = 0
         """Records that could not be written, since the start."""
         self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
@@ -132,7 +113,7 @@ class DiskStore:
         logged too."""
         self._made_for = self._hash_head()
         self._lock, self._pages = self._open_folder()
-        self._log: int | None = None
+        self._log = DiskLog(self.folder / _LOG, page_bytes, self._warn)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
         self._writer = threading.Thread(target=self._write_jobs, name=_THREADS, daemon=True)
 
@@ -213,78 +194,35 @@ class DiskStore:
         Raises:
             CacheFolderError: the log cannot be read.
         """
-        entries: dict[bytes, tuple[int, Placed]] = {}
-        for line_number, text in self._read_log():
-            try:
-                key, placed = self._parse(text)
-            except (ValueError, TypeError, KeyError, MemoryError) as error:
-                self._warn(f"{_LOG} line {line_number}", f"not used, it makes no sense ({error!r})")
-                continue
-            entries.pop(key, None)  # one that came again takes its place behind its parent
-            if placed is not None:
-                entries[key] = line_number, placed
+        try:
+            entries = self._log.read()
+        except OSError as error:
+            raise CacheFolderError(
+                f"{self.folder / _LOG} cannot be read ({error}); remove {self.folder}, or name "
+                f"another folder"
+            ) from None
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
-        for line_number, placed in reversed(entries.values()):  # of two on a page the later wrote
+        for line, placed in reversed(entries):  # of two on a page the later wrote
             slots = placed.slots
             if (slots >= size).any() or taken[slots].any():
-                self._warn(f"{_LOG} line {line_number}", "not used, its pages are not there")
+                self._warn(line, "not used, its pages are not there")
                 continue
             taken[slots] = True
             found.append(placed)
         self._placed = {placed.record.key: placed for placed in reversed(found)}
         try:
-            self._write_anew()
+            self._compact()
         except OSError as error:
             self._failed(error)
         self._writer.start()
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
-    def _parse(self, text: bytes) -> tuple[bytes, Placed | None]:
-        """The key that a line is about, and where its record is; None: it went.
+    def _compact(self, *, may_shed: bool = False) -> None:
+        """Writes the log without what has gone, and the head; the old ones stay until the new ones
+        are complete. Pages that no record uses are free.
 
-        Raises:
-            ValueError, TypeError, KeyError, MemoryError: no line of ours.
-        """
-        entry = json.loads(text)
-        key = bytes.fromhex(entry["key"])
-        if entry["op"] != "put":
-            return key, None
-        runs = [np.arange(first, first + count) for first, count in entry["slots"]]
-        slots = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
-        if slots.dtype != np.int64 or (slots < 0).any():
-            raise ValueError(f"slots {entry['slots']}")
-        num_bytes = len(slots) * self.page_bytes
-        record = Record(key, None, int(entry["position"]), num_bytes, bool(entry["state"]))
-        record.saved_work, record.cost_bytes = float(entry["saved"]), int(entry["cost"])
-        parent = bytes.fromhex(entry["parent"]) if entry["parent"] else None
-        return key, Placed(record, parent, slots, entry["sum"])
-
-    def _read_log(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are whole, with their numbers."""
-        path = self.folder / _LOG
-        if not path.exists():
-            return
-        try:
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, start=1):
-                    checksum, _, text = line.rstrip(b"\n").partition(b" ")
-                    if not line.endswith(b"\n"):
-                        self._warn(f"{_LOG} line {number}", "not used, it is incomplete")
-                    elif checksum != b"%08x" % zlib.crc32(text):
-                        self._warn(f"{_LOG} line {number}", "not used, its checksum does not fit")
-                    else:
-                        yield number, text
-        except OSError as error:
-            raise CacheFolderError(
-                f"{path} cannot be read ({error}); remove {self.folder}, or name another folder"
-            ) from None
-
-    def _write_anew(self, *, gives_way: bool = False) -> None:
-        """The log without what has gone, and the head; the old ones stay until the new ones are
-        complete. What no record uses of the pages is free.
-
-        gives_way: where there is no room for the log, the records that lie last make some.
+        may_shed: where there is no room for the log, the records that lie last make some.
 
         Raises:
             OSError: writing failed, or the folder is another's now.
@@ -294,22 +232,15 @@ class DiskStore:
         # in between is safe: what the old log says of pages that have gone is refused by the size
         # of the file or by a checksum.
         self._cut_pages()
-        path = self.folder / _LOG
-        lines = b"".join(map(_put_line, self._placed.values()))
         try:
-            _write_whole(path, lines)
+            self._log.compact(self._placed.values())
         except OSError as error:
-            if not gives_way or self._gave_way or error.errno not in _NO_SPACE:
+            if not may_shed or self._has_shed or error.errno not in _NO_SPACE:
                 raise
-            self._gave_way = True  # not again before it helped: others may take what is freed
-            self._give_way(2 * len(lines))
-            lines = b"".join(map(_put_line, self._placed.values()))
-            _write_whole(path, lines)
-        self._gave_way = False
-        self._num_lines = len(self._placed)
-        log, self._log = self._log, os.open(path, os.O_WRONLY | os.O_APPEND)
-        if log is not None:
-            os.close(log)
+            self._has_shed = True  # not again before it helped: others may take what is freed
+            self._shed_for_log()
+            self._log.compact(self._placed.values())
+        self._has_shed = False
         self._write_head()
 
     def _cut_pages(self) -> None:
@@ -323,8 +254,9 @@ class DiskStore:
         self._free = np.flatnonzero(is_free)[::-1].tolist()
         os.ftruncate(self._pages, self._num_slots * self.page_bytes)
 
-    def _give_way(self, num_bytes: int) -> None:
-        """Gives up the records with pages in the last `num_bytes`."""
+    def _shed_for_log(self) -> None:
+        """Gives up the records with pages in the last bytes, twice as many as the log needs."""
+        num_bytes = 2 * size_of_log(self._placed.values())
         limit = self._num_slots - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
         for placed in gone:
@@ -335,7 +267,7 @@ class DiskStore:
         self._cut_pages()
 
     def _write_head(self) -> None:
-        _write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
+        write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
 
     def _check_ours(self, *opened: tuple[str, int]) -> None:
         """Raises OSError if the folder's files are not those that were opened."""
@@ -349,10 +281,6 @@ class DiskStore:
                     f"{self.folder / name} was removed or replaced while an engine used it, what "
                     f"was saved there is lost (close the engine and open a new one)"
                 )
-
-    def _write_line(self, line: bytes) -> None:
-        _write_all(self._log, line)
-        self._num_lines += 1
 
     def _warn(self, what: str, why: str) -> None:
         problem = f"{self.folder / what}: {why}"
@@ -431,7 +359,7 @@ class DiskStore:
         shape = len(placed.slots), self.page_bytes
         data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
         target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
-        for row, slot, count in _runs(placed.slots):
+        for row, slot, count in runs_of(placed.slots):
             part = target[row * self.page_bytes : (row + count) * self.page_bytes]
             offset = slot * self.page_bytes
             while part:  # one call reads 2 GiB at most
@@ -489,15 +417,15 @@ class DiskStore:
             return False
         else:
             if self._retry_at is not None:
-                self._write_anew(gives_way=True)
+                self._compact(may_shed=True)
                 self._retry_at = None
             self._write(record, data)
-        if self._retry_at is None and self._num_lines > 2 * len(self._placed) + MAX_STALE_LINES:
-            self._write_anew()
+        if self._retry_at is None and self._log.is_stale(len(self._placed)):
+            self._compact()
         return True
 
     def _failed(self, error: Exception) -> None:
-        """Writing failed: nothing is written until `_write_anew` was possible. What the files say
+        """Writing failed: nothing is written until `_compact` was possible. What the files say
         stays true meanwhile, for no page is used again."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
@@ -512,11 +440,11 @@ class DiskStore:
         self._write_pages(slots, pages)
         parent = record.parent.key if record.parent is not None else None
         placed = Placed(record, parent, slots, self._checksum(record, pages))
-        self._write_line(_put_line(placed))
+        self._log.put(placed)
         self._placed[record.key] = placed
 
     def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        for row, slot, count in _runs(slots):
+        for row, slot, count in runs_of(slots):
             part = memoryview(pages[row : row + count]).cast("B")
             offset = slot * self.page_bytes
             while part:
@@ -533,13 +461,13 @@ class DiskStore:
     def _forget(self, record: Record) -> None:
         placed = self._placed.pop(record.key, None)
         if placed is not None and self._retry_at is None:
-            self._write_line(_log_line({"op": "drop", "key": record.key.hex()}))
+            self._log.drop(record.key)
             self._free += placed.slots[::-1].tolist()
 
     # ---- ending ----
 
-    def is_for(self, fingerprint: dict[str, str]) -> None:
-        """From now on the records are good for something else; there are none.
+    def rebind(self, fingerprint: dict[str, str]) -> None:
+        """Ties the folder, which holds no records, to other weights or another configuration.
 
         Raises:
             OSError: writing failed, or the folder is another's now. What is there is good for what
@@ -548,7 +476,7 @@ class DiskStore:
         self._wait_for_jobs()
         self._head.update(fingerprint)
         self._made_for = self._hash_head()
-        self._mend()
+        self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
         """Moves what lies behind so many bytes of pages.bin to free pages before them, and cuts the
@@ -558,7 +486,7 @@ class DiskStore:
         if self._retry_at is not None or self._num_slots <= limit:
             return
         try:
-            self._write_anew()  # what has gone must have left the log before its pages are used
+            self._compact()  # what has gone must have left the log before its pages are used
             for key, placed in self._placed.items():
                 behind = placed.slots[placed.slots >= limit]
                 if len(behind):
@@ -568,31 +496,31 @@ class DiskStore:
                         page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
                         self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
                     self._placed[key] = replace(placed, slots=slots)
-            self._write_anew()
+            self._compact()
         except OSError as error:
             self._failed(error)
 
-    def mend(self) -> None:
-        """Writes again if it had failed.
+    def recover(self) -> None:
+        """Starts to write again if that had failed.
 
         Raises:
             OSError: it fails again, or the folder's files were removed or replaced.
         """
         self._wait_for_jobs()
         if self._error is not None:
-            self._mend()
-        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
+            self._rewrite()
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log.descriptor))
 
-    def _mend(self) -> None:
+    def _rewrite(self) -> None:
         try:
-            self._write_anew()
+            self._compact()
         except OSError as error:
             self._failed(error)
-            raise self._told(error) from error
+            raise self._write_error(error) from error
         self._error = self._retry_at = None
 
-    def _told(self, error: Exception) -> OSError:
-        return OSError(f"writing to {self.folder} failed: {error}; mend that, then call it again")
+    def _write_error(self, error: Exception) -> OSError:
+        return OSError(f"writing to {self.folder} failed: {error}; remedy that, then call it again")
 
     def _wait_for_jobs(self) -> None:
         self.check_process()
@@ -604,15 +532,14 @@ class DiskStore:
         """Returns when all that was put is on the disk, also after a loss of power.
 
         Raises:
-            OSError: since the last `mend` writing failed, or the folder's files are not there any
-                more.
+            OSError: writing failed since the last `recover`, or the folder's files are gone.
         """
         self._wait_for_jobs()
         if self._error is not None:
-            raise self._told(self._error) from self._error
-        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log))
+            raise self._write_error(self._error) from self._error
+        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log.descriptor))
         os.fsync(self._pages)
-        os.fsync(self._log)
+        os.fsync(self._log.descriptor)
 
     @interrupts_wait()
     def close(self) -> None:
@@ -631,7 +558,7 @@ class DiskStore:
         self._closed = True
         if is_ours:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
-        for descriptor in (self._pages, self._log, self._lock):
+        for descriptor in (self._pages, self._log.descriptor, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -642,60 +569,3 @@ class DiskStore:
             threading.Thread(target=self.close, name="cache-close").start()
         else:
             self.close()
-
-
-def _put_line(placed: Placed) -> bytes:
-    record = placed.record
-    return _log_line(
-        {
-            "op": "put",
-            "key": record.key.hex(),
-            "parent": placed.parent.hex() if placed.parent else "",
-            "state": record.is_state,
-            "position": record.position,
-            "saved": record.saved_work,
-            "cost": record.cost_bytes,
-            "slots": [[int(slot), int(count)] for _, slot, count in _runs(placed.slots)],
-            "sum": placed.checksum,
-        }
-    )
-
-
-def _log_line(entry: dict) -> bytes:
-    text = json.dumps(entry, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(row, first slot, count) of each run of neighbouring slots."""
-    if not len(slots):
-        return
-    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    for start, end in zip(starts, [*starts[1:], len(slots)]):
-        yield int(start), int(slots[start]), int(end - start)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """The file has its old content or the new one, whenever the process dies."""
-    new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        _write_all(descriptor, data)
-        os.fsync(descriptor)
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)  # half of it would take room from what is tried next
-        raise
-    finally:
-        os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the names too outlast a loss of power
-    finally:
-        os.close(folder)

@@ -25,13 +25,14 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
-from megatron_hybrid.offload.disk_store import RETRY_SECONDS, DiskStore
+from megatron_hybrid.interrupts import interrupts_wait
+from megatron_hybrid.offload.disk_store import DiskStore
 from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.page_mover import Arrival, HostPages, PageMover
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import (
+    RETRY_SECONDS,
     Record,
     Source,
     Tier,
@@ -522,7 +523,7 @@ class Offload:
         Raises:
             OSError: writing failed, or reading the own disk.
         """
-        tier.store.mend()
+        tier.store.recover()
         with interrupts_wait():
             self._forget_unwritten()
             if tier is self.disk:  # there may be space again

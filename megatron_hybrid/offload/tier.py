@@ -23,6 +23,9 @@ from megatron_hybrid.offload.prefix_keys import PrefixKeys
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 30.0
+"""After reading or writing failed, it is left alone for so long."""
+
 
 class Record:
     """One block or one state."""

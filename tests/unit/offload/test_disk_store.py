@@ -19,7 +19,7 @@ import torch
 from forks import in_fork
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.offload import disk_store
+from megatron_hybrid.offload import disk_log, disk_store
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.offload.offload import disk_tier
 from megatron_hybrid.offload.page_mover import HostPages
@@ -140,7 +140,7 @@ def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
     assert len(kept) == 3 and set(kept) < set(right)
     assert not tier.store.problems
     tier.clear()
-    tier.store.is_for(OTHER_WEIGHTS)
+    tier.store.rebind(OTHER_WEIGHTS)
     assert not page_file.stat().st_size
     assert Prompt(7).keep_in(tier)
     tier.store.flush()
@@ -151,8 +151,8 @@ def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
 WRITER = """
 import sys
 sys.path[:0] = {paths}
-from test_disk_store import Prompt, disk_store, open_tier
-disk_store.MAX_STALE_LINES = 50  # the log is written anew all the time
+from test_disk_store import Prompt, disk_log, open_tier
+disk_log.MAX_STALE_LINES = 50  # the log is written anew all the time
 tier = open_tier({folder!r}, capacity={capacity})
 for i in range(100_000):
     while not tier.store.accepts():
@@ -288,7 +288,7 @@ def test_what_other_weights_made_never_fits(filled):
     log = (filled / "index.log").read_bytes()
     tier = open_tier(filled)
     tier.clear()
-    tier.store.is_for(OTHER_WEIGHTS)
+    tier.store.rebind(OTHER_WEIGHTS)
     tier.store.close()
     assert not (filled / "index.log").read_bytes()  # no line that could be damaged
     (filled / "index.log").write_bytes(log)
@@ -309,16 +309,16 @@ def test_bytes_of_one_record_do_not_fit_another(filled):
 def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypatch):
     tier = open_tier(filled)
     tier.clear()
-    write_whole = disk_store._write_whole
+    write_whole = disk_store.write_whole
 
     def full(path, data):
         if path.name == "cache.json":
             raise OSError(28, "No space left on device")
         write_whole(path, data)
 
-    monkeypatch.setattr(disk_store, "_write_whole", full)
+    monkeypatch.setattr(disk_store, "write_whole", full)
     with pytest.raises(OSError, match="No space left"):
-        tier.store.is_for(OTHER_WEIGHTS)
+        tier.store.rebind(OTHER_WEIGHTS)
     assert not Prompt(3).keep_in(tier)
     tier.store.close()
     monkeypatch.undo()
@@ -337,11 +337,11 @@ def test_a_folder_that_was_removed_is_told(filled, by_another):
         other.store.flush()
         before = listing(filled)
     assert Prompt(10).keep_in(tier)
-    for fails in (tier.store.mend, tier.store.flush):
+    for fails in (tier.store.recover, tier.store.flush):
         with pytest.raises(OSError, match=r"lock was removed or replaced.*close the engine"):
             fails()
     with pytest.raises(OSError, match="lock was removed or replaced"):
-        tier.store.is_for({**MADE_FOR, "weights": "third"})
+        tier.store.rebind({**MADE_FOR, "weights": "third"})
     if by_another:
         assert listing(filled) == before
         other.store.close()
@@ -373,11 +373,11 @@ def test_a_forked_process_leaves_the_folder_alone(filled):
         for use in (
             tier.store.accepts,
             tier.store.flush,
-            tier.store.mend,
+            tier.store.recover,
             lambda: tier.store.get(record),
             lambda: tier.store.drop(record),
             lambda: tier.store.put(record, None),
-            lambda: tier.store.is_for(MADE_FOR),
+            lambda: tier.store.rebind(MADE_FOR),
         ):
             with pytest.raises(RuntimeError, match=r"is a fork: make an engine of its own"):
                 use()
@@ -482,7 +482,7 @@ def test_a_log_that_cannot_be_read(filled, monkeypatch):
     def broken(path, mode):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(disk_store, "open", broken, raising=False)
+    monkeypatch.setattr(disk_log, "open", broken, raising=False)
     with pytest.raises(CacheFolderError, match=r"index\.log cannot be read .* remove"):
         open_tier(filled)
     monkeypatch.undo()
@@ -495,7 +495,7 @@ def test_the_process_goes_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     tier.clear()
-    tier.store.is_for(OTHER_WEIGHTS)
+    tier.store.rebind(OTHER_WEIGHTS)
     assert Prompt(1).keep_in(tier)
     tier.store.flush()
     tier.store.close()
@@ -555,7 +555,7 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
     with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
         tier.store.flush()
     with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
-        tier.store.mend()
+        tier.store.recover()
     unwritten = tier.store.take_unwritten()
     assert len(unwritten) == 3 == tier.store.num_unwritten
     for record in unwritten:
@@ -566,12 +566,12 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
     tier.store._wait_for_jobs()
     assert (filled / "index.log").read_bytes() == log
     if by == "mend":
-        tier.store.mend()
+        tier.store.recover()
     else:
         later = time.monotonic() + disk_store.RETRY_SECONDS
         monkeypatch.setattr(disk_store.time, "monotonic", lambda: later)
     assert Prompt(10).keep_in(tier) and Prompt(11).keep_in(tier)
-    tier.store.mend()
+    tier.store.recover()
     tier.store.flush()
     tier.store.close()
     tier = open_tier(filled)
@@ -593,7 +593,7 @@ def test_a_log_that_was_cut_off_by_a_full_disk_is_written_anew(filled, monkeypat
     assert Prompt(10).keep_in(tier)
     tier.store._wait_for_jobs()
     monkeypatch.undo()
-    tier.store.mend()
+    tier.store.recover()
     for record in tier.store.take_unwritten():
         tier.remove(record)
     assert Prompt(11).keep_in(tier)
@@ -694,7 +694,7 @@ def test_a_process_that_dies_before_the_new_log_is_there(filled, monkeypatch):
         tier.remove(tier.find(Prompt(i).keys))
     tier.store._wait_for_jobs()
     log = (filled / "index.log").read_bytes().splitlines(keepends=True)[:30]
-    tier.store._write_anew()
+    tier.store._compact()
     tier.store.close()
     (filled / "index.log").write_bytes(b"".join(log))  # without the drops
     tier = open_tier(filled)
@@ -773,7 +773,7 @@ def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
 
 
 def test_the_log_does_not_grow_with_what_has_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_store, "MAX_STALE_LINES", 20)
+    monkeypatch.setattr(disk_log, "MAX_STALE_LINES", 20)
     prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
     tier = open_tier(tmp_path, capacity=4 * prompt_bytes)
     for i in range(100):
@@ -806,7 +806,7 @@ def test_a_lost_line_costs_only_what_it_told_of(tmp_path):
 
 
 def test_a_folder_that_could_not_be_loaded_can_be_opened_again(filled, monkeypatch):
-    monkeypatch.setattr(DiskStore, "_read_log", lambda self: 1 / 0)
+    monkeypatch.setattr(disk_log.DiskLog, "read", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_tier(filled)
     monkeypatch.undo()

@@ -8,8 +8,8 @@ import pytest
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.inference.interrupts import interrupts_wait
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.offload.disk_store import DiskStore
 
 MODEL = tiny_model()
