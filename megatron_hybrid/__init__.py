@@ -5,22 +5,26 @@ engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching
 results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
 """
 
-from megatron_hybrid import compat  # noqa: F401  (explains a broken megatron-core before all else)
-from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.checkpoints.checkpoint import (
-    CheckpointError,
-    save_checkpoint,
-    save_huggingface,
-)
-from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.request import GenerationResult, Request
-from megatron_hybrid.inference.sampling import SamplingParams
-from megatron_hybrid.inference.stream import StreamEvent
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from megatron_hybrid.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_hybrid.cache.report import MissReason, PrefixReport
+    from megatron_hybrid.checkpoints.checkpoint import (
+        CheckpointError,
+        save_checkpoint,
+        save_huggingface,
+    )
+    from megatron_hybrid.checkpoints.pretrained import load_pretrained
+    from megatron_hybrid.inference.config import InferenceConfig
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.request import GenerationResult, Request
+    from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.inference.stream import StreamEvent
+    from megatron_hybrid.models.config.hybrid_config import HybridConfig
+    from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
 __all__ = [
     "CheckpointError",
@@ -40,3 +44,35 @@ __all__ = [
     "save_checkpoint",
     "save_huggingface",
 ]
+
+_MODULES = {
+    "CheckpointError": "checkpoints.checkpoint",
+    "DynamicInferenceEngine": "inference.engine",
+    "GenerationResult": "inference.request",
+    "HybridConfig": "models.config.hybrid_config",
+    "HybridModel": "models.hybrid_model",
+    "InferenceConfig": "inference.config",
+    "MissReason": "cache.report",
+    "PrefixReport": "cache.report",
+    "Request": "inference.request",
+    "SamplingParams": "inference.sampling",
+    "StreamEvent": "inference.stream",
+    "build_hybrid_model": "models.hybrid_model",
+    "load_pretrained": "checkpoints.pretrained",
+    "save_checkpoint": "checkpoints.checkpoint",
+    "save_huggingface": "checkpoints.checkpoint",
+}
+"""Where a name is from. Its module is imported when it is first asked for: torch and megatron-core
+take seconds, which `import megatron_hybrid` and the command line's help need not wait for."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

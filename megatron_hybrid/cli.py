@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         status = options.command(options)
         sys.stdout.flush()  # here, not when Python ends
@@ -36,7 +36,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """All commands. Each imports what it runs when it runs, so that the parser needs no torch."""
     parser = argparse.ArgumentParser(
         prog="megatron-hybrid",
         description="Hybrid language models with prefix sharing at any token.",

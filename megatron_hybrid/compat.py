@@ -1,7 +1,8 @@
 """Every difference between the supported megatron-core releases (0.16.1 and 0.19.x), in one file.
 
 The rest of the package imports this module before any other part of megatron-core, so a broken or
-missing installation is explained once, here.
+missing installation is explained once, here: `models/__init__.py` does, and what other parts need
+of megatron-core they import from here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ try:
         warnings.simplefilter("ignore")
         import megatron.core
         import megatron.core.models.common.language_module.language_module
+        from megatron.core import parallel_state as parallel_state
+        from megatron.core.inference.contexts import BaseInferenceContext as BaseInferenceContext
+        from megatron.core.models.common.embeddings.rope_utils import (
+            apply_rotary_pos_emb as apply_rotary_pos_emb,
+        )
         from megatron.core.transformer import TransformerConfig as TransformerConfig
 except ModuleNotFoundError as error:
     # 0.18 and later import triton unguarded in transformer/moe/ops/paged_stash.py.

@@ -12,13 +12,15 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from torch import Tensor
 
-from megatron_hybrid import compat
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.lease import Reservation
+from megatron_hybrid.compat import (
+    BaseInferenceContext,
+    apply_rotary_pos_emb,
+    inference_context_arguments,
+)
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
@@ -81,7 +83,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     num_speculative_tokens = 0
 
     def __init__(self, memory: CacheMemory, max_requests: int, max_sequence_length: int):
-        super().__init__(*compat.inference_context_arguments())
+        super().__init__(*inference_context_arguments())
         self.memory = memory
         self.max_requests = max_requests
         self.max_sequence_length = max_sequence_length

@@ -6,7 +6,8 @@ long as the few numbers that could differ (the pages that fit) are made equal on
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+
+from megatron_hybrid.compat import parallel_state
 
 
 def _model_parallel_group():
