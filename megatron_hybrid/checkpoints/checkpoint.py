@@ -26,9 +26,9 @@ from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
     TensorFiles,
     TensorPlan,
-    replace_file,
     write_tensors,
 )
+from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import (

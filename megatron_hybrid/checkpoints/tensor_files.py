@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.files import replace_file, temporary_path
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -189,7 +190,7 @@ def write_tensors(
     if len(shards) > 1:
         count = len(shards)
         paths = [folder / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    temporaries = [_temporary(path) for path in paths]
+    temporaries = [temporary_path(path) for path in paths]
     total_bytes = sum(tensor.num_bytes for tensor in plan)
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     try:
@@ -205,26 +206,6 @@ def write_tensors(
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place, as a whole or not at all.
-
-    The file gets the mode that the umask gives.
-    """
-    temporary = _temporary(path)
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # what the umask allows; some writers choose their own
-        write(temporary)
-        temporary.chmod(mode)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 # Reading -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.checkpoints.tensor_files import replace_file
+from megatron_hybrid.files import replace_file
 from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
 from megatron_hybrid.validation import check_text
 

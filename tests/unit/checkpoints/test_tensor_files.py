@@ -18,9 +18,9 @@ from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
     TensorFiles,
     TensorPlan,
-    replace_file,
     write_tensors,
 )
+from megatron_hybrid.files import replace_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -456,19 +456,6 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
     replace_file(tmp_path / "x", lambda path: save_file({"a": torch.zeros(1)}, path))
     (tmp_path / "plain").touch()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
-
-
-def test_replace_file_is_all_or_nothing(tmp_path):
-    (tmp_path / "x").write_text("old")
-
-    def fail(path):
-        path.write_text("half")
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        replace_file(tmp_path / "x", fail)
-    assert (tmp_path / "x").read_text() == "old"
-    assert names_in(tmp_path) == ["x"]
 
 
 # Progress ----------------------------------------------------------------------------------------
