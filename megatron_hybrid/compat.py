@@ -1,8 +1,8 @@
 """Every difference between the supported megatron-core releases (0.16.1 and 0.19.x), in one file.
 
 The rest of the package imports this module before any other part of megatron-core, so a broken or
-missing installation is explained once, here: `models/__init__.py` does, and what other parts need
-of megatron-core they import from here.
+missing installation is explained once, here. `models/__init__.py` imports it first; other wings
+import from here the parts of megatron-core that they use.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import logging
 import warnings
 from types import SimpleNamespace
 
-# It tells of a CUDA toolkit on a machine without a GPU, as login nodes are.
+# It logs about a CUDA toolkit on machines without a GPU, such as login nodes.
 _torch_extensions = logging.getLogger("torch.utils.cpp_extension")
 _torch_extensions.addFilter(_silent := lambda record: False)
 try:
     with warnings.catch_warnings():
-        # One warning for every GPU library that is not there; ours come where one is needed.
+        # megatron-core warns of every missing GPU library; ours are reported when they are needed.
         warnings.simplefilter("ignore")
         import megatron.core
         import megatron.core.models.common.language_module.language_module

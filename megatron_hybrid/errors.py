@@ -1,4 +1,4 @@
-"""What an error means, whoever raised it."""
+"""Errors for want of memory, from whatever library."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ _WORDS = ("out of memory", "can't allocate memory", "can't start new thread", "A
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; torch says it in words only on a CPU."""
+    """Whether an allocation failed. On a CPU, torch says so in the message alone."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -18,8 +18,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def optional_work(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Around work that nobody has to wait for: without memory it is left out, and `failed` is told
-    of the error. Other errors pass."""
+    """Context of optional work: an error for want of memory is passed to `failed` and suppressed,
+    any other error propagates."""
     try:
         yield
     except Exception as error:

@@ -27,16 +27,16 @@ STAGE_BOUNDARY = "|"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a symbol stands for."""
+    """The layer kind of a symbol."""
 
     meaning: str
     mixer: str
     """Module of `models/mixers` and class in it."""
     norm_name: str
     mixer_name: str
-    """What norm and mixer are called in a checkpoint: as in megatron-core where it has the kind."""
+    """Names of norm and mixer in a checkpoint, megatron-core's where it has the kind."""
     fields: tuple[type[FieldGroup], ...]
-    """The groups of config fields that it reads, checked in this order."""
+    """Groups of config fields that the mixer reads, in the order of their checks."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the mixer."""
 

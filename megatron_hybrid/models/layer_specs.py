@@ -1,4 +1,4 @@
-"""Which classes a layer is built of: `local` (plain torch) or `transformer_engine` (fused)."""
+"""The classes of a layer's parts: `local` (plain torch) or `transformer_engine` (fused)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_hybrid.models.norms import LocalNorm
 def resolve_layer_spec(config: HybridConfig) -> str:
     """`local` or `transformer_engine`, where the config says `auto`.
 
-    Transformer Engine runs on CUDA alone, so what counts is where the model is being built.
+    Transformer Engine runs on CUDA alone, so the device decides on which the model is built.
     """
     if config.layer_spec != "auto":
         return config.layer_spec
@@ -40,7 +40,7 @@ def get_norm(config: HybridConfig) -> type:
 
 
 def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
-    """The layer that a pattern symbol stands for.
+    """The spec of the layer of a pattern symbol.
 
     Args:
         config: that of the layer, `HybridConfig.for_layer`.
@@ -56,7 +56,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
     if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
-        # Where one projection takes all of the layer's input, it normalises that itself.
+        # A projection that takes all of the layer's input normalises it itself.
         fused = mixer.input_projection is not None and config.norm_placement != "post"
         modules = MixerSubmodules(
             input_projection=te.TELayerNormColumnParallelLinear

@@ -1,4 +1,4 @@
-"""`megatron-hybrid info`: what is installed, and what of it is used."""
+"""`megatron-hybrid info`: versions of the installed libraries, and whether they are used."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,7 @@ from megatron_hybrid.version import __version__
 
 
 def environment() -> dict[str, str]:
-    """What a bug report needs: versions, devices, optional libraries."""
+    """Versions, devices and optional libraries, for a bug report: name -> text."""
     device = "CPU"
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"

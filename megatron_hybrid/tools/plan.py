@@ -1,6 +1,6 @@
-"""`megatron-hybrid plan`: what a model costs in memory, before anything is loaded.
+"""`megatron-hybrid plan`: memory of a model, before anything is loaded.
 
-All numbers follow from the config: the model is built without storage, and asked what it keeps.
+All numbers follow from the config: the model is built on the meta device and asked for its caches.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a block table row much longer than this costs more than finer sharing brings
 _MOST_REQUESTS = 1024
 WIDTH = 80
-"""Columns of what is printed."""
+"""Columns of the printed report."""
 _UNITS = {"": 1, "k": 1000, "m": 10**6}
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one model costs, and what a device's memory then holds. Sizes in bytes."""
+    """Memory of one model, and capacity of a device beside it. Sizes in bytes."""
 
     kv_bytes_per_token: int
     """K and V of all full-attention layers."""
@@ -53,7 +53,7 @@ class Footprint:
     state_bytes: int
     """Recurrent states and convolution tails of one sequence."""
     checkpoint_bytes: int
-    """States, window blocks and last hidden state: what a restorable position costs beside KV."""
+    """States, window blocks and last hidden state: a restorable position, beside KV."""
     break_even_tokens: int | None
     """Tokens whose KV costs as much as one checkpoint; None: no KV, or nothing to save."""
     request_bytes: int
@@ -68,7 +68,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of `plan`."""
+    """Result of `plan`."""
 
     layer_pattern: str
     parameters: int
@@ -79,7 +79,7 @@ class Plan:
     """How the weights are published ("fp8"), where they have to be dequantized to be loaded."""
     memory_bytes: int
     cache_bytes: int
-    """What is left for live requests and cached prefixes; 0: the weights do not fit."""
+    """Bytes left for live requests and cached prefixes; 0: the weights do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
@@ -164,8 +164,8 @@ def plan(
 def _settings(
     spec: CacheSpec, footprint: Footprint, cache_bytes: int, context: int, state_encoding: str
 ) -> dict[str, Any] | None:
-    """As in `Plan.settings`. Half of the requests that would fit: prefixes live in the other half
-    of the memory."""
+    """As in `Plan.settings`, for half of the largest batch: the other half of the memory holds
+    cached prefixes."""
     if not footprint.largest_batch:
         return None
     requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
@@ -180,8 +180,8 @@ def _settings(
 
 
 def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
-    """What a cache must know of a model (it may be on the meta device), with the dtype of its
-    parameters for KV.
+    """The cache spec of a model (it may be on the meta device), with KV in the dtype of its
+    parameters.
 
     Raises:
         ValueError: an unknown encoding.

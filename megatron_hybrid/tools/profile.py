@@ -1,4 +1,4 @@
-"""`megatron-hybrid profile`: what prefix caches would skip of your own prompts, before you choose.
+"""`megatron-hybrid profile`: skip rates of several prefix caches on your own prompts.
 
 The prompts are replayed without a model: through this project's cache as the engine drives it, and
 through models of the rules that other engines document (`tools/replay/rules.py`).
@@ -34,7 +34,7 @@ CEILING = "infinite cache, any token"
 
 @dataclass(frozen=True)
 class CacheResult:
-    """What one cache would skip."""
+    """Skip rates of one cache."""
 
     name: str
     what: str
@@ -58,18 +58,18 @@ class Bin:
 
 @dataclass(frozen=True)
 class Profile:
-    """The answer of `profile`."""
+    """Result of `profile`."""
 
     layer_pattern: str
     memory_bytes: int
     state_encoding: str
     kv_bytes_per_token: int
     checkpoint_bytes: int
-    """What a saved position costs beside KV, windows included."""
+    """Bytes of a saved position beside KV, windows included."""
     requests: int
     prompt_tokens: int
     answers: bool
-    """Whether the file says what was answered to all requests."""
+    """Whether the file has the answers of all requests."""
     lengths: list[int]
     """Tokens of each prompt."""
     caches: list[CacheResult]
@@ -77,7 +77,7 @@ class Profile:
     lost_tokens: dict[str, int]
     """Tokens that this engine knew and computed again, by reason; the largest part first."""
     too_large: int
-    """Requests whose prompt does not fit into this engine's pool: no cache is asked for them."""
+    """Requests whose prompt does not fit into this engine's pool; left out of the comparison."""
     compared_tokens: int
     """Prompt tokens of all others."""
 

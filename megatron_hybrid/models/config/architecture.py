@@ -1,4 +1,4 @@
-"""What is one for the whole model: its layers, vocabulary, width, and ways in and out."""
+"""The model as a whole: layers, vocabulary, width, embedding and output layer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ArchitectureFields(ModelFields):
 
     layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
-    whole model; it comes after the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
-    False}}`. Whatever concerns one layer may be overridden, the shape of the whole may not. Fields
-    that are left out and follow from others, such as mamba_num_heads from mamba_head_dim, follow
-    from the model's: who overrides the one for a layer has to say the other too."""
+    whole model; it wins over the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
+    False}}`. Every field of a layer may be overridden, those of the whole model may not. A default
+    that depends on another field, such as mamba_num_heads on mamba_head_dim, is computed from the
+    model's value: to override the one for a layer, set the other too."""
 
     vocab_size: int = 0
     """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
@@ -35,13 +35,13 @@ class ArchitectureFields(ModelFields):
     """Factor of the word embedding."""
 
     round_embedding_multiplier: bool = False
-    """Round that factor to params_dtype first, as Gemma's is: in bfloat16 that is another one."""
+    """Round that factor to params_dtype first, as Gemma does; in bfloat16 it differs."""
 
     logits_multiplier: float = 1.0
     """Factor of the logits."""
 
     final_logit_softcap: float | None = None
-    """c: logits become c tanh(logits / c), after their factor."""
+    """c: logits become c tanh(logits / c), after `logits_multiplier`."""
 
     num_shared_blocks: int = 1
     """Blocks that the `Z` layers take in turn."""
@@ -53,7 +53,7 @@ class ArchitectureFields(ModelFields):
     """Standard deviation of initial weights."""
 
     huggingface_config: dict[str, Any] | None = None
-    """config.json of the Hugging Face folder that the weights come from, to write one again."""
+    """config.json of the Hugging Face folder that the weights come from; needed to save one."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

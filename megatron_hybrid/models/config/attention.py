@@ -32,7 +32,7 @@ class AttentionFields(LayerFields):
     """Factor of attention scores; None: kv_channels^-0.5."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    """What each softmax has beside its scores: nothing, a score of 0, or a learnt one per head."""
+    """Sink of each softmax: none, a score of 0, or a learnt score per head."""
 
     attention_logit_softcap: float | None = None
     """c: attention scores become c tanh(scores / c)."""
@@ -41,7 +41,7 @@ class AttentionFields(LayerFields):
     """Multiply each head's output by the sigmoid of a gate, projected with the queries."""
 
     add_qkv_bias: bool = False
-    """Biases in the projections of queries, keys and values, whatever add_bias_linear says."""
+    """Biases in the projections of queries, keys and values, even without add_bias_linear."""
 
     qk_layernorm: bool = False
     """Norm queries and keys, before RoPE."""
@@ -59,8 +59,8 @@ class AttentionFields(LayerFields):
     """Values are the projected keys, before norm and RoPE."""
 
     kv_source_layer: int | None = None
-    """Number of the layer before (from 1, through the whole model) whose keys and values this one
-    reads, having none of its own; set in layer_overrides."""
+    """Number of an earlier layer (from 1, through the whole model) whose keys and values this one
+    reads instead of its own; set it in layer_overrides."""
 
     attention_temperature_scale: float | None = None
     """s: queries are multiplied by 1 + s log(1 + floor((position + 1) / floor))."""
@@ -70,7 +70,7 @@ class AttentionFields(LayerFields):
 
     @property
     def num_kv_projections(self) -> int:
-        """Projections of an attention layer beside the queries: of keys and values 2, 1 or 0."""
+        """Number of key and value projections of an attention layer: 2, 1 or 0."""
         return 0 if self.kv_source_layer is not None else 1 if self.keys_as_values else 2
 
     @property
@@ -133,7 +133,7 @@ class WindowFields(LayerFields):
     """Fields of sliding-window attention."""
 
     sliding_window: int | None = None
-    """Positions that a `W` layer sees, its own included: (t - sliding_window, t]."""
+    """Positions that a token of a `W` layer sees, its own included: (t - sliding_window, t]."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

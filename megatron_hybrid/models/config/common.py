@@ -1,4 +1,4 @@
-"""What layers of every kind read: their place in the residual stream, norms, biases, activation."""
+"""Fields of every layer kind: residual stream, norms, biases, activation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class CommonFields(LayerFields):
     """x + f(norm(x)), x + norm(f(x)), or x + norm(f(norm(x)))."""
 
     layernorm_epsilon: float = 1e-5
-    """Epsilon of every norm that has none of its own."""
+    """Epsilon of every norm without a field of its own."""
 
     layernorm_zero_centered_gamma: bool = False
     """The factor of a norm is 1 + weight."""
 
     residual_multiplier: float = 1.0
-    """Factor of what a layer adds to the residual stream."""
+    """Factor of a layer's output, before it is added to the residual stream."""
 
     layer_scalar: bool = False
-    """Multiply the residual stream behind a layer by a number that comes with the weights."""
+    """Multiply the residual stream after a layer by a scalar stored with the weights."""
 
     add_bias_linear: bool = False
     """Biases in the projections of attention and MLP."""

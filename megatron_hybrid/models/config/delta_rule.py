@@ -54,7 +54,7 @@ class DeltaRuleFields(LayerFields):
 
 @dataclass
 class GatedDeltaNetFields(LayerFields):
-    """What a Gated DeltaNet layer has beside the fields of every delta rule."""
+    """Fields of a Gated DeltaNet layer beside those of every delta rule."""
 
     if TYPE_CHECKING:
         linear_num_key_heads: int
@@ -65,7 +65,7 @@ class GatedDeltaNetFields(LayerFields):
     """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None: twice as many."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`. The pattern has it checked after `DeltaRuleFields`."""
+        """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         if self.linear_num_value_heads is None:
             self.linear_num_value_heads = 2 * self.linear_num_key_heads
         self._require_positive("linear_num_value_heads")

@@ -1,4 +1,4 @@
-"""What a group of config fields is, and the checks that several groups share."""
+"""Base of the config's field groups, with the checks that they share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "tr
 
 
 class FieldGroup:
-    """Base of all groups. Each is a dataclass that `HybridConfig` inherits from, so `self` is the
-    whole config; some fields of TransformerConfig are declared again, as part of the group."""
+    """Base of all groups. Each is a dataclass and a base of `HybridConfig`, so `self` is the whole
+    config. Fields of TransformerConfig that belong to a group are declared in it again."""
 
     if TYPE_CHECKING:
         layer_pattern: str
@@ -20,10 +20,10 @@ class FieldGroup:
         pipeline_model_parallel_size: int
 
     followers: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Field -> the fields that follow from it where they are None."""
+    """Field -> the fields whose defaults depend on it; they are None until `check`."""
 
     def check(self) -> None:
-        """Fills in what follows from other fields.
+        """Fills in the defaults that depend on other fields.
 
         Raises:
             ValueError: a field has no legal value, or contradicts another one; the message names
@@ -56,7 +56,7 @@ class FieldGroup:
             raise ValueError(f"{field} is {value!r}; use {names} or {choices[-1]!r}.")
 
     def _require_for_layers(self, field: str, layers: str, value: str) -> None:
-        """Raises ValueError unless the pattern's `layers` have the number that they need."""
+        """Raises ValueError unless a field that the pattern's `layers` need is set."""
         if getattr(self, field) is None:
             raise ValueError(
                 f"layer_pattern {self.layer_pattern!r} has layers of {layers}, but {field} is "
@@ -74,18 +74,18 @@ class FieldGroup:
 
 
 class ModelFields(FieldGroup):
-    """Base of the groups that are one for the whole model."""
+    """Base of the groups with one value for the whole model."""
 
 
 class LayerFields(FieldGroup):
-    """Base of the groups that a layer may have otherwise, by `layer_overrides`."""
+    """Base of the groups that `layer_overrides` may set for single layers."""
 
 
 def check_types(config_class: type[FieldGroup], fields: Mapping[str, Any]) -> None:
-    """Whether the fields that are annotated as numbers or booleans have such values.
+    """Checks the values of fields annotated as numbers or booleans.
 
     Raises:
-        ValueError: one has not.
+        ValueError: a value of another type; names the field, the value and the type.
     """
     hints = _type_hints(config_class)
     for name, value in fields.items():

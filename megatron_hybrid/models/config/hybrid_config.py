@@ -33,7 +33,7 @@ from megatron_hybrid.models.config.shared_block import SharedBlockFields
 from megatron_hybrid.models.config.short_conv import ShortConvFields
 from megatron_hybrid.models.config.unsupported import (
     check_unsupported,
-    tell_fields_without_effect,
+    warn_fields_without_effect,
 )
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
 from megatron_hybrid.ops.activations import ACTIVATIONS
@@ -100,10 +100,10 @@ class HybridConfig(
         self.check()
         self._check_overrides(symbols, left_out)
         RunFields.check(self)
-        tell_fields_without_effect(self)
+        warn_fields_without_effect(self)
 
     def check(self) -> None:
-        """Checks all that the layers of the pattern read; see `FieldGroup.check`."""
+        """Checks the groups of all layer kinds in the pattern; see `FieldGroup.check`."""
         for symbol in dict.fromkeys(layer_symbols(self.layer_pattern)):
             self._check_layer(symbol)
 
@@ -112,8 +112,8 @@ class HybridConfig(
             group.check(self)
 
     def _check_overrides(self, symbols: list[str], left_out: set[str]) -> None:
-        """Whether overrides name layers that are there, and fields that a layer may have for
-        itself. left_out: fields that have followed from others."""
+        """Raises ValueError unless overrides name existing layers and fields of a layer, and each
+        layer is legal with its own. left_out: fields whose defaults depended on others."""
         for layers, fields in self.layer_overrides.items():
             is_number = isinstance(layers, str) and layers.isdecimal()
             if layers not in symbols and not (is_number and 1 <= int(layers) <= len(symbols)):
@@ -137,7 +137,7 @@ class HybridConfig(
                 layer.check_kv_source(number, symbols, layers)
 
     def _check_followers(self, number: int, symbol: str, left_out: set[str]) -> None:
-        """What has followed from the model's fields would stay when a layer overrides these."""
+        """Refuses an override that would leave a dependent default as the model's."""
         fields = self.overrides_of(number, symbol)
         for group in KINDS[symbol].fields:
             for name, followers in group.followers.items():
@@ -167,8 +167,8 @@ class HybridConfig(
         return config
 
     def overrides_of(self, number: int, symbol: str) -> dict[str, Any]:
-        """What `layer_overrides` says of one layer, by its symbol and, first of all, by its number
-        (from 1, through the whole model)."""
+        """The `layer_overrides` of one layer: those of its symbol and those of its number (from 1,
+        through the whole model). The latter win."""
         return {
             **self.layer_overrides.get(symbol, {}),
             **self.layer_overrides.get(str(number), {}),
@@ -181,7 +181,7 @@ class HybridConfig(
             layers: _encode(fields) for layers, fields in self.layer_overrides.items()
         }
         if not self.has_attention:
-            # What __post_init__ put there depends on the tensor-parallel size of this run.
+            # __post_init__ set them from the tensor-parallel size of this run.
             values.update(num_attention_heads=0, num_query_groups=None, kv_channels=None)
         return values
 
@@ -219,10 +219,10 @@ def _fields_of(kind: type[FieldGroup]) -> tuple[str, ...]:
 
 
 _LAYER_FIELDS = _fields_of(LayerFields)
-"""What `layer_overrides` takes."""
+"""Keys that `layer_overrides` accepts."""
 
 _SAVED_FIELDS = _fields_of(ModelFields) + _LAYER_FIELDS
-"""What config.json holds: the architecture and its numerics, nothing of a particular run."""
+"""Keys of config.json: the architecture and its numerics, nothing of a particular run."""
 
 _FOLLOWERS = {
     name
@@ -231,14 +231,14 @@ _FOLLOWERS = {
     for names in group.followers.values()
     for name in names
 }
-"""Fields that follow from others where they are left out."""
+"""Fields with defaults that depend on other fields of their layer."""
 
 _NAMED_VALUES: dict[str, dict[str, Any]] = {
     "params_dtype": DTYPES,
     "recurrent_state_dtype": DTYPES,
     "activation_func": ACTIVATIONS,
 }
-"""Fields whose values have a name in config.json."""
+"""Field -> names of its values in config.json."""
 
 
 def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:

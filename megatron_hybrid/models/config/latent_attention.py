@@ -16,7 +16,7 @@ class LatentAttentionFields(LayerFields):
         position_embedding_type: str
 
     q_lora_rank: int | None = 512
-    """Width that an MLA layer squeezes its queries through; None: one projection makes them."""
+    """Rank of an MLA layer's query projection; None: full rank, in one projection."""
 
     kv_lora_rank: int = 512
     """Width of the latent that the keys and values of an MLA layer are made of."""

@@ -19,8 +19,7 @@ class Mamba1Fields(LayerFields):
     """Channels of a Mamba-1 layer; None: 2 * hidden_size."""
 
     mamba1_dt_rank: int | None = None
-    """Width that the time steps of a Mamba-1 layer are squeezed through; None: hidden_size / 16,
-    rounded up."""
+    """Rank of the time-step projection of a Mamba-1 layer; None: hidden_size / 16, rounded up."""
 
     mamba1_conv_kernel: int = 4
     """Width of the causal convolution of a Mamba-1 layer."""

@@ -1,4 +1,4 @@
-"""MLPs; experts read their activation's fields, too."""
+"""MLPs. Experts share the fields of the activation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MLPFields(LayerFields):
     """Inner width of an MLP; None: 4 * hidden_size."""
 
     gated_linear_unit: bool = True
-    """SwiGLU and its like in the MLP."""
+    """Gate the MLP, as SwiGLU does."""
 
     activation_func_clamp_value: float | None = None
     """c: the gate is clamped to at most c and the value to [-c, c], before the activation."""
@@ -31,7 +31,7 @@ class MLPFields(LayerFields):
     """Factor of the gate of an MLP, before its activation."""
 
     mlp_output_multiplier: float = 1.0
-    """Factor of what an MLP gives out."""
+    """Factor of an MLP's output."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -26,34 +26,34 @@ class MoEFields(LayerFields):
     """Inner width of an expert; None: ffn_hidden_size."""
 
     moe_shared_expert_intermediate_size: int | None = None
-    """Inner width of an expert that takes every token; None: there is none."""
+    """Inner width of the shared expert, which takes every token; None: no shared expert."""
 
     moe_shared_expert_gate: bool = False
-    """Multiply its output by the sigmoid of a projection of its input."""
+    """Multiply the shared expert's output by the sigmoid of a projection of its input."""
 
     moe_latent_size: int | None = None
     """Width that a token is projected to for the experts, and back from; None: hidden_size."""
 
     moe_apply_probs_on_input: bool = False
-    """Multiply what an expert takes in by its weight, not what it gives out."""
+    """Multiply an expert's input by its routing weight, not its output."""
 
     moe_router_topk: int = 2
     """Experts of a token."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits."""
+    """Function from the router's logits to scores."""
 
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts, before the choice, not over the chosen ones."""
+    """Softmax over all experts, before the top-k, not over the chosen ones."""
 
     moe_router_enable_expert_bias: bool = False
-    """A bias for each expert that decides the choice alone, not the weights."""
+    """A bias per expert that affects the top-k choice, not the weights."""
 
     moe_router_num_groups: int | None = None
     """Groups of experts, of which moe_router_group_topk are chosen first; None: no groups."""
 
     moe_router_group_topk: int | None = None
-    """Groups that a token's experts are chosen from."""
+    """Groups that a token's experts are chosen from; None: all experts."""
 
     moe_router_topk_scaling_factor: float | None = None
     """Factor of the weights of the chosen experts."""
@@ -89,8 +89,8 @@ class MoEFields(LayerFields):
             )
 
     def check_routing(self) -> None:
-        """See `FieldGroup.check`: how tokens come to experts. megatron-core's own checks of these
-        fields are assertions, so it comes before them."""
+        """See `FieldGroup.check`. Runs before megatron-core's own checks of routing, which are
+        assertions."""
         self._require_positive("num_moe_experts", "moe_router_topk")
         experts, topk = self.num_moe_experts, self.moe_router_topk
         if topk > experts:

@@ -9,16 +9,16 @@ from megatron_hybrid.models.config.field_group import LayerFields
 
 @dataclass
 class ParallelHeadsFields(LayerFields):
-    """What an `H` layer has beside the fields of its two parts."""
+    """Fields of an `H` layer beside those of its two parts."""
 
     attention_input_multiplier: float = 1.0
-    """Factor of what the attention of an `H` layer takes in."""
+    """Factor of the input of the attention of an `H` layer."""
 
     attention_output_multiplier: float = 1.0
-    """Factor of what the attention of an `H` layer gives out."""
+    """Factor of the output of the attention of an `H` layer."""
 
     mamba_input_multiplier: float = 1.0
-    """Factor of what the Mamba-2 part of an `H` layer takes in."""
+    """Factor of the input of the Mamba-2 part of an `H` layer."""
 
     mamba_output_multiplier: float = 1.0
-    """Factor of what the Mamba-2 part of an `H` layer gives out."""
+    """Factor of the output of the Mamba-2 part of an `H` layer."""

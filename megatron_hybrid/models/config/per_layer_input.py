@@ -1,4 +1,4 @@
-"""Inputs of their own for some layers (Gemma 4)."""
+"""Per-layer inputs: an embedding of each token for single layers (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PerLayerInputFields(ModelFields):
     """Fields of the per-layer inputs."""
 
     per_layer_input_size: int | None = None
-    """Width of what each `P` layer is told of each token; see `models/per_layer_embedding.py`."""
+    """Width of the token embedding of each `P` layer; see `models/per_layer_embedding.py`."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -1,4 +1,4 @@
-"""What tells attention where a token is."""
+"""Position embedding of attention layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": ("partial_rotary_factor",),
 }
-"""The kinds of `rotary_scaling`, and the numbers that each cannot do without."""
+"""`rope_type` of `rotary_scaling` -> the numbers that it requires."""
 
 
 @dataclass
@@ -28,20 +28,20 @@ class PositionFields(LayerFields):
     """Fields of rotary position embedding (RoPE)."""
 
     position_embedding_type: Literal["rope", "none"] = "rope"
-    """What tells attention where a token is. `none` suits hybrids: recurrent layers keep order."""
+    """Position embedding. `none` suits hybrids: recurrent layers keep the order of tokens."""
 
     rotary_base: float = 10000.0
     """Base of the RoPE frequencies, base^(-2i/d)."""
 
     rotary_percent: float = 1.0
-    """Leading part of each attention head that RoPE rotates."""
+    """Fraction of each attention head that RoPE rotates, from its first dimension on."""
 
     rotary_scaling: dict[str, Any] | None = None
     """How RoPE is stretched to longer contexts, in the terms of Hugging Face's `rope_parameters`:
     `rope_type` ("linear", "llama3", "yarn") and its numbers; see `mixers/rotary.py`."""
 
     rotary_interleaved: bool = False
-    """RoPE rotates neighbouring dimensions, not those of the two halves of a head."""
+    """Rotate pairs (2i, 2i + 1), not (i, i + d/2)."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -1,4 +1,4 @@
-"""In which dtypes a model computes and keeps its states."""
+"""dtypes of parameters, activations and states."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PrecisionFields(ModelFields):
     """dtype of parameters and activations; `bf16` and `fp16` follow from it, or it from them."""
 
     recurrent_state_dtype: torch.dtype = torch.float32
-    """What recurrent states are stored in between calls; arithmetic on them is always fp32. With
-    bfloat16 a state is rounded wherever a forward ends, so answers depend on where that is."""
+    """dtype of stored recurrent states; their arithmetic is always fp32. With bfloat16 a state is
+    rounded at the end of each forward pass, so outputs depend on where these end."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`: `bf16` / `fp16` and `params_dtype` say one thing, whichever of
+        """See `FieldGroup.check`. `bf16`, `fp16` and `params_dtype` agree afterwards, whichever of
         them the caller set."""
         if self.bf16 or self.fp16:
             named = torch.bfloat16 if self.bf16 else torch.float16

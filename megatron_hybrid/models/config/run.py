@@ -1,4 +1,4 @@
-"""What belongs to one run, not to the architecture: config.json does not hold it."""
+"""Fields of a single run, which config.json does not hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_hybrid.models.config.field_group import FieldGroup
 
 @dataclass
 class RunFields(FieldGroup):
-    """Fields that no checkpoint saves, most of them TransformerConfig's with defaults that run
-    anywhere."""
+    """Fields of a run, not of the architecture. Those of TransformerConfig have defaults here that
+    run anywhere."""
 
     if TYPE_CHECKING:
         gradient_accumulation_fusion: bool
@@ -25,13 +25,13 @@ class RunFields(FieldGroup):
     """Dropout on the embedding and on each layer's output, in training."""
 
     attention_dropout: float = 0.0
-    """Not supported: stays 0."""
+    """No other value is supported."""
 
     use_cpu_initialization: bool = True
     """Draw initial weights on the CPU, so that they do not depend on the device."""
 
     moe_router_dtype: str = "fp32"
-    """Not supported otherwise: experts are chosen in fp32 whatever params_dtype is."""
+    """No other value is supported: routing is fp32 whatever params_dtype is."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

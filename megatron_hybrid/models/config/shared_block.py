@@ -18,7 +18,7 @@ _PLAIN = {
     "mlp_gate_multiplier": 1.0,
     "mlp_output_multiplier": 1.0,
 }
-"""The one value that a shared block takes of these fields."""
+"""Field -> the one value that a shared block supports."""
 
 
 @dataclass
@@ -26,10 +26,10 @@ class SharedBlockFields(LayerFields):
     """Fields of a layer with a shared block."""
 
     shared_block_adapter_rank: int = 16
-    """Rank of what each `Z` layer adds to the projections of the block that it shares."""
+    """Rank of the adapters that each `Z` layer adds to the projections of its shared block."""
 
     shared_block_attention_adapters: bool = False
-    """Whether it adds to queries, keys and values too, not to the MLP alone."""
+    """Adapters for queries, keys and values too, not for the MLP alone."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -1,5 +1,4 @@
-"""Fields of TransformerConfig that HybridModel does not act upon. Without these tables they would
-be ignored in silence."""
+"""Fields of TransformerConfig that HybridModel does not implement: refused, or warned of."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ EXPERT_BIAS = (
     "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
 )
 
-_INSTEAD: dict[str, tuple[str, ...]] = {
+_REMEDIES: dict[str, tuple[str, ...]] = {
     "use hidden_dropout": ("attention_dropout", "moe_input_jitter_eps"),
     "use the symbol W in layer_pattern and sliding_window": ("window_size",),
     "place the symbols W and * in layer_pattern": ("window_attn_skip_freq",),
@@ -94,9 +93,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "train with states in fp32": ("mamba_training_ssm_states_dtype",),
     "scale the learning rates outside of the model": ("use_mup",),
 }
-"""What to do instead -> fields that have to keep their defaults."""
+"""Remedy -> fields that must keep their defaults."""
 
-# Fields that ask for speed or memory, not for other numbers or other shards.
+# Fields that change speed or memory, not results or sharding.
 _WITHOUT_EFFECT = (
     "transformer_impl",
     "attention_backend",
@@ -138,15 +137,14 @@ _WITHOUT_EFFECT = (
 
 
 def check_unsupported(config: TransformerConfig) -> None:
-    """Raises ValueError where a field that HybridModel does not act upon asks for other numbers or
-    other shards."""
+    """Raises ValueError where an unimplemented field would change results or sharding."""
     defaults = _defaults(type(config))
-    for instead, names in _INSTEAD.items():
+    for remedy, names in _REMEDIES.items():
         for name in names:
             if name in defaults and getattr(config, name) != defaults[name]:
                 raise ValueError(
                     f"{name} is {getattr(config, name)!r}, which HybridModel does not support: "
-                    f"leave it at {defaults[name]!r} and {instead}."
+                    f"leave it at {defaults[name]!r} and {remedy}."
                 )
     tp_size = config.tensor_model_parallel_size
     if config.expert_tensor_parallel_size not in (None, tp_size):
@@ -156,8 +154,8 @@ def check_unsupported(config: TransformerConfig) -> None:
         )
 
 
-def tell_fields_without_effect(config: TransformerConfig) -> None:
-    """Logs the fields that are set and make no difference, the same ones only once."""
+def warn_fields_without_effect(config: TransformerConfig) -> None:
+    """Logs a warning with the fields that are set without effect, once per set of fields."""
     defaults = _defaults(type(config))
     idle = [
         name
@@ -167,11 +165,11 @@ def tell_fields_without_effect(config: TransformerConfig) -> None:
     if config.tensor_model_parallel_size > 1 and "cross_entropy_loss_fusion" in idle:
         idle.remove("cross_entropy_loss_fusion")  # core's loss over a split vocabulary has it
     if idle:
-        _tell_once(", ".join(idle))
+        _warn_once(", ".join(idle))
 
 
 @cache
-def _tell_once(names: str) -> None:
+def _warn_once(names: str) -> None:
     logger.warning("without effect in HybridModel, results are the same: %s", names)
 
 

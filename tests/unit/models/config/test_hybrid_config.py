@@ -171,7 +171,7 @@ HINTS = {
 
 
 def test_fields_without_effect_are_named_once(caplog):
-    unsupported._tell_once.cache_clear()
+    unsupported._warn_once.cache_clear()
     config()
     assert not caplog.records
     config(**HINTS)
