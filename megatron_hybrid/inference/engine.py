@@ -5,8 +5,9 @@ What is shared and kept is the cache's business, what runs next the scheduler's.
 """
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -21,16 +22,17 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
+from megatron_hybrid.inference.exclusive import EngineBusyError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
-from megatron_hybrid.inference.output import GrowingText, OutputProcessor
+from megatron_hybrid.inference.output import OutputProcessor, RequestOutput
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
 from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
 from megatron_hybrid.inference.scheduler import Scheduler
-from megatron_hybrid.inference.stream import Stream, StreamEvent
+from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.models.flops import attention_parity
@@ -54,7 +56,8 @@ class CacheSaved:
 class DynamicInferenceEngine:
     """Serves a hybrid model with continuous batching and prefix sharing.
 
-    One thread at a time may call it.
+    One thread at a time may call it: a call while another thread is inside one raises
+    `EngineBusyError`, a RuntimeError, at once and changes nothing.
 
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
@@ -132,6 +135,7 @@ class DynamicInferenceEngine:
                 f"tokens for each of max_requests={config.max_requests}: lower one of them "
                 f"({error})"
             ) from error
+        self._lock = threading.RLock()
         self._fingerprint: dict[str, str] | None = None
         disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
         try:
@@ -149,13 +153,16 @@ class DynamicInferenceEngine:
             raise
         self._weights = WeightWatch(model)
         self.num_weight_changes = 0
-        self._answered: list[Request] = []
+        self._changed: dict[Request, None] = {}  # they got something, and have no output of it yet
+        self._outputs: list[RequestOutput] = []  # yet to be returned; a step may have failed
+        self._is_stepping = False
         self._abandoned: deque[Request] = deque()  # of streams that were dropped
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
     # One request ----------------------------------------------------------------------------------
 
+    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -181,44 +188,62 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
-        requests = self.intake.build(prompt, params, salt, cache_breakpoints, n)
-        self.scheduler.add(requests[0])
-        return requests[0]
+        samples = self.intake.build(prompt, params, salt, cache_breakpoints, n)
+        for request in samples:
+            self.output.write_text_of(request)
+        self.scheduler.add(samples[0])
+        return samples[0]
 
     # Steps -------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._answered)
+        return self.scheduler.has_work or bool(self._changed or self._outputs)
 
+    @exclusive
     @torch.inference_mode()
-    def step(self) -> list[GenerationResult]:
-        """Runs one forward pass; returns the results of the requests that it finished. Where all
-        requests wait for the disk it waits a few milliseconds instead.
+    def step(self) -> list[RequestOutput]:
+        """Runs one forward pass; returns one output for each request that got something by it.
+        Streams get theirs, too, whoever runs the step. Where all requests wait for the disk it
+        waits a few milliseconds instead.
 
         If anything raises (no memory for a forward, or for a state on its way), the running
         requests go back to the queue and start from what is cached; nothing cached is lost.
         Ctrl-C waits for the end of the step.
 
         Raises:
-            RuntimeError: the model is in training mode; nothing has changed.
+            RuntimeError: the model is in training mode, or a step of this engine is running;
+                nothing has changed.
         """
+        if self._is_stepping:
+            raise EngineBusyError(
+                "a step of this engine is running, and this call was made inside it: call step() "
+                "when it has returned"
+            )
         if self.model.training:
             raise RuntimeError(
                 "the model is in training mode, in which answers and what is cached of them would "
                 "be noisy: call model.eval()"
             )
         with interrupts_wait():
+            self._is_stepping = True
             try:
                 self._cancel_abandoned()
                 self._step()
             except BaseException:
                 self.scheduler.abort()
                 raise
-        # Of all that were answered since the last time; a step may have failed in between.
-        results = [request.result() for request in self._answered]
-        self._answered = []
-        return results
+            finally:
+                self._is_stepping = False
+            self._make_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _make_outputs(self) -> None:
+        while self._changed:
+            request = next(iter(self._changed))
+            self._outputs.append(self.output.take(request))
+            del self._changed[request]
 
     def _step(self) -> None:
         self._check_weights()
@@ -294,13 +319,14 @@ class DynamicInferenceEngine:
         scored = any(owner.params.return_log_probs for owner in owners)
         log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
         for owner, token, log_prob, logits_V in zip(owners, tokens, log_probs, drawn_nV):
+            self._changed[owner] = None
             if self.output.append(owner, token, log_prob, logits_V):
-                self._answered.append(owner)
                 self.output.finish(owner)
                 self.scheduler.finish(owner)
 
     # Whole jobs --------------------------------------------------------------------------------
 
+    @exclusive
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -355,10 +381,14 @@ class DynamicInferenceEngine:
             with interrupts_wait():
                 for group in groups:
                     self.cancel(group[0])
-                self._answered = [other for other in self._answered if other not in requests]
+                for request in requests:
+                    self._changed.pop(request, None)
+                own = {request.request_id for request in requests}
+                self._outputs = [out for out in self._outputs if out.request_id not in own]
             raise
         return [group[0].result() for group in groups]
 
+    @exclusive
     def stream(
         self,
         prompt: Prompt,
@@ -367,56 +397,34 @@ class DynamicInferenceEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
     ) -> Stream:
-        """Answers one prompt step by step; arguments as for `add_request`.
+        """Queues one prompt, whose outputs come step by step; arguments as for `add_request`.
 
-        The request is checked now and queued when the iteration starts. `close()`, also at the end
-        of `with`, cancels it if it is not answered; where the stream is only dropped, the next step
-        does. Text is held back while it may be the beginning of a stop string or ends inside
-        a character.
+        Every step that adds to it, whoever runs it, leaves an output; `next` runs steps only when
+        none waits. `close()`, also at the end of `with`, cancels the request if it is not answered;
+        where the stream is only dropped, the next step does.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
         (request,) = self.intake.build(prompt, params, salt, cache_breakpoints, n=1)
-        return Stream(self._events(request), request, self.cancel, self._abandoned)
+        self.output.write_text_of(request)
+        request.unread = deque()
+        self.scheduler.add(request)
+        return Stream(request, self.step, self._end_stream, self._abandoned)
 
-    def _events(self, request: Request) -> Generator[StreamEvent, None, None]:
-        growing = GrowingText(self.output.tokenizer, request.params.stop_words)
-        num_tokens = num_chars = 0
-        done = False
-        try:
-            self.scheduler.add(request)
-            while not done:
-                if not request.done:  # another stream's step may have answered it
-                    self.step()
-                done = request.done
-                tokens = request.generated_from(num_tokens)
-                if not tokens and not done:
-                    continue
-                if done:
-                    text = request.generated_text or ""
-                else:
-                    try:
-                        text = growing.add(tokens)
-                    except Exception:  # of the tokenizer; the result says what it was
-                        text = ""
-                num_tokens += len(tokens)
-                yield StreamEvent(tokens, text[num_chars:], request.result() if done else None)
-                num_chars = max(num_chars, len(text))
-            while not request.closed:
-                self.step()
-        except GeneratorExit:  # whoever closes a stream says what becomes of its request
-            raise
-        except BaseException:
-            if not request.closed:
-                self.cancel(request)
-            raise
+    def _end_stream(self, request: Request) -> None:
+        """Cancels the request, at once or, where a step is running, after that."""
+        if self._is_stepping:
+            self._abandoned.append(request)
+        else:
+            self.cancel(request)
 
     def _cancel_abandoned(self) -> None:
         """Ends what nobody waits for any more."""
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
 
+    @exclusive
     @interrupts_wait()
     def cancel(self, request: Request) -> None:
         """Ends a request with all its samples; those that are answered keep their answer. What was
@@ -448,10 +456,14 @@ class DynamicInferenceEngine:
                 request.report = PrefixReport(
                     request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
                 )
+            if request.unread is not None:
+                self._changed.pop(request, None)
+                self.output.take(request)
         self.scheduler.cancel(request)
 
     # What outlives the engine ------------------------------------------------------------------
 
+    @exclusive
     def save_cache(self, folder: str | PathLike | None = None) -> CacheSaved:
         """Writes all that is cached into a folder, the most valuable first; an engine with the same
         model and configuration that has it as its `cache_dir` goes on with it.
@@ -495,6 +507,7 @@ class DynamicInferenceEngine:
                 store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
+    @exclusive
     @interrupts_wait()
     def clear_cache(self) -> None:
         """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
@@ -539,6 +552,7 @@ class DynamicInferenceEngine:
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
         return self._fingerprint
 
+    @exclusive
     @interrupts_wait()
     def close(self) -> None:
         """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
@@ -554,6 +568,7 @@ class DynamicInferenceEngine:
 
     # Inspection --------------------------------------------------------------------------------
 
+    @exclusive
     def explain(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> Explanation:
@@ -583,6 +598,7 @@ class DynamicInferenceEngine:
             position = min(position, len(tokens) - 1)
         return replace(explanation, below=(tier.name, position))
 
+    @exclusive
     def stats(self) -> Stats:
         """Counters since the start, and sizes now: a dict, which `print` shows in groups."""
         counts = {
@@ -604,6 +620,7 @@ class DynamicInferenceEngine:
         }
         return Stats(counts)
 
+    @exclusive
     def metrics(self) -> str:
         """`stats` in the text format that Prometheus scrapes; see `inference/metrics.py`."""
         return prometheus_text(self.stats())
@@ -615,6 +632,7 @@ class DynamicInferenceEngine:
             return 0
         return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
+    @exclusive
     def check_integrity(self) -> None:
         """Raises RuntimeError if an invariant of cache or scheduler is broken."""
         self.cache.check_integrity()

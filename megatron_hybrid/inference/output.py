@@ -1,11 +1,30 @@
 """From drawn tokens to answers: appending, scoring, stopping, text."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling import log_probs_of, top_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request."""
+
+    request_id: int
+    tokens: list[int]
+    text: str
+    """New text, less what may be the beginning of a stop string or of a character: that comes
+    later. A request of `generate` gets all its text with its last output."""
+    finish_reason: str | None
+    """As in `GenerationResult`; None: it goes on."""
+    report: PrefixReport | None
+    """What was reused of the prompt; None: the request was never admitted."""
+    result: GenerationResult | None
+    """Of the last output only."""
 
 
 class OutputProcessor:
@@ -66,6 +85,40 @@ class OutputProcessor:
         except Exception as error:
             request.mark_failed(error)
 
+    def write_text_of(self, request: Request) -> None:
+        """Its outputs hold text as it grows, which costs a little for each token."""
+        if self.tokenizer is not None:
+            request.growing_text = GrowingText(self.tokenizer, request.params.stop_words)
+
+    def take(self, request: Request) -> RequestOutput:
+        """What came since the last time; its stream gets it, too."""
+        tokens = request.generated_from(request.num_tokens_out)
+        if request.done:
+            text = request.generated_text or ""
+        else:
+            text = self._text_so_far(request, tokens)
+        output = RequestOutput(
+            request.request_id,
+            tokens,
+            text[request.num_chars_out :],
+            request.finish_reason,
+            request.report,
+            request.result() if request.done else None,
+        )
+        request.num_tokens_out += len(tokens)
+        request.num_chars_out = max(request.num_chars_out, len(text))
+        if request.unread is not None:
+            request.unread.append(output)
+        return output
+
+    def _text_so_far(self, request: Request, tokens: list[int]) -> str:
+        if request.growing_text is None:
+            return ""
+        try:
+            return request.growing_text.add(tokens)
+        except Exception:  # of the tokenizer; the result says what it was
+            return ""
+
     def _ends_with_stop_word(self, request: Request) -> bool:
         words = request.params.stop_words
         if not words:
@@ -105,7 +158,6 @@ class GrowingText:
     """The text of an answer under way; only its newest tokens are detokenized again and again.
 
     Args:
-        tokenizer: None: there is no text.
         stop_words: what may begin one of them is held back.
     """
 
@@ -119,8 +171,6 @@ class GrowingText:
     def add(self, new_tokens: Sequence[int]) -> str:
         """The text of all tokens so far that is sure to stay: less what may begin a stop string or
         a character."""
-        if self._tokenizer is None:
-            return ""
         tokens = self._tokens
         tokens += new_tokens
         # A tokenizer may write its first token in another way, without the space before it: the

@@ -1,8 +1,10 @@
 """One request on its way through the engine, and what its caller gets back."""
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.memory import ParkedRequest
 from megatron_hybrid.inference.sampling import Draw, SamplingParams
 from megatron_hybrid.offload.offload import Fetch
+
+if TYPE_CHECKING:
+    from megatron_hybrid.inference.output import GrowingText, RequestOutput
 
 _WIDTH = 80
 
@@ -115,6 +120,10 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     generated_text: str | None = None
+    num_tokens_out: int = 0  # in its outputs so far
+    num_chars_out: int = 0
+    growing_text: "GrowingText | None" = None  # None: its text comes with its last output
+    unread: "deque[RequestOutput] | None" = None  # of its stream
     added_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -1,28 +1,20 @@
 """An answer as it grows."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from megatron_hybrid.inference.request import GenerationResult, Request
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """What one engine step added to a streamed request."""
-
-    tokens: list[int]
-    text: str
-    result: GenerationResult | None = None  # set on the last event
+from megatron_hybrid.inference.exclusive import EngineBusyError
+from megatron_hybrid.inference.output import RequestOutput
+from megatron_hybrid.inference.request import Request
 
 
-class Stream(Iterator[StreamEvent]):
-    """The events of one request; see `DynamicInferenceEngine.stream`.
+class Stream(Iterator[RequestOutput]):
+    """The outputs of one request; see `DynamicInferenceEngine.stream`.
 
     Args:
-        events: queues the request, then runs steps; cancels it if one of them fails.
-        request: the one they are of.
-        cancel: ends it.
+        request: queued; `request.unread` gets its outputs.
+        step: runs a step of the engine.
+        cancel: ends the request.
         abandoned: where it goes to be ended later, if nobody waits for the rest. Garbage is
             collected at any moment, in any thread, also in the middle of a step, where a request
             cannot be cancelled.
@@ -30,28 +22,42 @@ class Stream(Iterator[StreamEvent]):
 
     def __init__(
         self,
-        events: Generator[StreamEvent, None, None],
         request: Request,
+        step: Callable[[], object],
         cancel: Callable[[Request], None],
         abandoned: deque[Request],
     ):
-        self._events = events
         self._request = request
+        self._step = step
         self._cancel = cancel
         self._abandoned = abandoned
+        self._is_over = self._is_closed = False
 
-    def __next__(self) -> StreamEvent:
-        return next(self._events)
+    def __next__(self) -> RequestOutput:
+        request, unread = self._request, self._request.unread
+        if self._is_closed:
+            raise StopIteration
+        try:
+            while not unread and not (self._is_over and request.closed):
+                self._step()
+        except EngineBusyError:
+            raise
+        except BaseException:
+            if not request.done:
+                self.close()
+            raise
+        if not unread:
+            raise StopIteration
+        output = unread.popleft()
+        self._is_over = output.result is not None
+        return output
 
     def close(self) -> None:
-        """Cancels the request if it is not answered yet, at once or, where one of its steps is
-        running, after that; there are no more events."""
-        if self._events.gi_running:
-            self._abandoned.append(self._request)
-            return
-        self._events.close()
+        """Cancels the request if it is not answered yet, at once or, where a step is running, after
+        that; there are no more outputs."""
         if not self._request.closed:
             self._cancel(self._request)
+        self._is_closed = True
 
     def __enter__(self) -> "Stream":
         return self

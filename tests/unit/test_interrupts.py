@@ -240,7 +240,7 @@ def test_an_interrupt_while_results_are_made_loses_none(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         while engine.has_work:
             engine.step()
-    assert [len(found.generated_tokens) for found in engine.step()] == [1]
+    assert [len(output.result.generated_tokens) for output in engine.step()] == [1]
 
 
 def test_what_an_interrupted_generate_has_answered_comes_out_nowhere_else(monkeypatch):

@@ -256,6 +256,56 @@ def test_a_stream_takes_the_other_requests_along():
     assert other.generated_tokens == greedy_tokens(tiny_model(), random_tokens(30, seed=1), 3)
 
 
+@pytest.mark.parametrize("count", [1, 16, 64])
+def test_every_stream_gets_every_token_by_itself(count):
+    """In turn, one at a time after the first few, and not read at all until the others end."""
+    engine = tiny_engine(tiny_model("-"), max_requests=64)
+    streams = [engine.stream(random_tokens(4, seed=seed), greedy(64)) for seed in range(count)]
+    events = [[next(stream) for stream in streams] for _ in range(3)]
+    before = engine.num_steps
+    told = [[*first, *rest] for first, rest in zip(zip(*events), map(list, reversed(streams)))]
+    assert [len(each) for each in told] == [64] * count
+    assert {len(event.tokens) for each in told for event in each} == {1}
+    assert engine.num_steps - before == 64 - 3 + 1  # the last one keeps the states of the ends
+
+
+def test_a_stream_is_fed_by_steps_that_others_run():
+    engine = tiny_engine()
+    stream = engine.stream(random_tokens(20), greedy(6))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    num_steps = engine.num_steps
+    assert list(stream) == outputs and engine.num_steps == num_steps
+    assert [len(output.tokens) for output in outputs] == [1] * 6
+
+
+def test_steps_tell_what_each_request_got():
+    engine = tiny_engine(tokenizer=ByteTokenizer(), max_tokens=16)
+    requests = [engine.add_request("a cab", greedy(5)), engine.add_request("b" * 40, greedy(3))]
+    told = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        outputs = engine.step()
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            told[output.request_id].append(output)
+    for request in requests:
+        *first, last = outputs = told[request.request_id]
+        assert all(output.result is None and output.finish_reason is None for output in first)
+        assert last.result == request.result() and last.finish_reason == "length"
+        assert {id(output.report) for output in outputs} == {id(request.report)}
+        tokens = [token for output in outputs for token in output.tokens]
+        assert tokens == request.generated_tokens
+        assert "".join(output.text for output in outputs) == request.generated_text
+
+
+def test_generate_reads_its_text_once():
+    tokenizer = Counting()
+    engine = tiny_engine(tokenizer=tokenizer)
+    (result,) = engine.generate([random_tokens(10)], greedy(40, ignore_termination=True))
+    assert tokenizer.num_read == len(result.generated_tokens) == 40
+
+
 def test_two_streams_side_by_side():
     engine = tiny_engine()
     prompts = [random_tokens(20, seed=seed) for seed in range(2)]
@@ -307,17 +357,17 @@ def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
 
     def close(plan):
         stream.close()
-        with pytest.raises(ValueError, match="already executing"):
-            next(stream)
+        assert list(stream) == []
         return forward(plan)
 
     monkeypatch.setattr(engine, "_forward", close)
     first = next(stream)
     monkeypatch.undo()
     assert len(first.tokens) == 1
-    (last,) = stream
-    assert last.result.finish_reason == "cancelled"
-    assert last.result.generated_tokens == first.tokens
+    (request,) = engine.scheduler.running
+    assert not list(stream) and engine.step() == []
+    assert request.result().finish_reason == "cancelled"
+    assert request.generated_tokens == first.tokens
     assert not engine.has_work
     engine.check_integrity()
 
@@ -370,11 +420,13 @@ def test_a_dropped_stream_does_not_keep_the_cache_from_being_cleared():
     assert not engine.has_work
 
 
-def test_a_stream_that_is_never_read_costs_nothing():
+def test_a_stream_that_is_never_read_is_cancelled_before_it_runs():
     engine = tiny_engine()
     stream = engine.stream(random_tokens(40), greedy(6))
-    assert not engine.has_work
+    assert engine.stats()["requests_waiting"] == 1
     del stream
+    assert engine.step() == []
+    assert not engine.has_work
     assert engine.stats()["requests"] == 0
 
 

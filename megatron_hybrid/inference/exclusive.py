@@ -1,0 +1,27 @@
+"""One thread at a time inside an engine."""
+
+from collections.abc import Callable
+from functools import wraps
+
+
+class EngineBusyError(RuntimeError):
+    """Another call is inside the engine; this one has changed nothing."""
+
+
+def exclusive(method: Callable) -> Callable:
+    """A method of an object with `_lock`, a `threading.RLock`: while another thread is inside one
+    of them it raises `EngineBusyError` at once. The same thread may call one inside another."""
+
+    @wraps(method)
+    def guarded(self, *args, **kwargs):
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusyError(
+                f"{method.__name__}() was called while another thread is inside this engine, and "
+                "nothing has changed: let one thread make all calls, or hold a lock around each"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._lock.release()
+
+    return guarded

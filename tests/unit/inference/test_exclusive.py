@@ -1,0 +1,98 @@
+"""Two threads in one engine: the second gets an error at once, and nothing has changed."""
+
+import threading
+
+import pytest
+from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference.exclusive import EngineBusyError
+
+MODEL = tiny_model("MG*-")
+PROMPT = random_tokens(40)
+CALLS = {
+    "add_request": lambda engine, request: engine.add_request(PROMPT),
+    "step": lambda engine, request: engine.step(),
+    "generate": lambda engine, request: engine.generate([PROMPT]),
+    "stream": lambda engine, request: engine.stream(PROMPT),
+    "cancel": lambda engine, request: engine.cancel(request),
+    "save_cache": lambda engine, request: engine.save_cache("/nonexistent"),
+    "clear_cache": lambda engine, request: engine.clear_cache(),
+    "close": lambda engine, request: engine.close(),
+    "explain": lambda engine, request: engine.explain(PROMPT),
+    "stats": lambda engine, request: engine.stats(),
+    "metrics": lambda engine, request: engine.metrics(),
+    "check_integrity": lambda engine, request: engine.check_integrity(),
+}
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """An engine in the middle of a step that another thread runs, and that step's request."""
+    engine = tiny_engine(MODEL)
+    request = engine.add_request(PROMPT, greedy(5))
+    is_inside, goes_on, forward = threading.Event(), threading.Event(), engine._forward
+
+    def waits(plan):
+        is_inside.set()
+        assert goes_on.wait(60)
+        return forward(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_forward", waits)
+        thread = threading.Thread(target=engine.step)
+        thread.start()
+        assert is_inside.wait(60)
+        yield engine, request
+        goes_on.set()
+        thread.join()
+    while engine.has_work:
+        engine.step()
+    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 5)
+    assert engine.stats()["requests"] == 1
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_call_beside_another_threads_is_refused(name, inside):
+    engine, request = inside
+    with pytest.raises(EngineBusyError, match=rf"{name}\(\) was called while another thread"):
+        CALLS[name](engine, request)
+
+
+def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
+    engine = tiny_engine(MODEL)
+    stream = engine.stream(PROMPT, greedy(5))
+    forward, errors = engine._forward, []
+
+    def read():
+        with pytest.raises(EngineBusyError) as raised:
+            next(stream)
+        errors.append(raised)
+
+    def forward_beside_a_reader(plan):
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+        return forward(plan)
+
+    monkeypatch.setattr(engine, "_forward", forward_beside_a_reader)
+    engine.step()
+    monkeypatch.undo()
+    assert len(errors) == 1
+    tokens = [token for output in stream for token in output.tokens]
+    assert tokens == greedy_tokens(MODEL, PROMPT, 5)
+
+
+def test_a_step_inside_a_step_is_refused(monkeypatch):
+    engine = tiny_engine(MODEL)
+    request, forward = engine.add_request(PROMPT, greedy(2)), engine._forward
+
+    def steps(plan):
+        with pytest.raises(EngineBusyError, match="inside it"):
+            engine.step()
+        return forward(plan)
+
+    monkeypatch.setattr(engine, "_forward", steps)
+    while engine.has_work:
+        engine.step()
+    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2)
