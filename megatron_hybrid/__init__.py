@@ -8,21 +8,6 @@ results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_gen
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from megatron_hybrid import compat  # noqa: F401  (explains a broken megatron-core before all else)
-from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.checkpoints.checkpoint import (
-    CheckpointError,
-    save_checkpoint,
-    save_huggingface,
-)
-from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.output import RequestOutput
-from megatron_hybrid.inference.request import GenerationResult, Request
-from megatron_hybrid.inference.sampling import SamplingParams
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.version import __version__
 
 if TYPE_CHECKING:
@@ -35,9 +20,9 @@ if TYPE_CHECKING:
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.output import RequestOutput
     from megatron_hybrid.inference.request import GenerationResult, Request
     from megatron_hybrid.inference.sampling import SamplingParams
-    from megatron_hybrid.inference.stream import StreamEvent
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
@@ -71,7 +56,7 @@ _MODULES = {
     "PrefixReport": "cache.report",
     "Request": "inference.request",
     "SamplingParams": "inference.sampling",
-    "StreamEvent": "inference.stream",
+    "RequestOutput": "inference.output",
     "build_hybrid_model": "models.hybrid_model",
     "load_pretrained": "checkpoints.pretrained",
     "save_checkpoint": "checkpoints.checkpoint",
