@@ -13,10 +13,11 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import batch_bits, bookkeeping, encodings, latency, memory, tiers
+    from benchmarks import batch_bits, bookkeeping, decode, encodings, latency, memory, tiers
 
     suites = {
         "latency": latency,
+        "decode": decode,
         "bookkeeping": bookkeeping,
         "memory": memory,
         "encodings": encodings,

@@ -12,7 +12,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
@@ -27,6 +26,7 @@ from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
+from megatron_hybrid.models.mixers.projections import LocalColumnLinear
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -105,7 +105,7 @@ class HybridModel(LanguageModule):
             config, configs, specs, get_norm(config), pg_collection, post_process
         )
         if post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = LocalColumnLinear(
                 config.hidden_size,
                 padded_vocab_size,
                 config=config,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -14,6 +13,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
 from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.models.mixers.base import MixerSubmodules
+from megatron_hybrid.models.mixers.projections import LocalColumnLinear, LocalRowLinear
 from megatron_hybrid.models.norms import LocalNorm
 
 
@@ -69,9 +69,9 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
         pre_norm = IdentityOp if fused else pre_norm
     else:
         modules = MixerSubmodules(
-            input_projection=ColumnParallelLinear,
-            column=ColumnParallelLinear,
-            row=RowParallelLinear,
+            input_projection=LocalColumnLinear,
+            column=LocalColumnLinear,
+            row=LocalRowLinear,
             norm=norm,
         )
     return ModuleSpec(

@@ -117,18 +117,19 @@ class AttentionMixer(Mixer):
         """`forward` behind the input projection, as the layer `layer_number`."""
         kv_layer = self.config.kv_source_layer or layer_number
         q, kv, gate = self._heads(mixed)
-        layout = context.ragged_layout()
-        qk = [q, *kv[:1]]
+        k, v = kv or (None, None)
         if self.rotary is not None:
-            end = max(map(sum, zip(layout.start_positions, layout.lengths)))
-            cos_sin = self.rotary.cos_sin(context.token_positions(), end, q.dtype)
-            qk = [self.rotary.rotate(x, cos_sin) for x in qk]
+            positions_T = context.token_positions()
+            cos_sin = self.rotary.cos_sin_of_batch(context.ragged_layout(), positions_T, q.dtype)
+            if k is None:
+                q = self.rotary.rotate(q, cos_sin)
+            else:
+                sizes = [q.shape[1], k.shape[1]]
+                q, k = self.rotary.rotate(torch.cat((q, k), 1), cos_sin).split(sizes, 1)
         if self.config.qk_l2_norm:
-            qk = [self._l2_norm(x) for x in qk]
-        q, kv = qk[0], (*qk[1:], *kv[1:])
+            q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
-        k, v = kv or (None, None)
         o = context.attend(kv_layer, q, k, v, self.pattern, self._sinks()).flatten(1)
         if gate is not None:
             o = (o * gate.float().sigmoid()).to(o.dtype)

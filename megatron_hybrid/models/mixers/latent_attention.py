@@ -118,9 +118,8 @@ class LatentAttentionMixer(Mixer):
         )
         latent, k_rope = self.kv_layernorm(latent), k_rope.unsqueeze(1)
         if self.rotary is not None:
-            layout = context.ragged_layout()
-            end = max(map(sum, zip(layout.start_positions, layout.lengths)))
-            cos_sin = self.rotary.cos_sin(context.token_positions(), end, q_rope.dtype)
+            layout, positions_T = context.ragged_layout(), context.token_positions()
+            cos_sin = self.rotary.cos_sin_of_batch(layout, positions_T, q_rope.dtype)
             q_rope = self.rotary.rotate(q_rope, cos_sin)
             k_rope = self.rotary.rotate(k_rope, cos_sin)
         q_THD = torch.cat((q_nope, q_rope), -1)

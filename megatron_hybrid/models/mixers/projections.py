@@ -7,11 +7,44 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+
+
+class LocalColumnLinear(ColumnParallelLinear):
+    """core's, as one product where no gradient is wanted and a single rank holds the weight: its
+    autograd functions alone take longer than a small product on the CPU."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See core: `[..., in] -> ([..., out], bias or None)`."""
+        if torch.is_grad_enabled() or self.output_size_per_partition != self.output_size:
+            return super().forward(input_, weight, runtime_gather_output)
+        output = F.linear(input_, self.weight if weight is None else weight)
+        if self.bias is None or self.skip_bias_add:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class LocalRowLinear(RowParallelLinear):
+    """See `LocalColumnLinear`."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See core: `[..., in] -> ([..., out], bias or None)`."""
+        if torch.is_grad_enabled() or self.input_size_per_partition != self.input_size:
+            return super().forward(input_)
+        output = F.linear(input_, self.weight)
+        if self.bias is None or self.skip_bias_add:
+            return output, self.bias
+        return output + self.bias, None
 
 
 def build_input_projection(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 _SMALLEST_TABLE = 1024
 
@@ -118,6 +119,18 @@ class RotaryEmbedding:
         cos, sin = _tables(self.dim, self.base, self._scaling, size, positions_T.device, dtype)
         return cos[positions_T], sin[positions_T]
 
+    def cos_sin_of_batch(
+        self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`cos_sin` of all rows of a call, made for the first layer and kept with the layout."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            end = max(map(sum, zip(layout.start_positions, layout.lengths)))
+            return self.cos_sin(positions_T, end, dtype)
+
+        key = "rotary", self.dim, self.base, self._scaling, positions_T.device, dtype
+        return layout.cached(key, make)
+
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """`x_THD` with its leading `dim` dimensions rotated; the rest passes through."""
         cos, sin = cos_sin
@@ -126,7 +139,10 @@ class RotaryEmbedding:
             first, second = rotated[..., 0::2], rotated[..., 1::2]
         else:
             first, second = rotated.chunk(2, -1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
+        turned = (
+            torch.addcmul(first * cos, second, sin, value=-1),
+            torch.addcmul(second * cos, first, sin),
+        )
         y = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
         return torch.cat((y, x_THD[..., self.dim :]), -1) if self.dim < x_THD.shape[-1] else y
 

@@ -205,19 +205,21 @@ def _decode(
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
     for rows, columns, visible_rt, edges in groups:
-        blocks = block_table_RM[rows.unsqueeze(1), columns].flatten()
+        table_rM, q_rHD = block_table_RM, q_RHD
+        if rows is not None:
+            table_rM, q_rHD = table_rM[rows], q_rHD[rows]
+        blocks = table_rM.gather(1, columns).flatten()
         k, v = (
-            page.index_select(0, blocks).to(dtype).view(len(rows), -1, *page.shape[2:])
+            page.index_select(0, blocks).to(dtype).view(len(columns), -1, *page.shape[2:])
             for page in pages
         )
-        for edge in edges:
+        for edge, hidden_re11 in edges:
             # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.
-            hidden = ~visible_rt[:, edge, None, None]
-            k[:, edge].masked_fill_(hidden, 0.0)
-            v[:, edge].masked_fill_(hidden, 0.0)
+            k[:, edge].masked_fill_(hidden_re11, 0.0)
+            v[:, edge].masked_fill_(hidden_re11, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
         o = _softmax_average(
-            q_RHD[rows].to(dtype).unflatten(1, (K, -1)),
+            q_rHD.to(dtype).unflatten(1, (K, -1)),
             k.transpose(1, 2),
             v.transpose(1, 2),
             visible_rt[:, None, None],
@@ -225,7 +227,8 @@ def _decode(
             sinks_KG1,
         )
         outs.append(o.flatten(1, 2))
-    return join(outs).index_select(0, inverse).to(q_RHD.dtype)
+    o_RHP = outs[0] if inverse is None else torch.cat(outs).index_select(0, inverse)
+    return o_RHP.to(q_RHD.dtype)
 
 
 def _decode_groups(
@@ -234,12 +237,13 @@ def _decode_groups(
     pattern: AttentionPattern,
     max_blocks: int,
     device: torch.device,
-) -> tuple[list[tuple], torch.Tensor]:
+) -> tuple[list[tuple], torch.Tensor | None]:
     """Decodes of like length side by side: at most `max_blocks` in a group, at most half padding.
 
     Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, which of
-    their t = m * B keys are visible `[r, t]`, and the slices of t that hold all hidden ones; and
-    the place of each row behind all groups.
+    their t = m * B keys are visible `[r, t]`, and the slices of t that hold all hidden ones, each
+    with those `[r, e, 1, 1]`; and the place of each row behind all groups. One group of all rows
+    has None for rows and places.
     """
     lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
     lows = [max(0, pattern.first_visible(n - 1)) for n in lengths]
@@ -253,13 +257,15 @@ def _decode_groups(
             members[-1].append(r)
         else:
             members.append([r])
+    if len(members) == 1:
+        members = [sorted(members[0])]
     groups = []
     for group in members:
         first, low, length = (
             torch.tensor([numbers[r] for r in group], device=device).unsqueeze(1)
             for numbers in (firsts, lows, lengths)
         )
-        size = sizes[group[0]]
+        size = max(sizes[r] for r in group)
         # Columns behind a sequence's end repeat its last block, and their keys are not visible.
         columns = (first + torch.arange(size, device=device)).minimum((length - 1) // B)
         positions = first * B + torch.arange(size * B, device=device)
@@ -268,7 +274,11 @@ def _decode_groups(
         if pattern.is_local:
             visible &= positions >= low
             edges.append(slice(0, B))
-        groups.append((torch.tensor(group, device=device), columns, visible, edges))
+        hidden = [(edge, ~visible[:, edge, None, None]) for edge in edges if edge.start < edge.stop]
+        rows = torch.tensor(group, device=device) if len(members) > 1 else None
+        groups.append((rows, columns, visible, hidden))
+    if len(members) == 1:
+        return groups, None
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return groups, torch.tensor(inverse, device=device)
 
