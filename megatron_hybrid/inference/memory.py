@@ -136,6 +136,9 @@ class CacheMemory:
         slot_bytes = max(1, slot_pages) * spec.page_bytes
         self.slots = _zeros(num_slots, slot_bytes, device, "live slots: lower max_requests")
 
+        self._live_states = {
+            key: field.view(self.slots) for key, field in self._layout.fields.items()
+        }
         self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
         self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # local group, table column
         typed_pool = self.pool.view(dtype)
@@ -169,7 +172,8 @@ class CacheMemory:
 
     def state(self, layer_number: int, name: str, slots: Tensor | None = None) -> Tensor:
         """One state tensor of one layer in every live slot (or in `slots`), [S, *shape] view."""
-        slots = self.slots if slots is None else slots
+        if slots is None:
+            return self._live_states[layer_number, name]
         return self._layout.fields[layer_number, name].view(slots)
 
     def state_names(self, layer_number: int) -> list[str]:

@@ -11,12 +11,15 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 def check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
     """Raise ValueError unless `x` has `shape` (None: any size); `meaning` spells the shape."""
-    matches = x.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(x.shape, shape, strict=True)
-    )
-    if not matches:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(x.shape)}, expected {meaning} = [{wanted}]")
+    sizes = x.shape
+    if len(sizes) == len(shape):
+        for have, want in zip(sizes, shape):
+            if want is not None and have != want:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    raise ValueError(f"{name} has shape {list(sizes)}, expected {meaning} = [{wanted}]")
 
 
 def check_rows(name: str, x: torch.Tensor, layout: RaggedLayout) -> None:

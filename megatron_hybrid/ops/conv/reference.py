@@ -11,10 +11,10 @@ from megatron_hybrid.ops.checks import (
     compute_dtype,
     join,
     pad_rows,
-    rows_between,
     without_autocast,
 )
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.scan import ragged_scan
 
 
 @without_autocast
@@ -44,7 +44,7 @@ def causal_conv1d(
         raise ValueError(f"activation is {activation!r}; choose 'silu' or None")
     R = layout.num_sequences
     if initial_states_RCk is None:
-        tails_RkC = x_TC.new_zeros((R, K - 1, C))
+        tails_RCk = x_TC.new_zeros((R, C, K - 1))
     else:
         if initial_states_RCk.dtype == torch.float16 and x_TC.dtype != torch.float16:
             raise TypeError(
@@ -58,65 +58,77 @@ def causal_conv1d(
             )
         meaning = "[R, C, K - 1]"
         check_shape("initial_states of causal_conv1d", initial_states_RCk, (R, C, K - 1), meaning)
-        tails_RkC = initial_states_RCk.to(x_TC.dtype).transpose(1, 2)
-
-    x_TC = rows_between(x_TC, 0, layout.num_tokens)
-    extended_EC = _behind_tails(x_TC, tails_RkC, layout)
-    y_EC = _windows(extended_EC, weight_CK, bias_C)
-    # Windows that reach into the next sequence's tail lie between those that are kept.
-    num_steps = layout.num_steps
-    sizes = [size for length in layout.lengths[num_steps:] for size in (length, K - 1)][:-1]
-    if num_steps:
-        y_steps, *y_scan = y_EC.split([len(y_EC) - sum(sizes), *sizes])
-        y_TC = join([y_steps[::K], *y_scan[::2]])
-    else:
-        y_TC = join(y_EC.split(sizes)[::2])
+        tails_RCk = initial_states_RCk.to(x_TC.dtype)
+    y_TC, final_RCk, captured_nCk = ragged_scan(
+        lambda *inputs: _step(weight_CK, bias_C, *inputs),
+        lambda *inputs: _scan(weight_CK, bias_C, *inputs),
+        (x_TC,),
+        tails_RCk,
+        layout,
+        lambda: layout.cached(
+            ("conv windows", K, x_TC.device), lambda: _Windows(layout, K, x_TC.device)
+        ),
+    )
     if activation == "silu":
         y_TC = F.silu(y_TC)
-
-    rows_Rk, rows_nk = layout.cached(
-        ("conv tails", K, x_TC.device), lambda: _tail_rows(layout, K, x_TC.device)
-    )
-    final_RCk, captured_nCk = (extended_EC[rows].transpose(1, 2) for rows in (rows_Rk, rows_nk))
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCk, captured_nCk
 
 
-def _behind_tails(
-    x_TC: torch.Tensor, tails_RkC: torch.Tensor, layout: RaggedLayout
-) -> torch.Tensor:
-    """Each sequence behind its tail: row t of sequence r becomes row t + (r + 1)(K - 1)."""
-    num_steps = layout.num_steps
-    x_steps, *x_scan = x_TC.split([num_steps, *layout.lengths[num_steps:]])
-    pieces = [torch.cat([tails_RkC[:num_steps], x_steps.unsqueeze(1)], dim=1).flatten(0, 1)]
-    for r, x_seq in enumerate(x_scan, start=num_steps):
-        pieces += [tails_RkC[r], x_seq]
-    return torch.cat(pieces)
-
-
-def _tail_rows(
-    layout: RaggedLayout, K: int, device: torch.device
+def _step(
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    x_RC: torch.Tensor,
+    tails_RCk: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows behind the tails that are the new tails: final `[R, k]`, captured `[n, k]`."""
-
-    def rows(counts, owners):
-        ends = [count + (r + 1) * (K - 1) for count, r in zip(counts, owners, strict=True)]
-        first_n1 = torch.tensor(ends, dtype=torch.int64, device=device).unsqueeze(1) - (K - 1)
-        return first_n1 + torch.arange(K - 1, device=device)
-
-    return (
-        rows(layout.cu_seqlens[1:], range(layout.num_sequences)),
-        rows(layout.captures, layout.capture_sequences),
-    )
+    """One token for each of R sequences: the sum as it is written."""
+    dtype = compute_dtype(x_RC)
+    *weights, weight_C = weight_CK.to(dtype).unbind(1)
+    y_RC = x_RC.to(dtype) * weight_C
+    for tail_RC, weight_C in zip(tails_RCk.to(dtype).unbind(2), weights, strict=True):
+        y_RC = y_RC + tail_RC * weight_C
+    if bias_C is not None:
+        y_RC = y_RC + bias_C.to(dtype)
+    return y_RC, torch.cat([tails_RCk[:, :, 1:], x_RC.unsqueeze(2)], dim=2)
 
 
-def _windows(
-    x_EC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor | None
-) -> torch.Tensor:
-    """Sum of each full window of K rows, `[E - K + 1, C]`, in the compute dtype.
+class _Windows:
+    """Where the sequences behind the leading steps of a layout lie, each behind its tail: row t of
+    sequence r becomes row t + (r + 1)(K - 1)."""
 
-    As a 2-d convolution over a channels-last image of width 1: `[E, C]` is that layout as it is,
-    and its depthwise kernels are several times faster than those of conv1d on `[C, E]`.
-    """
+    def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
+        first = layout.num_steps
+        self.lengths = layout.lengths[first:]
+        owners = range(first, layout.num_sequences)
+        captures = [
+            (count, owner)
+            for count, owner in zip(layout.captures, layout.capture_sequences, strict=True)
+            if owner >= first
+        ]
+
+        def rows(ends_owners):
+            """Rows of the tails that end with flat token `end - 1`, `[n, k]`."""
+            ends = [end - first + (owner - first + 1) * (K - 1) for end, owner in ends_owners]
+            first_n1 = torch.tensor(ends, dtype=torch.int64, device=device).unsqueeze(1) - (K - 1)
+            return first_n1 + torch.arange(K - 1, device=device)
+
+        self.final_Rk = rows([(layout.cu_seqlens[r + 1], r) for r in owners])
+        self.captured_nk = rows(captures)
+
+
+def _scan(
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    x_TC: torch.Tensor,
+    tails_RCk: torch.Tensor,
+    windows: _Windows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All sequences behind their tails as one convolution."""
+    pieces = []
+    for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(windows.lengths), strict=True):
+        pieces += [tail_kC, x_seq]
+    x_EC = torch.cat(pieces)
+    # As a 2-d convolution over a channels-last image of width 1: [E, C] is that layout as it is,
+    # and its depthwise kernels are several times faster than those of conv1d on [C, E].
     dtype = compute_dtype(x_EC)
     y_1CE1 = F.conv2d(
         x_EC.to(dtype)[None, :, None].permute(0, 3, 1, 2),
@@ -124,4 +136,12 @@ def _windows(
         None if bias_C is None else bias_C.to(dtype),
         groups=x_EC.shape[1],
     )
-    return y_1CE1[0, :, :, 0].t()
+    y_EC = y_1CE1[0, :, :, 0].t()
+    # Windows that reach into the next sequence's tail lie between those that are kept.
+    gap = weight_CK.shape[1] - 1
+    sizes = [size for length in windows.lengths for size in (length, gap)][:-1]
+    y_TC = join(y_EC.split(sizes)[::2])
+    final_RCk, captured_nCk = (
+        x_EC[rows].transpose(1, 2) for rows in (windows.final_Rk, windows.captured_nk)
+    )
+    return y_TC, final_RCk, captured_nCk
