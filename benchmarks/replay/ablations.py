@@ -7,21 +7,19 @@ part brings".
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 from statistics import mean
-from typing import Any
-from unittest.mock import patch
 
 from benchmarks.replay.__main__ import whole_number
-from benchmarks.replay.sweep import skipped_by
+from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.cache.policy import placement, reuse
+from megatron_hybrid.cache.policy.hybrid import HybridPolicy
+from megatron_hybrid.tools.replay.ours import Ours
+from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.runner import replay
 
 GEOMETRY = "nemotron-h-8b"
 REPLAYED = [name for name in WORKLOADS if name != "rl-group"]
@@ -29,60 +27,6 @@ REPLAYED = [name for name in WORKLOADS if name != "rl-group"]
 BUDGETS = slice(2)
 """Of each workload's sizes; the ample one tells nothing either."""
 SEEDS = (1, 2, 3)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What can be taken out."""
-
-    what: str
-    without: Mapping[str, Any]
-    """By name below megatron_hybrid.cache, what stands there when it is out."""
-
-
-def constant(value: Any) -> Callable[..., Any]:
-    """A function that takes anything and returns this."""
-    return lambda *_, **__: value
-
-
-def positions_but(*kinds: Kind) -> Callable[..., dict[int, Kind]]:
-    """`prefill_positions` without those of some kinds."""
-
-    def positions(*arguments) -> dict[int, Kind]:
-        found = placement.prefill_positions(*arguments)
-        return {position: kind for position, kind in found.items() if kind not in kinds}
-
-    return positions
-
-
-def room_at_any_price(cache, *_) -> bool:
-    """`PrefixCache._make_room_for_state` that drops whatever is worth least, be it worth more."""
-    return cache._evictor.make_room_for(cache.spec.checkpoint_pages, math.inf)
-
-
-def no_fork_again(*arguments, observe=reuse.ReuseModel.observe) -> tuple[int, int]:
-    """`ReuseModel.observe` that asks for no lost state at a fork."""
-    return observe(*arguments)[0], 0
-
-
-def class_of_once(checkpoint, covered, class_of=reuse.class_of) -> int:
-    """`class_of` for which used repeatedly is used once."""
-    uses, checkpoint.uses = checkpoint.uses, min(checkpoint.uses, 1)
-    try:
-        return class_of(checkpoint, covered)
-    finally:
-        checkpoint.uses = uses
-
-
-def class_uncovered(checkpoint, covered, class_of=reuse.class_of) -> int:
-    """`class_of` that does not tell whether a deeper state is stored beneath."""
-    return class_of(checkpoint, False)
-
-
-def told_of(what: Callable[[int], int]) -> Callable[[int, int, bool], int]:
-    """`_new_class` that is told only this much of `Lease.turn`."""
-    new_class = reuse._new_class
-    return lambda kind, turn, covered: new_class(kind, what(turn), covered)
 
 
 PARTS = {
@@ -184,16 +128,43 @@ PARTS = {
         {"policy.reuse.best_rates": lambda hazard_CA: hazard_CA},
     ),
     "fading": Part("what was seen long ago counts less", {"policy.reuse._MEMORY": 10**9}),
+    "work": "what takes longer to compute again is worth more",
+    "exclusive_kv": "a state is charged for the KV that leads to it alone",
+    "held_kv": "a state is not charged for KV that a running request holds",
+    "refresh": "values are computed anew in rotation",
+    "price": "a new state takes the place of what is worth less, or is not saved",
+    "replacing": "or takes the place of the state below it",
+    "own_uses": "uses in which that one only stood in for it do not count",
+    "same_forward": "what a forward saves further up counts as there",
+    # placement
+    "junctions": "states where a prompt leaves a known one",
+    "lost_forks": "states saved again at forks that lost theirs",
+    "tails": "states as far before the end of a prompt as successors leave it",
+    "prompt_ends": "states at the ends of prompts",
+    "rungs": "states at a distance in long prompts and answers",
+    # likelihood of reuse
+    "known_tokens": "tokens stay known when their KV goes",
+    "fork_uses": "a fork that could have served counts as used",
+    "own_gap": "what was used repeatedly is judged by its own mean gap",
+    "passed": "states told apart by whether requests went past them",
+    "covered": "states told apart by whether a deeper one is stored",
+    "turns": "sessions told apart by turns, and by what they went on from",
+    "resumed_from": "sessions told apart by what they went on from",
+    "mostly_known": "requests told apart by whether they found more than they brought",
+    "own_waits": "a turn's own waits beside those of all turns",
+    "gittins": "the best moment to give up (Gittins), not the hazard now",
+    "fading": "what was seen long ago counts less",
 }
+"""What each part of `HybridPolicy` does, by its argument."""
 
 
-@contextmanager
-def taken_out(name: str | None) -> Iterator[None]:
-    """The cache without this part; None: whole."""
-    with ExitStack() as stack:
-        for target, stand_in in PARTS[name].without.items() if name else ():
-            stack.enter_context(patch(f"megatron_hybrid.cache.{target}", stand_in))
-        yield
+def skipped_without(
+    part: str | None, requests: Sequence[Request], budget_gb: float, in_flight: int
+) -> float:
+    """What the cache skips of a trace's prompt tokens without a part (None: with all), in %."""
+    spec = GEOMETRIES[GEOMETRY].spec("exact")
+    policy = HybridPolicy(spec, **({part: False} if part else {}))
+    return 100 * replay(requests, Ours(spec, budget_gb * GB, policy), in_flight).skipped_share
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -216,9 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     for workload in (WORKLOADS[name] for name in options.workloads):
         traces = [list(workload.generate(seed=seed)) for seed in options.seeds]
         for name, columns in found.items():
-            runs = product(workload.budgets_gb[BUDGETS], traces, [options.in_flight])
-            with taken_out(name):
-                columns.append(mean(skipped_by("ours", GEOMETRY, *run) for run in runs))
+            runs = product(traces, workload.budgets_gb[BUDGETS], [options.in_flight])
+            columns.append(mean(skipped_without(name, *run) for run in runs))
     print(header("without", [*options.workloads, "mean"]))
     whole = found.pop(None)
     print_row("(nothing), % skipped", whole, "")
@@ -226,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
         name: [left - all_in for left, all_in in zip(each, whole)] for name, each in found.items()
     }
     for name in sorted(lost, key=lambda name: mean(lost[name])):
-        print_row(f"{name}: {PARTS[name].what}", lost[name], "+")
+        print_row(f"{name}: {PARTS[name]}", lost[name], "+")
 
 
 def print_row(head: str, columns: Sequence[float], sign: str) -> None:

@@ -20,35 +20,19 @@ from functools import wraps
 
 import numpy as np
 
-from megatron_hybrid.cache.amortized_sweep import Rounds
-from megatron_hybrid.cache.eviction import (
-    Evictor,
-    Leaving,
-    checkpoint_value,
-    kv_pages,
-    own_rate,
-    rebuild_work,
-    value_per_page,
-)
+from megatron_hybrid.cache.eviction import EvictionListener, Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.salt_index import FirstBlocks
+from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import Lease, Match, Reservation
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end, held_pages
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.admission import AnswerLengths, saved_by_one_more
-from megatron_hybrid.cache.policy.placement import (
-    NO_RUNG,
-    next_rung,
-    prefill_positions,
-    rung_distance,
-    saves_work,
-    tail_position,
-)
-from megatron_hybrid.cache.policy.reuse import ReuseModel
+from megatron_hybrid.cache.policy.hybrid import HybridPolicy
+from megatron_hybrid.cache.policy.placement import next_rung, saves_work
+from megatron_hybrid.cache.policy.protocol import NewState, Policy, Prompt
 from megatron_hybrid.cache.report import (
     ADMITTED,
     CLEARED,
@@ -58,20 +42,6 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-
-TOKENS_PER_PAGE = 1024
-"""Where nothing attends to everything, cached tokens cost no pages: the index then keeps at most
-this many per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
-KNOWN_TOKENS = 1.4
-"""Tokens that the index knows at most, per token whose KV fits in the pool (4 bytes each, long runs
-without KV about 2); what was dropped still teaches where prompts part. A sequence counts as
-`SEQUENCE_TOKENS` more."""
-MIN_KNOWN_TOKENS = 1 << 24
-"""Tokens that it may know in any case (64 MiB): a small pool's sessions are away for longer than
-their tokens would be known, and a session that comes back as a stranger teaches nothing."""
-ORDERED_AT_ONCE = 512
-"""Values of states, and where KV alone resumes as many of tails, that one request computes anew at
-most: two to four milliseconds."""
 
 
 def rolled_back(operation: Callable) -> Callable:
@@ -102,47 +72,40 @@ class PrefixCache:
         num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (scratch for
             suppressed writes and for padding of tables) and is never handed out.
         mode: "off" (nothing shared), "memory_only" (KV shared, all computed), "restore".
+        policy: where states are saved, what is evicted, who may start (default: `HybridPolicy`).
     Raises:
         ValueError: unknown mode, num_pages < 2.
     """
 
-    def __init__(self, spec: CacheSpec, num_pages: int, mode: str = "restore"):
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_pages: int,
+        mode: str = "restore",
+        policy: Policy | None = None,
+    ):
         if mode not in PREFIX_CACHING_MODES:
             modes = ", ".join(PREFIX_CACHING_MODES)
             raise ValueError(f"mode is {mode!r}; it must be one of {modes}")
         self.spec = spec
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
-        self._reuse = ReuseModel(spec.needs_state)
+        self.policy = policy or HybridPolicy(spec)
         self._index = PrefixIndex(spec.block_size_tokens, spec.kv_pages_per_block, self.allocator)
         self._stats = CacheStats()
         self._evictor = Evictor(
-            spec, self._index, self.allocator, self._stats, self._reuse, self._record
+            spec, self._index, self.allocator, self._stats, self.policy, self._record
         )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._saving: dict[Lease, None] = {}  # those that `saves_more`, and a few that did
         self._is_miscounted = False  # an operation broke off; pages are yet to be counted anew
         self._tick = 0
-        self._ordering = Rounds(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
-        self._first_blocks = FirstBlocks(spec.block_size_tokens)
-        self._answers = AnswerLengths()
-        self._held_back = 0  # attempts in a row that were
-        known = TOKENS_PER_PAGE * num_pages
-        if spec.kv_pages_per_block:
-            fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
-            known = int(KNOWN_TOKENS * fits)
-        self._known_limit = max(MIN_KNOWN_TOKENS, known)
-        self._rung_tokens = NO_RUNG
-        if spec.needs_state and mode == "restore":
-            self._rung_tokens = rung_distance(
-                spec.checkpoint_bytes,
-                spec.kv_bytes_per_token,
-                spec.local_reach,
-                spec.block_size_tokens,
-            )
+        self._salts = SaltIndex(spec.block_size_tokens)
+        self._held_back = 0  # attempts in a row
+        self._known_limit = self.policy.known_limit(num_pages)
 
     # ---- before a request runs ----
 
@@ -225,7 +188,9 @@ class PrefixCache:
             skipped = min(hit.skipped, alone)
             reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
             hit = Hit(path, path.depth, skipped, None, reason)
-            lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, comes=False)
+            lease = self._admit(
+                tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False
+            )
         if lease is None:
             self._stats.refused += 1
             return None
@@ -238,7 +203,7 @@ class PrefixCache:
             lost = max(known, hit.in_flight) - hit.skipped
             self._lost_tokens[lease.report.miss_reason] += lost
         if known >= self.spec.block_size_tokens:
-            self._first_blocks.note(tokens, salt)
+            self._salts.note(tokens, salt)
         elif recompute_reason is None:
             elsewhere = self._known_elsewhere(tokens, salt, known)
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
@@ -267,7 +232,7 @@ class PrefixCache:
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
-        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, comes=False)
+        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False)
         if lease is None:
             self._stats.refused += 1
         return lease
@@ -289,7 +254,7 @@ class PrefixCache:
             tokens, before.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
         )
         if lease is not None:
-            lease.report, lease.turn = before.report, before.turn
+            lease.report, lease.origin = before.report, before.origin
             lease.next_rung = before.next_rung
             self._want(lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)})
         return lease
@@ -322,7 +287,7 @@ class PrefixCache:
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
             # Not the lease's own: in a prefill it may lead on where these tokens part from it.
             path=self._index.walk(lease.salt, tokens[:num_tokens], lease.path),
-            turn=lease.turn,
+            origin=lease.origin,
         )
         blocks = self.spec.num_blocks(num_tokens)
         self._pages.hold(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
@@ -403,7 +368,7 @@ class PrefixCache:
                 lease.unwatched.setdefault(num_tokens_done, end)
             while lease.next_rung <= num_tokens_done:
                 lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
-                lease.next_rung += self._rung_tokens
+                lease.next_rung += self.policy.rung_tokens
         lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
             self._note_saving(lease)
@@ -419,7 +384,7 @@ class PrefixCache:
             self._publish_tokens(lease, lease.done)
         self._pages.roll(lease)
         if before < size <= lease.done:
-            self._first_blocks.note(lease.tokens, lease.salt)
+            self._salts.note(lease.tokens, lease.salt)
         lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
@@ -430,7 +395,7 @@ class PrefixCache:
         if lease.saves_more:  # else a decode step would look at all
             found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
-            found += range(lease.next_rung, end + 1, self._rung_tokens)
+            found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
         return found
 
     def want(self, lease: Lease, position: int) -> None:
@@ -471,7 +436,17 @@ class PrefixCache:
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
         else:
-            room = self._make_room_for_state(lease, position, kind, watched, below, local_rows)
+            new = NewState(
+                position,
+                kind,
+                lease.origin,
+                pages + sum(rows.size for rows in local_rows),
+                lease.shared_tokens,
+                watched,
+                below,
+                [(r.position, r.kind) for r in lease.reservations],
+            )
+            room = self._make_room_for_state(new)
         if not room:
             self.decline(lease, [position])
             if watched is not None:
@@ -510,7 +485,7 @@ class PrefixCache:
         if first:
             below = checkpoint.below()
             if below is not None:
-                self._reuse.changes(below)  # it is covered from now on
+                self.policy.on_change(below)  # it is covered from now on
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
             self._evictor.stored(checkpoint)
             self._stats.checkpoints_saved += 1
@@ -544,7 +519,7 @@ class PrefixCache:
         reservations, lease.reservations = lease.reservations, []
         self._end(lease)
         if lease.answered:
-            self._answers.observe(lease.done - lease.prompt_tokens)
+            self.policy.on_finish(lease.done - lease.prompt_tokens)
         if not self._is_miscounted:  # else pages are counted anew without it
             with suppress(MemoryError):
                 self._give_back(lease, reservations)
@@ -553,7 +528,7 @@ class PrefixCache:
     def _give_back(self, lease: Lease, reservations: list[Reservation]) -> None:
         self._drop_pages(*reservations)
         self._pages.release(lease)
-        self._evictor.let_go(lease.path)
+        self._evictor.released(lease.path)
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
@@ -569,9 +544,9 @@ class PrefixCache:
         """States and blocks that made room so far."""
         return self._stats.checkpoints_evicted + self._stats.kv_blocks_evicted
 
-    def watch_evictions(self, leaving: Leaving | None) -> None:
-        """`leaving` is told from now on what is evicted, before it goes."""
-        self._evictor.leaving = leaving
+    def watch_evictions(self, listener: EvictionListener | None) -> None:
+        """Call `listener` from now on before something is evicted; None: nobody."""
+        self._evictor.listener = listener
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
@@ -583,7 +558,7 @@ class PrefixCache:
         """All states in the pool, the most valuable first."""
         refs = self.allocator.ref_counts
         found = [c for c in self._index.checkpoints() if c.pages is not None]
-        return sorted(found, key=lambda c: -checkpoint_value(c, self.spec, self._reuse, refs))
+        return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
 
     def held_leaves(self) -> list[Edge]:
         """The edges where held KV ends, the last used first."""
@@ -603,7 +578,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything cached. Leases keep what they hold."""
         self._evictor.clear()
-        self._first_blocks.clear()
+        self._salts.clear()
         self._is_miscounted = True
         with suppress(MemoryError):  # else pages are counted before the next operation
             self._index.clear()
@@ -638,7 +613,7 @@ class PrefixCache:
         self._recover_if_needed()
         self.allocator.check_integrity()
         self._index.check_integrity()
-        self._reuse.check_integrity(self._index.checkpoints())
+        self.policy.check_integrity(self._index.checkpoints())
         for lease in self._leases:
             if lease.saves_more and lease not in self._saving:
                 raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
@@ -690,7 +665,7 @@ class PrefixCache:
         size = self.spec.block_size_tokens
         if known >= size or self.mode != "restore":
             return 0
-        other = self._first_blocks.other_salt(tokens, salt)
+        other = self._salts.other_salt(tokens, salt)
         elsewhere = 0 if other is None else self._index.walk(other, tokens).known
         return elsewhere if elsewhere >= size else 0
 
@@ -708,10 +683,10 @@ class PrefixCache:
         hit: Hit,
         capacity_tokens: int,
         chunk_tokens: int | None,
-        comes: bool = True,
+        is_new_request: bool = True,
     ) -> Lease | None:
-        """A lease on what was found with room for the rest; None without room. comes: it is one to
-        learn from, and may have to wait for others to end."""
+        """A lease on what was found with room for the rest; None without room. is_new_request:
+        the policy learns from it, and it may have to wait for others to end."""
         path, checkpoint = hit.path, hit.checkpoint
         lease = Lease(
             salt=salt,
@@ -728,14 +703,16 @@ class PrefixCache:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
-        if not self.allocator.can_free(needed) or (comes and not self._pays(needed)):
+        if not self.allocator.can_free(needed) or (is_new_request and not self._pays(needed)):
             self._pages.release(lease)
             return None
         self._tick += 1
-        if comes:
+        if is_new_request:
             self._held_back = 0
-            lease.turn, lease.again = self._reuse.observe(path, checkpoint, lease.prompt_tokens)
-            self._keep_up()
+            lease.origin, lease.lost_fork = self.policy.on_request(
+                path, checkpoint, lease.prompt_tokens
+            )
+            self.policy.maintain(self._evictor, self._index.num_watched)
         self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:
             lease.checkpoint_pages = checkpoint.pages
@@ -743,14 +720,13 @@ class PrefixCache:
         return lease
 
     def _pays(self, num_pages: int) -> bool:
-        """Whether these pages can be freed at the cost of what is worth less than one more request
-        beside those that run."""
+        """Admission test: evict only what is worth less than one more concurrent request."""
         running = len(self._leases)
         if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
             return True
         # Per page of all, not of those that are missing: what goes in several attempts together is
         # worth no more either.
-        worth = saved_by_one_more(running, self._answers.mean + self._held_back)
+        worth = self.policy.admission_value(running, self._held_back)
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
         self._held_back += 1
@@ -759,7 +735,9 @@ class PrefixCache:
 
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """The lease is live: it gets room for the rest."""
-        lease.next_rung = next_rung(max(lease.prompt_tokens, lease.done), self._rung_tokens)
+        if self.mode == "restore":
+            position = max(lease.prompt_tokens, lease.done)
+            lease.next_rung = next_rung(position, self.policy.rung_tokens)
         self._pages.open(lease, capacity_tokens, end)
         self._leases[lease] = None
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
@@ -782,11 +760,11 @@ class PrefixCache:
         """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
-            checkpoint = self._index.watch(edge, position, kind, self._reuse.now, lease.turn)
-            self._reuse.watch(checkpoint)
+            checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
+            self.policy.on_watch(checkpoint)
         elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
-            self._reuse.changes(checkpoint)  # the answer happened to stop there
-            checkpoint.kind, checkpoint.turn = kind, lease.turn
+            self.policy.on_change(checkpoint)  # the answer happened to stop there
+            checkpoint.kind, checkpoint.origin = kind, lease.origin
         checkpoint.refused |= position in lease.refused
         return checkpoint
 
@@ -794,7 +772,7 @@ class PrefixCache:
         """What a position is in a request."""
         if position in lease.wanted:  # also in an answer, of which a repeated prefill has a part
             return lease.wanted[position]
-        if position >= lease.next_rung and position % self._rung_tokens == 0:
+        if position >= lease.next_rung and position % self.policy.rung_tokens == 0:
             return Kind.RUNG
         if position >= lease.prompt_tokens:
             return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
@@ -817,62 +795,19 @@ class PrefixCache:
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
     ) -> None:
         """Choose the positions of a prefill whose state is worth saving."""
-        length, skipped = lease.prompt_tokens, lease.skipped_tokens
-        tail = tail_position(length, skipped, self._reuse.distances.weights())
-        if not self.spec.needs_state:
-            wanted = {length: Kind.PROMPT_END} if skipped < length else {}
-            # Nothing is saved there; but what is used of the KV that leads there is learnt.
-            watched = ((tail, Kind.TAIL), (known, Kind.JUNCTION))
-            lease.unwatched.update((p, kind) for p, kind in watched if known <= p < length and p)
-        else:
-            declared = [*declared, lease.again]
-            wanted = prefill_positions(
-                length, skipped, known, declared, messages, tail, self._rung_tokens
-            )
+        prompt = Prompt(
+            lease.prompt_tokens, lease.skipped_tokens, known, declared, messages, lease.lost_fork
+        )
+        wanted, watched = self.policy.positions(prompt)
+        lease.unwatched.update(watched)
         self._want(lease, wanted)
 
-    def _keep_up(self) -> None:
-        """Learn from what became of states, and now and then order them anew."""
-        self._reuse.keep_up(self._index.num_watched)
-        if part := self._ordering.due(self._reuse.now, self._evictor.num_values()):
-            self._evictor.refresh(part)
-
-    def _make_room_for_state(
-        self,
-        lease: Lease,
-        position: int,
-        kind: Kind,
-        watched: Checkpoint | None,
-        below: Checkpoint | None,
-        local_rows: list[np.ndarray],
-    ) -> bool:
-        """Room for a state among what is worth less; or in place of the one below it, if that one
-        has no use of its own that is worth more than the tokens between them."""
-        spec, reuse = self.spec, self._reuse
-        rate = reuse.rate(watched) if watched else reuse.new_rate(kind, lease.turn)
-        start = max(below.position if below else 0, self._saved_before(lease, position, kind))
-        needed = pages = spec.checkpoint_pages
-        rebuild = 1.0
-        if spec.needs_state:
-            rebuild = spec.work(start, position)
-            pages += sum(rows.size for rows in local_rows)
-            pages += kv_pages(max(0, position - max(start, lease.shared_tokens)), spec)
-        if self._evictor.make_room_for(needed, value_per_page(rate, rebuild, pages)):
+    def _make_room_for_state(self, new: NewState) -> bool:
+        """Room for a state among what is worth less, or in place of the one below it."""
+        value = self.policy.new_value(new)
+        if self._evictor.make_room_for(self.spec.checkpoint_pages, value):
             return True
-        if below is None or start > below.position or not spec.needs_state:
-            return False
-        own = own_rate(below, watched, reuse) * rebuild_work(below, below.below(), spec)
-        return rate * rebuild > own and self._evictor.drop_checkpoint(below)
-
-    def _saved_before(self, lease: Lease, position: int, kind: Kind) -> int:
-        """The last position before this one whose state the same forward saves: it serves those who
-        go on from here, too. 0: none. What is a guess (rungs, and tails before any prompt was seen
-        to leave another) counts for rungs alone: an end may be all that is ever used."""
-        saved = [r for r in lease.reservations if r.position < position]
-        if kind is not Kind.RUNG:
-            guesses = (Kind.RUNG,) if self._reuse.distances.known else (Kind.RUNG, Kind.TAIL)
-            saved = [r for r in saved if r.kind not in guesses]
-        return max((r.position for r in saved), default=0)
+        return self.policy.replaces(new) and self._evictor.drop_checkpoint(new.below)
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))

@@ -18,10 +18,10 @@ from functools import partial
 
 import numpy as np
 
-from megatron_hybrid.cache.eviction import rebuild_work
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.config import InferenceConfig
@@ -199,14 +199,14 @@ class Offload:
 
     # ---- down ----
 
-    def state_leaves(self, checkpoint: Checkpoint) -> None:
-        """The pool evicts a state (`eviction.Leaving`)."""
+    def on_evict_state(self, checkpoint: Checkpoint) -> None:
+        """The pool evicts a state (`eviction.EvictionListener`)."""
         if self.spec.needs_state:
             with self._optional():
                 self._offer_state(checkpoint, self.tiers)
 
-    def blocks_leave(self, edge: Edge, end: int) -> None:
-        """The pool evicts KV that resumes by itself (`eviction.Leaving`)."""
+    def on_evict_blocks(self, edge: Edge, end: int) -> None:
+        """The pool evicts KV that resumes by itself (`eviction.EvictionListener`)."""
         with self._optional():
             self._offer_blocks(edge, end, self.tiers)
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from megatron_hybrid.cache.eviction import EvictionQueue, Key
+from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.errors import optional_work
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
@@ -130,7 +130,7 @@ class Tier:
         self._leaves = leaves
         self._records: dict[bytes, Record] = {}
         self._clock = 0.0
-        self._queue = EvictionQueue(self._key)
+        self._queue = LazyHeap(self._key)
 
     # ---- reading ----
 

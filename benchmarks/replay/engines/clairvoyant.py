@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from megatron_hybrid.cache.eviction import EvictionQueue
+from megatron_hybrid.cache.lazy_heap import LazyHeap
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.token_tree import Node, TokenTree
 
@@ -85,8 +85,8 @@ class Clairvoyant:
         self._kv_bytes = kv_bytes_per_token
         self._state_bytes = state_bytes
         self._budget = budget_bytes
-        self._tails = EvictionQueue(self._tail_key)
-        self._states = EvictionQueue(self._state_key)
+        self._tails = LazyHeap(self._tail_key)
+        self._states = LazyHeap(self._state_key)
         self._prompts: list[list[Place]] = []
         self._wholes: list[list[Place]] = []
         self._lengths: list[int] = []

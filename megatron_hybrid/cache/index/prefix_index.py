@@ -18,7 +18,16 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_hybrid.cache.index.packed_tokens import PackedTokens
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path, Root, common_prefix
+from megatron_hybrid.cache.index.tree import (
+    NO_ORIGIN,
+    Checkpoint,
+    Edge,
+    Kind,
+    Origin,
+    Path,
+    Root,
+    common_prefix,
+)
 from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
 
 MAX_EMPTY_ROOTS = 256
@@ -266,12 +275,14 @@ class PrefixIndex:
         self.on_tail(upper)
         return upper
 
-    def watch(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0) -> Checkpoint:
+    def watch(
+        self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN
+    ) -> Checkpoint:
         """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
-            checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, turn)
+            checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, origin)
             self.num_watched += 1
         return checkpoint
 

@@ -16,7 +16,7 @@ MAX_FIRST_BLOCKS = 4096
 """First blocks that are remembered; the longest unused goes first."""
 
 
-class FirstBlocks:
+class SaltIndex:
     """The salt under which each first block was last used. One look-up, however many salts there
     are. It may be wrong about what is known by now: ask the tree."""
 

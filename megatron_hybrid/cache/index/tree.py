@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,22 @@ class Kind(IntEnum):
     """One of many at a distance."""
 
 
+class Origin(NamedTuple):
+    """What a request goes on from."""
+
+    turns: int = 0
+    """Turns of its session before it, each of which went on from the end of the one before; 0: it
+    goes on from no end."""
+    resumed_from: Kind | None = None
+    """The end that it goes on from, of a prompt or of an answer; None: from neither."""
+    mostly_known: bool = False
+    """Of a request that goes on from neither: it parts from others where these part, and more of
+    its tokens were known than new."""
+
+
+NO_ORIGIN = Origin()
+
+
 class Checkpoint:
     """A position whose state was worth saving: what became of it; its pages while it is stored."""
 
@@ -51,30 +68,30 @@ class Checkpoint:
         "kind",
         "last_use",
         "local_pages",
-        "missed",
+        "origin",
         "pages",
         "passed",
         "position",
         "queued",
         "refused",
-        "stand_in",
-        "turn",
+        "served_by",
+        "served_count",
         "uses",
         "was_stored",
     )
 
-    def __init__(self, edge: Edge, position: int, kind: Kind, now: int, turn: int = 0):
+    def __init__(self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN):
         self.edge: Edge | None = edge  # None: its tokens were forgotten
         self.position = position
         self.kind = kind
-        self.turn = turn  # as in `Lease.turn`, of the request that got here first
+        self.origin = origin  # of the first request that reached the position
         self.pages: np.ndarray | None = None  # None: not stored
         self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
-        self.stand_in = 0  # where the state lies that served last in its absence; 0: none yet
-        self.missed = 0  # uses that this one served
+        self.served_by = 0  # position of the state that served last in its absence; 0: none yet
+        self.served_count = 0  # uses that this state served in a row
         self.passed = False
         self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None

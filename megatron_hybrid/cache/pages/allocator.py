@@ -39,7 +39,7 @@ class PageAllocator:
         self.num_free = num_pages - 1
         self.num_evictable = 0
         """Pages that only the index holds: what eviction could free."""
-        self.num_let_go = 0
+        self.num_unpinned = 0
         """How often cached pages lost the last request that held them."""
 
     def can_free(self, n: int) -> bool:
@@ -93,7 +93,7 @@ class PageAllocator:
         free = unheld[cached == 0] if num_cached else unheld
         self.ref_counts[at] = refs
         self.num_evictable += num_cached
-        self.num_let_go += num_cached > 0
+        self.num_unpinned += num_cached > 0
         self._push(free)
 
     def cache(self, pages: np.ndarray) -> None:
@@ -131,7 +131,7 @@ class PageAllocator:
         self._returned[: returned.size], self._num_returned = returned, returned.size
         self.num_free = returned.size + self.num_pages - self._fresh
         self.num_evictable = int(np.count_nonzero(evictable))
-        self.num_let_go += 1
+        self.num_unpinned += 1
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + held = all and the running counts are right."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_hybrid.cache.index.tree import Kind, Path
+from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin, Path
 from megatron_hybrid.cache.policy.placement import NO_RUNG
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
@@ -84,13 +84,10 @@ class Lease:
     see `PrefixCache.positions_to_save`."""
     next_rung: int = NO_RUNG
     """The next position in the answer whose state should be saved; > done."""
-    turn: int = 0
-    """2 n + the `Kind` that its prompt goes on from, the end of a prompt or of an answer, where n
-    turns in a row came before it. Where it goes on from neither, 1 if it found more tokens known
-    than it brought new ones and somebody forked there before; 0 if not."""
-    again: int = 0
-    """A position in (p, q] whose state is gone and was used often, which `acquire` may want; 0:
-    there is none."""
+    origin: Origin = NO_ORIGIN
+    """What its prompt goes on from."""
+    lost_fork: int = 0
+    """A position in (p, q] whose state was lost and is worth saving again; 0: there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
     """Positions to be watched as soon as their tokens are in the index, and what they are."""
     refused: set[int] = field(default_factory=set)

@@ -17,7 +17,7 @@ _GONE = 64
 they are let go of."""
 
 
-class Visits:
+class ExposureClock:
     """Hands out each checkpoint whenever the number of requests since its last use has doubled.
 
     So the young, by which new traffic shows, are counted soon, and the old without haste. A round
@@ -43,7 +43,7 @@ class Visits:
             age *= 2
         return found
 
-    def let_go(self, num_watched: int) -> None:
+    def compact(self, num_watched: int) -> None:
         """Now and then: so many are watched. What is not any more, and what was used since, goes
         where it is too much, a part at a time."""
         if self._num <= 5 * num_watched // 4 + _GONE:

@@ -58,8 +58,8 @@ def _summed(
     return cells.reshape(num_classes, AGES)
 
 
-def leaning(uses, risk, prior, weight: float):
-    """Uses / time at risk (numbers or arrays), as if `weight` uses more had been seen at the rate
+def shrink_to_prior(uses, risk, prior, weight: float):
+    """Uses / time at risk (numbers or arrays), smoothed: a Gamma prior of `weight` uses at the rate
     of the prior."""
     return (uses + weight) / (risk + weight / prior)
 
@@ -73,7 +73,7 @@ def hazards(
     hazard_CA = np.empty_like(uses_CA)
     for age in range(AGES):
         risk_C = risk_CA[..., age]
-        hazard_C = leaning(uses_CA[..., age], risk_C, np.maximum(younger_C, LEAST), weight)
+        hazard_C = shrink_to_prior(uses_CA[..., age], risk_C, np.maximum(younger_C, LEAST), weight)
         hazard_CA[..., age] = hazard_C
         younger_C = np.where(risk_C < 1, hazard_C * _FADE, hazard_C)
     return hazard_CA
@@ -104,6 +104,6 @@ def exp_minus(x: np.ndarray) -> np.ndarray:
     return power
 
 
-def in_order(rows: np.ndarray, axis: int = 0) -> np.ndarray:
+def ordered_sum(rows: np.ndarray, axis: int = 0) -> np.ndarray:
     """The sum over an axis, from first to last."""
     return np.take(np.cumsum(rows, axis), -1, axis)

@@ -18,8 +18,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
-from megatron_hybrid.cache.policy.exposure_clock import Visits
+from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Edge, Kind, Origin, Path
+from megatron_hybrid.cache.policy.exposure_clock import ExposureClock
 from megatron_hybrid.cache.policy.hazards import (
     AGES,
     LEAST,
@@ -28,10 +28,16 @@ from megatron_hybrid.cache.policy.hazards import (
     beyond,
     counted,
     hazards,
-    in_order,
-    leaning,
+    ordered_sum,
+    shrink_to_prior,
 )
-from megatron_hybrid.cache.policy.sessions import TURN_CLASSES, session_hazards, turn_class
+from megatron_hybrid.cache.policy.parts import ALL_PARTS, Parts
+from megatron_hybrid.cache.policy.sessions import (
+    OWN_WEIGHT,
+    TURN_CLASSES,
+    session_hazards,
+    turn_class,
+)
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
 _AT_FIRST = 1e-3
@@ -45,14 +51,17 @@ _AGE_WEIGHT = 3.0
 that differs only in being covered."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
+_NO_FADING = 10**9
+_NO_OWN_WAITS = 1e9
+"""The same, and `OWN_WEIGHT`, where these parts are left out."""
 
 _LEARNING = 16, 128
 """Requests from one time that rates are brought up to date to the next: at first, and at most; in
 between a sixteenth of all so far."""
 
-_FOUND = 8 * len(Kind)
-_LATER = _FOUND + 2 * len(Kind)
-_REPEATED = _LATER + 2 * len(Kind)
+_MOSTLY_KNOWN = 8 * len(Kind)
+_CONTINUED = _MOSTLY_KNOWN + 2 * len(Kind)
+_REPEATED = _CONTINUED + 2 * len(Kind)
 """Where classes begin. From 0 on by kind, whether used, passed and covered; what was neither used
 nor passed by kind and covered, of requests that found more than they brought, and of those that go
 on from another (their ends have classes of their own: `_SESSIONS`); what was used repeatedly."""
@@ -64,9 +73,9 @@ turns."""
 CLASSES = _SESSIONS.stop
 
 
-def class_of(checkpoint: Checkpoint, covered: bool) -> int:
+def class_of(checkpoint: Checkpoint, covered: bool, own_gap: bool = True) -> int:
     """States of one class are expected to have one fate. covered: whether a deeper state is, or
-    shall be, stored beneath it (`ReuseModel.is_covered`).
+    shall be, stored beneath it (`ReuseModel.is_covered`). own_gap: as in `Parts`.
 
     Used once or never: by kind, whether used, whether a later request went past it, and whether a
     deeper state is stored beneath it. Those that were neither used nor passed also by whether their
@@ -76,23 +85,28 @@ def class_of(checkpoint: Checkpoint, covered: bool) -> int:
     that drops its thinking) does it again. Used more often: its own rate tells more than what it
     is; see `time_scale`.
     """
-    if checkpoint.uses >= 2:
-        return _REPEATED + 2 * checkpoint.passed + covered
-    if checkpoint.uses or checkpoint.passed:
-        return 8 * checkpoint.kind + 4 * checkpoint.uses + 2 * checkpoint.passed + covered
-    return _new_class(checkpoint.kind, checkpoint.turn, covered)
+    uses, passed = checkpoint.uses, checkpoint.passed
+    if uses >= 2 and own_gap:
+        return _REPEATED + 2 * passed + covered
+    if uses or passed:
+        return _plain_class(checkpoint.kind, uses > 0, passed, covered)
+    return _new_class(checkpoint.kind, checkpoint.origin, covered)
 
 
-def _new_class(kind: int, turn: int, covered: bool) -> int:
-    """Of a state that was neither used nor passed. turn: as in `Lease.turn`."""
-    if turn == 0:
-        return 8 * kind + covered
-    if turn == 1:
-        return _FOUND + 2 * kind + covered
+def _plain_class(kind: int, used: bool, passed: bool, covered: bool) -> int:
+    return 8 * kind + 4 * used + 2 * passed + covered
+
+
+def _new_class(kind: int, origin: Origin, covered: bool) -> int:
+    """Of a state that was neither used nor passed. origin: of its request."""
+    if not origin.turns:
+        if origin.mostly_known:
+            return _MOSTLY_KNOWN + 2 * kind + covered
+        return _plain_class(kind, False, False, covered)
     if kind > Kind.ANSWER_END:
-        return _LATER + 2 * kind + covered
-    group = 4 * kind + 2 * (turn % 2) + covered
-    return _SESSIONS.start + TURN_CLASSES * group + turn_class(turn // 2)
+        return _CONTINUED + 2 * kind + covered
+    group = 4 * kind + 2 * origin.resumed_from + covered
+    return _SESSIONS.start + TURN_CLASSES * group + turn_class(origin.turns)
 
 
 def time_scale(checkpoint: Checkpoint) -> float:
@@ -109,16 +123,25 @@ class ReuseModel:
     Args:
         needs_state: False: KV alone resumes, so every position that a request ended at or forked
             off stands for the KV that leads there.
+        parts: what is learnt, and what is left out.
     """
 
-    def __init__(self, needs_state: bool = True):
+    def __init__(self, needs_state: bool = True, parts: Parts = ALL_PARTS):
         self.is_covered = Checkpoint.is_covered if needs_state else Checkpoint.goes_on
         """Whether something deeper than a checkpoint serves those who go past it."""
         self.now = 0
         """Requests admitted so far."""
         self.distances = TailDistances()
+        self._parts = parts
+        self._class_of, self._time_scale = class_of, time_scale
+        if not (parts.covered and parts.own_gap):
+            self._class_of = lambda checkpoint, covered: class_of(
+                checkpoint, covered and parts.covered, parts.own_gap
+            )
+        if not parts.own_gap:
+            self._time_scale = lambda checkpoint: 1.0
         self._learnt = 0
-        self._visits = Visits()
+        self._clock = ExposureClock()
         self._uses_CA, self._risk_CA = np.zeros((2, CLASSES, AGES))
         # Yet to be counted, flat: (class, age) and (class, from age, to age).
         self._uses: list[float] = []
@@ -129,12 +152,12 @@ class ReuseModel:
 
     def observe(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
-    ) -> tuple[int, int]:
+    ) -> tuple[Origin, int]:
         """A prompt was admitted. Counts which states it used or would have used, and how far before
         the end of another prompt it left that one. Call it before the path changes.
 
-        Had it been there, the deepest known state would have served, and in its absence any at a
-        fork beyond the one that did: a system prompt's, say, behind which every chat lost its own.
+        Counterfactual credit: the deepest known position, and every fork above the resumed one,
+        count as used. A system prompt's, say, behind which every chat lost its own state.
 
         Args:
             path: what is known of the prompt.
@@ -142,33 +165,41 @@ class ReuseModel:
             prompt_tokens: how long it is.
 
         Returns:
-            What the prompt goes on from (`Lease.turn`), and the most valuable lost one of these
-            forks (`Lease.again`).
+            The origin of the request, and the position of the most valuable fork that lost its
+            state (`Lease.lost_fork`).
         """
         self.now += 1
-        known = path.checkpoints()
+        parts, known = self._parts, path.checkpoints()
         if path.edges:
             self._observe_distance(path, known)
         if not known:
-            return 0, 0
+            return NO_ORIGIN, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
         start = resumed.position if resumed else 0
-        again, most = 0, 0.0
+        lost_fork, most = 0, 0.0
         for checkpoint in known:
             beyond = checkpoint.position - start
             if checkpoint is deepest or checkpoint is resumed:
                 self.used(checkpoint, resumed)
                 continue
-            if beyond > 0 and checkpoint.is_fork():
+            if beyond > 0 and parts.fork_uses and checkpoint.is_fork():
                 self.used(checkpoint, resumed)
-                if checkpoint.uses >= 2:
+                if checkpoint.uses >= 2 and parts.lost_forks:
                     saved = self.rate(checkpoint) * beyond
                     if saved > most:
-                        again, most = checkpoint.position, saved
+                        lost_fork, most = checkpoint.position, saved
             self.passed(checkpoint)
+        return self._origin(deepest, 2 * path.known > prompt_tokens), lost_fork
+
+    def _origin(self, deepest: Checkpoint, mostly_known: bool) -> Origin:
+        """Of a request whose deepest known position this is."""
+        parts = self._parts
         if deepest.kind > Kind.ANSWER_END:
-            return int(2 * path.known > prompt_tokens), again
-        return 2 * (deepest.turn // 2 + 1) + deepest.kind, again
+            return Origin(mostly_known=mostly_known and parts.mostly_known)
+        if not parts.turns:
+            return NO_ORIGIN
+        resumed_from = deepest.kind if parts.resumed_from else Kind.PROMPT_END
+        return Origin(deepest.origin.turns + 1, resumed_from)
 
     def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
         """Where the prompt leaves another between two of its tokens, that one's end may lie beyond
@@ -188,39 +219,40 @@ class ReuseModel:
         """Uses per request to be expected of it. covered: as in `class_of` (default: as it is)."""
         if covered is None:
             covered = self.is_covered(checkpoint)
-        rate_A, age = self._rate_CA[class_of(checkpoint, covered)], self.now - checkpoint.last_use
+        rate_A = self._rate_CA[self._class_of(checkpoint, covered)]
+        age = self.now - checkpoint.last_use
         if checkpoint.uses < 2:
             return rate_A[age_class(age)]
-        scale = time_scale(checkpoint)
+        scale = self._time_scale(checkpoint)
         return rate_A[age_class(age * scale)] * scale
 
-    def new_rate(self, kind: Kind, turn: int) -> float:
+    def new_rate(self, kind: Kind, origin: Origin) -> float:
         """Uses per request to be expected of a state that is about to be saved."""
-        return self._rate_CA[_new_class(kind, turn, False)][0]
+        return self._rate_CA[_new_class(kind, origin, False)][0]
 
     def used(self, checkpoint: Checkpoint, resumed: Checkpoint | None = None) -> None:
         """A request resumed from it, or would have, had it been stored. resumed: what it did resume
         from."""
         self.changes(checkpoint)
-        cls = class_of(checkpoint, self.is_covered(checkpoint))
+        cls = self._class_of(checkpoint, self.is_covered(checkpoint))
         # It came between two whole ages, the later of which ends its time at risk.
-        age = (self.now - checkpoint.last_use - 0.5) * time_scale(checkpoint)
+        age = (self.now - checkpoint.last_use - 0.5) * self._time_scale(checkpoint)
         self._uses += (cls, age)
         checkpoint.uses += 1
         if resumed is not None and resumed is not checkpoint:
-            if checkpoint.stand_in != resumed.position:
-                checkpoint.stand_in, checkpoint.missed = resumed.position, 0
-            checkpoint.missed += 1
+            if checkpoint.served_by != resumed.position:
+                checkpoint.served_by, checkpoint.served_count = resumed.position, 0
+            checkpoint.served_count += 1
         checkpoint.last_use = checkpoint.counted = self.now
-        self._visits.add(checkpoint)
+        self._clock.add(checkpoint)
 
     def watch(self, checkpoint: Checkpoint) -> None:
         """It is new."""
-        self._visits.add(checkpoint)
+        self._clock.add(checkpoint)
 
     def passed(self, checkpoint: Checkpoint) -> None:
         """A request went past it."""
-        if not checkpoint.passed:
+        if not checkpoint.passed and self._parts.passed:
             self.changes(checkpoint)
             checkpoint.passed = True
 
@@ -232,7 +264,8 @@ class ReuseModel:
         """Count its time at risk from when it was counted until; what is too much is taken back."""
         if checkpoint.counted == until:
             return
-        cls, scale = class_of(checkpoint, self.is_covered(checkpoint)), time_scale(checkpoint)
+        cls = self._class_of(checkpoint, self.is_covered(checkpoint))
+        scale = self._time_scale(checkpoint)
         start = (checkpoint.counted - checkpoint.last_use) * scale
         end = (until - checkpoint.last_use) * scale
         self._spans += (cls, start, end)
@@ -241,21 +274,21 @@ class ReuseModel:
     def keep_up(self, num_watched: int) -> None:
         """Once per request: count the time at risk of those whose turn it is, and learn now and
         then. num_watched: how many checkpoints are watched."""
-        for age, checkpoints in self._visits.due(self.now):
+        for age, checkpoints in self._clock.due(self.now):
             # The next visit comes after as many requests again. Half of them are counted in
             # advance: then what is counted of all together is neither late nor early.
             for checkpoint in checkpoints:
                 self._count(checkpoint, self.now + age // 2)
         first, most = _LEARNING
         if self.now - self._learnt >= min(max(first, self.now // 16), most):
-            self._visits.let_go(num_watched)
+            self._clock.compact(num_watched)
             with suppress(MemoryError):  # the next request tries again
                 self.learn()
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
         """Raises RuntimeError unless the time at risk of each of these will be counted. watched:
         all that are in the tree."""
-        self._visits.check_integrity(watched)
+        self._clock.check_integrity(watched)
 
     def learn(self) -> None:
         """Bring the rates up to date with what was counted."""
@@ -269,10 +302,13 @@ class ReuseModel:
             *(c_CA[_SESSIONS].reshape(self._back_GKA.shape) for c_CA in (uses_CA, risk_CA)),
             self._back_GKA,
             mean,
+            OWN_WEIGHT if self._parts.own_waits else _NO_OWN_WAITS,
         )
         hazard_CA[_SESSIONS] = hazard_GKA.reshape(-1, AGES)
-        self._rate_CA = best_rates(hazard_CA).tolist()
-        kept = _MEMORY / (_MEMORY + self.now - self._learnt)
+        rate_CA = best_rates(hazard_CA) if self._parts.gittins else hazard_CA
+        self._rate_CA = rate_CA.tolist()
+        memory = _MEMORY if self._parts.fading else _NO_FADING
+        kept = memory / (memory + self.now - self._learnt)
         uses_CA *= kept
         counted_CA *= kept
         self._learnt = self.now
@@ -299,10 +335,10 @@ def prompt_ends(edge: Edge, start: int) -> list[int]:
 def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
     """Uses per request at risk of all states whose ages are in requests."""
     uses, risk = (
-        in_order(in_order(counts_CA.T)) - in_order(in_order(counts_CA[_OWN_GAPS].T))
+        ordered_sum(ordered_sum(counts_CA.T)) - ordered_sum(ordered_sum(counts_CA[_OWN_GAPS].T))
         for counts_CA in (uses_CA, risk_CA)
     )
-    return float(leaning(uses, risk, _AT_FIRST, 1))
+    return float(shrink_to_prior(uses, risk, _AT_FIRST, 1))
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
@@ -314,8 +350,10 @@ def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.n
     both_uses_CA, both_risk_CA = uses_CA + uses_CA[other_C], risk_CA + risk_CA[other_C]
     base_C = np.full(len(uses_CA), mean)
     base_C[_OWN_GAPS] = 1 / 32  # in units of its own mean gap / 32
-    mean_C = leaning(in_order(both_uses_CA.T), in_order(both_risk_CA.T), base_C, 1)
+    mean_C = shrink_to_prior(ordered_sum(both_uses_CA.T), ordered_sum(both_risk_CA.T), base_C, 1)
     both_CA = hazards(both_uses_CA, both_risk_CA, mean_C, _AGE_WEIGHT)
-    higher_C = leaning(in_order(uses_CA.T), in_order((risk_CA * both_CA).T), 1, _CLASS_WEIGHT)
+    higher_C = shrink_to_prior(
+        ordered_sum(uses_CA.T), ordered_sum((risk_CA * both_CA).T), 1, _CLASS_WEIGHT
+    )
     prior_CA = np.maximum(both_CA * higher_C[:, None], LEAST)
-    return leaning(uses_CA, risk_CA, prior_CA, _AGE_WEIGHT)
+    return shrink_to_prior(uses_CA, risk_CA, prior_CA, _AGE_WEIGHT)

@@ -19,8 +19,8 @@ from megatron_hybrid.cache.policy.hazards import (
     WIDTH_A,
     exp_minus,
     hazards,
-    in_order,
-    leaning,
+    ordered_sum,
+    shrink_to_prior,
 )
 
 TURN_CLASSES = 20
@@ -36,7 +36,7 @@ _WAIT_WEIGHT = 6.0
 """Uses that speak for the hazard of shorter waits in that of longer ones."""
 _TURN_WEIGHT = 2.0
 """Uses that speak for the mean of all turns in the share of one."""
-_OWN_WEIGHT = 40.0
+OWN_WEIGHT = 40.0
 """Uses that speak for the hazard that follows from waits and shares, beside those of a turn itself:
 where long waits and short ones mix, some turns have more of the one than others."""
 
@@ -51,7 +51,11 @@ def turn_class(turns: int) -> int:
 
 
 def session_hazards(
-    uses_KA: np.ndarray, risk_KA: np.ndarray, back_KA: np.ndarray, mean: float
+    uses_KA: np.ndarray,
+    risk_KA: np.ndarray,
+    back_KA: np.ndarray,
+    mean: float,
+    own_weight: float = OWN_WEIGHT,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Uses per request at risk by turn and age.
 
@@ -61,27 +65,30 @@ def session_hazards(
         back_KA: which part of that time was that of sessions that will be back, as estimated
             before; ones at first. Each call with the same counts brings it closer.
         mean: uses per request at risk of all states, which stands in until sessions are known.
+        own_weight: as `OWN_WEIGHT`.
     Returns:
         The hazards, and back_KA anew.
     """
-    uses_A = in_order(uses_KA, -2)
-    unknown = (in_order(uses_A, -1) < _ENOUGH)[..., None, None]
+    uses_A = ordered_sum(uses_KA, -2)
+    unknown = (ordered_sum(uses_A, -1) < _ENOUGH)[..., None, None]
     back_KA = np.where(unknown, 1.0, back_KA)
-    wait_A = _waits(uses_A, in_order(risk_KA * back_KA, -2), mean)
+    wait_A = _waits(uses_A, ordered_sum(risk_KA * back_KA, -2), mean)
     back_JA, longer_A = _will_be_back(_SHARES, wait_A)
     hazard_JA = back_JA * wait_A[..., None, :]
-    share = _shares(uses_A[..., None, :], in_order(risk_KA, -2)[..., None, :], back_JA, hazard_JA)
+    share = _shares(
+        uses_A[..., None, :], ordered_sum(risk_KA, -2)[..., None, :], back_JA, hazard_JA
+    )
     # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
     # all who come back had come.
     away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
     came_A = away_A * _will_be_back(share, wait_A)[0][..., 0, :] * wait_A
-    more = _TURN_WEIGHT / in_order(came_A, -1)[..., None]
+    more = _TURN_WEIGHT / ordered_sum(came_A, -1)[..., None]
     uses_more_KA = uses_KA + (more * came_A)[..., None, :]
     risk_more_KA = risk_KA + (more * away_A)[..., None, :]
     shares_K = _shares(uses_more_KA, risk_more_KA, back_JA, hazard_JA)
     known_KA, _ = _will_be_back(shares_K, wait_A)
     expected_KA = np.maximum(known_KA * wait_A[..., None, :], LEAST)
-    hazard_KA = leaning(uses_KA, risk_KA, expected_KA, _OWN_WEIGHT)
+    hazard_KA = shrink_to_prior(uses_KA, risk_KA, expected_KA, own_weight)
     return (
         np.where(unknown, wait_A[..., None, :], hazard_KA),
         np.where(unknown, back_KA, known_KA),
@@ -90,7 +97,7 @@ def session_hazards(
 
 def _waits(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
     """h: the hazard of waits, [..., A]. mean: as in `session_hazards`."""
-    own_mean = leaning(in_order(uses_A, -1), in_order(risk_A, -1), mean, 1)
+    own_mean = shrink_to_prior(ordered_sum(uses_A, -1), ordered_sum(risk_A, -1), mean, 1)
     return hazards(uses_A, risk_A, own_mean, _WAIT_WEIGHT)
 
 

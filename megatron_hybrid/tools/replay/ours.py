@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
@@ -24,16 +25,21 @@ class Running:
 
 
 class Ours:
-    """One `PrefixCache`; `cache` is open to whoever wants its counters."""
+    """One `PrefixCache`; `cache` is open to whoever wants its counters.
 
-    def __init__(self, spec: CacheSpec, budget_bytes: float):
+    Args:
+        policy: default: this project's.
+    """
+
+    def __init__(self, spec: CacheSpec, budget_bytes: float, policy: Policy | None = None):
         if budget_bytes < spec.page_bytes:
             raise ValueError(
                 f"a budget of {budget_bytes:.0f} bytes holds no page of {spec.page_bytes} bytes: "
                 f"give more"
             )
         # Page 0 is scratch and never handed out: it is not part of the budget.
-        self.cache = PrefixCache(spec, num_pages=int(budget_bytes // spec.page_bytes) + 1)
+        num_pages = int(budget_bytes // spec.page_bytes) + 1
+        self.cache = PrefixCache(spec, num_pages, policy=policy)
         # The length of a forward costs memory in local groups alone.
         self._chunk = step_tokens(windows=True) if spec.local_groups else None
         self._attempts = Attempts()

@@ -6,12 +6,13 @@ import pytest
 from settled import settled
 from simulator import Simulator, stored
 
-from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.index.tree import Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
 FULL = KVGroup(2, 64)
+SECOND_TURN = Origin(1, Kind.ANSWER_END)
 
 
 def hybrid(block=16, window=None):
@@ -204,7 +205,7 @@ def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():
     used = tokens(320)  # 20 blocks and a state of 10 pages
     for _ in range(5):
         sim.run(used)
-    sim.cache._rung_tokens = 160
+    sim.cache.policy.rung_tokens = 160
     running = sim.run(tokens(100, 1), tokens(500, 2), room=501)  # 38 blocks; 9 pages are left
     assert running.saved == []
     assert running.lease.report.checkpoints_skipped == 1 + 3 + 1  # prompt, rungs, answer
@@ -292,7 +293,7 @@ def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
     parked = sim.preempt(running)
     resumed = sim.resume(parked, room=500)
     assert resumed.lease.wanted == wanted
-    assert resumed.lease.turn == lease.turn
+    assert resumed.lease.origin == lease.origin
     assert sim.forward(resumed, 300)
     kinds = {p.position: p.kind for p in sim.cache.explain(prompt).positions}
     assert {p: kinds[p] for p in wanted} == wanted
@@ -311,7 +312,7 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     skips(sim, history, answer)
     prompt = joined(history, answer, tokens(30, 2))
     running = sim.start(prompt, room=400)
-    assert running.lease.turn == 3  # the second, from the end of an answer
+    assert running.lease.origin == SECOND_TURN
     assert sim.forward(running, 30)
     for token in tokens(20, 3):
         running.tokens.append(int(token))
@@ -323,8 +324,8 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     sim.finish(resumed)
     assert resumed.saved[-2:] == [320, 370]
     path = sim.cache._index.walk("", np.array(resumed.tokens, np.int32))
-    ends = {p: c.turn for edge in path.edges for p, c in edge.checkpoints.items()}
-    assert ends[370] == 3
+    ends = {p: c.origin for edge in path.edges for p, c in edge.checkpoints.items()}
+    assert ends[370] == SECOND_TURN
 
 
 def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
@@ -336,7 +337,7 @@ def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
     while running.lease.done < 150:
         assert sim.forward(running, 1)
     other = sim.fork(running)
-    assert other.lease.turn == running.lease.turn == 3
+    assert other.lease.origin == running.lease.origin == SECOND_TURN
     sim.cancel(running)
     for token in rest:
         other.tokens.append(int(token))
@@ -344,7 +345,7 @@ def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
     sim.finish(other)
     path = sim.cache._index.walk("", np.array(other.tokens, np.int32))
     end = path.edges[-1].at(320).checkpoints.get(320)
-    assert (end.kind, end.turn) == (Kind.ANSWER_END, 3)
+    assert (end.kind, end.origin) == (Kind.ANSWER_END, SECOND_TURN)
 
 
 def test_a_lease_that_is_live_cannot_be_resumed():

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from simulator import Simulator
 
-from megatron_hybrid.cache import prefix_cache
-from megatron_hybrid.cache.eviction import (
-    CLEANED_AT_ONCE,
-    MAX_STALE,
-    EvictionQueue,
-    Evictor,
+from megatron_hybrid.cache import eviction
+from megatron_hybrid.cache.eviction import Evictor, tail_start
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+from megatron_hybrid.cache.lazy_heap import CLEANED_AT_ONCE, MAX_STALE, LazyHeap
+from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy import protocol
+from megatron_hybrid.cache.policy.hybrid import HybridPolicy
+from megatron_hybrid.cache.policy.values import (
     checkpoint_value,
     equal_start,
     exclusive_tokens,
@@ -20,14 +24,8 @@ from megatron_hybrid.cache.eviction import (
     kv_pages,
     own_rate,
     rebuild_work,
-    tail_key,
-    tail_start,
     value_per_page,
 )
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
-from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import CacheStats
 
@@ -77,6 +75,17 @@ class Rates:
 
     def changes(self, checkpoint):
         self.changed.append(checkpoint)
+
+
+def valued_by(rates, spec):
+    """The policy, which hears of uses from `rates`."""
+    policy = HybridPolicy(spec)
+    policy.reuse = rates
+    return policy
+
+
+def tail_key(tail, spec, rates):
+    return eviction.tail_key(tail, spec, valued_by(rates, spec))
 
 
 @pytest.mark.parametrize(
@@ -335,10 +344,10 @@ def test_own_rate(uses, missed, expected):
     rates.rates[state], rates.if_covered = 0.8, 0.125
     state.uses = uses
     if missed:
-        deeper.stand_in, deeper.missed = 32, missed
+        deeper.served_by, deeper.served_count = 32, missed
     assert own_rate(state, deeper, rates) == pytest.approx(expected)
     if missed:
-        deeper.stand_in = 16  # another one did
+        deeper.served_by = 16  # another one did
         assert own_rate(state, deeper, rates) == pytest.approx(0.1)
 
 
@@ -348,7 +357,7 @@ def test_own_rate_of_a_state_that_others_cover():
     edge(64, 80, (80,), parent=upper)
     state, deeper = upper.checkpoints[32], Checkpoint(upper, 48, Kind.JUNCTION, now=0)
     rates.rates[state], rates.if_covered = 0.8, 0.5
-    state.uses, deeper.stand_in, deeper.missed = 10, 32, 3
+    state.uses, deeper.served_by, deeper.served_count = 10, 32, 3
     assert own_rate(state, deeper, rates) == pytest.approx(0.4 * 7.5 / 10.5)
 
 
@@ -369,9 +378,9 @@ def drain(queue):
     return items
 
 
-class TestEvictionQueue:
+class TestLazyHeap:
     def make(self, *keys, max_risen=None):
-        queue = EvictionQueue(lambda item: item.key, max_risen)
+        queue = LazyHeap(lambda item: item.key, max_risen)
         items = [Item(key and (0, key, 0)) for key in keys]
         for item in items:
             queue.add(item)
@@ -420,7 +429,7 @@ class TestEvictionQueue:
     def test_refresh_comes_round_to_all_a_part_at_a_time(self):
         queue, items = self.make(*map(float, range(1, 8)))
         looked_at = []
-        queue._key = lambda item: looked_at.append(items.index(item)) or item.key
+        queue.key = lambda item: looked_at.append(items.index(item)) or item.key
         for _ in range(5):
             queue.refresh(3)
         assert looked_at == [*range(7), *range(7), 0]
@@ -488,7 +497,7 @@ class TestEvictionQueue:
         """Nobody waits until all of them were looked at; and its key is what it has become."""
         queue, items = self.make(*map(float, range(1, 1001)), max_risen=64)
         looked_at = []
-        queue._key = lambda item: looked_at.append(item) or item.key
+        queue.key = lambda item: looked_at.append(item) or item.key
         for item in items:
             item.key = (0, item.key[1] + 5000, 0)
         assert queue.least() == (0, 5065, 0)
@@ -556,7 +565,9 @@ class Room:
         self.rates, self.stats, self.records = Rates(), CacheStats(), []
         self.pool = PageAllocator(num_pages)
         self.index = PrefixIndex(16, spec.kv_pages_per_block, self.pool)
-        self.evictor = Evictor(spec, self.index, self.pool, self.stats, self.rates, self.record)
+        self.evictor = Evictor(
+            spec, self.index, self.pool, self.stats, valued_by(self.rates, spec), self.record
+        )
 
     def record(self, *decision):
         self.records.append(decision)
@@ -689,7 +700,7 @@ class TestEvictor:
         room.add(part(320, 2000))
         room.save(part(320, 2000), 1.0)
         room.pool.release(pages)
-        room.evictor.let_go(room.walk(part(320, 1000)))
+        room.evictor.released(room.walk(part(320, 1000)))
         assert room.make_room(1) and not room.walk(part(320, 1000)).deepest_checkpoint()
         assert room.walk(part(320, 2000)).deepest_checkpoint()
 
@@ -697,8 +708,8 @@ class TestEvictor:
         room = Room(num_pages=1001)
         for start in range(0, 100_000, 1000):
             room.pool.retain(room.add(part(96, start)))
-        keys = Counted(room.evictor.tails._key)
-        room.evictor.tails._key = keys
+        keys = Counted(room.evictor.tails.key)
+        room.evictor.tails.key = keys
         for expected in (200, 0, 0):  # once on the way, once before it goes
             keys.calls = 0
             assert not room.make_room(401) and keys.calls <= expected
@@ -738,7 +749,7 @@ class TestEvictor:
         for start in range(0, 300_000, 1000):
             room.add(part(32, start))
             room.save(part(32, start))
-        keys = room.evictor.tails._key = Counted(room.evictor.tails._key)
+        keys = room.evictor.tails.key = Counted(room.evictor.tails.key)
         assert room.make_room(1)
         assert keys.calls < 10
 
@@ -751,14 +762,14 @@ class TestEvictor:
             room.pool.retain(room.walk(part(96, 0)).deepest_checkpoint().pages)
 
         class Failing:
-            def state_leaves(self, checkpoint):
+            def on_evict_state(self, checkpoint):
                 raise OSError("no space left")
 
-        room.evictor.leaving = Failing()
+        room.evictor.listener = Failing()
         for _ in range(2):
             with pytest.raises(OSError, match="no space left"):
                 room.make_room(8, force=force)
-        room.evictor.leaving = None
+        room.evictor.listener = None
         if force:
             room.pool.release(room.walk(part(96, 0)).deepest_checkpoint().pages)
         assert room.make_room(8)
@@ -885,7 +896,7 @@ class TestEvictor:
         assert (len(states), len(tails), room.evictor.num_values()) == (6, 8, 8)
         for queue in (states, tails):
             seen = Counter()
-            queue._key = lambda item, key=queue._key, seen=seen: seen.update([item]) or key(item)
+            queue.key = lambda item, key=queue.key, seen=seen: seen.update([item]) or key(item)
             for _ in range(24):
                 room.evictor.refresh(at_once)
             turns = 24 * min(at_once, len(queue)) // len(queue)
@@ -1063,7 +1074,7 @@ def test_what_is_held_and_gone_is_not_remembered_for_ever():
         for length in (612 + i % 300, 1000):
             cache.release(start(text[:length]))
             cache.evict(60)
-        most = max(most, len(cache._evictor._held.entries))
+        most = max(most, len(cache._evictor._pinned.entries))
     assert 0 < most < 150
     cache.check_integrity()
 
@@ -1078,12 +1089,12 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
         cache.commit(lease, tokens, 320)
     evictor = cache._evictor
     assert not evictor.make_room(99)
-    held = evictor._held.entries
+    held = evictor._pinned.entries
     first, second, _ = edges = sorted(held, key=held.get)
     gone = []
 
     class Again:
-        def blocks_leave(self, edge, end):
+        def on_evict_blocks(self, edge, end):
             gone.append(edge)
             if edge is first:
                 evictor.add(second)
@@ -1091,7 +1102,7 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     cache.watch_evictions(Again())
     assert not evictor.make_room(99, force=True)  # the requests keep their pages
     assert gone == edges
-    assert not evictor._held.entries
+    assert not evictor._pinned.entries
     cache.check_integrity()
 
 
@@ -1139,7 +1150,7 @@ def test_decisions_are_the_same_in_every_run():
 
 
 def test_without_kv_pages_the_tokens_in_the_tree_are_bounded(monkeypatch):
-    monkeypatch.setattr(prefix_cache, "MIN_KNOWN_TOKENS", 0)
+    monkeypatch.setattr(protocol, "MIN_KNOWN_TOKENS", 0)
     sim = simulator(STATE_ONLY, num_pages=3)
     for seed in range(12):
         sim.run(prompt(500, seed))

@@ -336,12 +336,12 @@ def test_what_was_cleared_is_not_known_elsewhere():
     sim.run(tokens(100), salt="a")
     sim.cache.clear()
     assert sim.cache.explain(tokens(100), "b").reason is MissReason.NO_SHARED_PREFIX
-    assert sim.cache._first_blocks.other_salt(tokens(100), "b") is None  # no token stays behind
+    assert sim.cache._salts.other_salt(tokens(100), "b") is None  # no token stays behind
 
 
-def test_first_blocks_are_bounded(monkeypatch):
+def test_salts_are_bounded(monkeypatch):
     monkeypatch.setattr(salts, "MAX_FIRST_BLOCKS", 3)
-    blocks = salts.FirstBlocks(16)
+    blocks = salts.SaltIndex(16)
     for seed in (0, 1, 2, 0, 3):  # 1 is the longest unused
         blocks.note(tokens(20, seed), "a")
     assert [blocks.other_salt(tokens(20, seed), "b") for seed in range(4)] == ["a", None, "a", "a"]

@@ -7,10 +7,11 @@ import pytest
 from settled import settled
 from simulator import Simulator
 
-from megatron_hybrid.cache import eviction, prefix_cache
+from megatron_hybrid.cache import eviction
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy import hybrid
 from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -623,9 +624,9 @@ def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_s
         edges += lease.path.edges
         cache.release(lease)
         tails = cache._evictor.tails
-        newest = tails._key(edges[-1])
+        newest = tails.key(edges[-1])
         assert newest[:2] == pytest.approx((1, 16 * 1e-3))  # a block, a use in 1,000 requests
-        assert tails.least() == min(map(tails._key, edges))
+        assert tails.least() == min(map(tails.key, edges))
     assert len(edges) == 5
 
 
@@ -672,7 +673,7 @@ def test_what_a_forward_saves_takes_from_the_value_of_what_it_saves_behind_it(
 ):
     cache, values = PrefixCache(HYBRID, 400), []
     if is_learnt:
-        cache._reuse.distances.observe(0)
+        cache.policy.reuse.distances.observe(0)
     lease = cache.acquire(tokens(200), capacity_tokens=200)
     lease.wanted = {100: before, 110: kind}
     monkeypatch.setattr(
@@ -761,7 +762,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """However much is known, a request looks at so many states at most, and still each has its turn
     in time."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
-    monkeypatch.setattr(prefix_cache, "ORDERED_AT_ONCE", 64)
+    monkeypatch.setattr(hybrid, "ORDERED_AT_ONCE", 64)
     for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "_count")):
         call = getattr(where, name)
         monkeypatch.setattr(

@@ -8,7 +8,7 @@ from simulator import Simulator
 from test_prefix_cache_machine import SPECS, some_tokens
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.salt_index import FirstBlocks
+from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, held_pages
 from megatron_hybrid.cache.policy.reuse import ReuseModel
@@ -145,7 +145,7 @@ def tokens(length: int) -> np.ndarray:
         (PageAllocator, "allocate"),
         (PageAllocator, "retain"),
         (PrefixCache, "_place"),
-        (FirstBlocks, "note"),
+        (SaltIndex, "note"),
     ],
 )
 def test_an_acquire_that_breaks_off_leaks_no_page(monkeypatch, part, method, when):

@@ -45,7 +45,7 @@ def kinds(engine, tokens):
 def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
     engine = tiny_engine(tiny_model(pattern))
     spy = Spy(engine, monkeypatch)
-    rung = engine.cache._rung_tokens
+    rung = engine.cache.policy.rung_tokens
     prompt = random_tokens(rung // 2)
     request = spy.serve(prompt, 2 * rung)
     assert spy.passes == 1 + 2 * rung  # saving states in between takes no further one
@@ -71,7 +71,7 @@ def compute_again(engine, request):
 
 def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again():
     engine = tiny_engine(tiny_model("M*"))
-    rung = engine.cache._rung_tokens
+    rung = engine.cache.policy.rung_tokens
     request = engine.add_request(random_tokens(rung // 2), greedy(rung))
     while request.num_tokens < rung + 5:
         engine.step()
@@ -81,7 +81,7 @@ def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again()
 
 def test_all_rungs_of_an_answer_are_saved_when_a_failed_request_is_computed_again_in_parts():
     engine = tiny_engine(tiny_model("M*"), max_tokens=64)
-    rung = engine.cache._rung_tokens
+    rung = engine.cache.policy.rung_tokens
     request = engine.add_request(random_tokens(20), greedy(300))
     while request.num_tokens < 300:
         engine.step()
@@ -100,7 +100,7 @@ def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
     assert spy.passes == 2  # the prompt, and the one token of the answer
     saved = kinds(engine, prompt)
     assert {33, 34, 128, 400} < set(saved)
-    assert list(saved.values()).count(Kind.RUNG) == 399 // engine.cache._rung_tokens
+    assert list(saved.values()).count(Kind.RUNG) == 399 // engine.cache.policy.rung_tokens
     assert report.checkpoints_saved == len(saved) + 1
     for position in (33, 34, *(p for p, kind in saved.items() if kind == Kind.RUNG)):
         follower = prompt[:position] + random_tokens(9, seed=position)
@@ -134,7 +134,7 @@ def test_a_preempted_prefill_still_knows_what_its_states_are():
     request = engine.add_request(random_tokens(64), greedy(4), cache_breakpoints=[56])
     while not request.parked:
         engine.step()
-    assert 0 < request.parked.num_tokens < engine.cache._rung_tokens == 48
+    assert 0 < request.parked.num_tokens < engine.cache.policy.rung_tokens == 48
     while engine.has_work:
         engine.step()
     expected = {48: Kind.RUNG, 56: Kind.JUNCTION, 64: Kind.PROMPT_END}

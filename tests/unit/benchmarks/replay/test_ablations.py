@@ -1,13 +1,17 @@
-"""Each part can be taken out of the cache, which then decides otherwise, and is put back."""
+"""Each part can be left out of the policy, which then decides otherwise."""
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
 
-from benchmarks.replay.ablations import GEOMETRY, PARTS, Part, constant, main, taken_out
+from benchmarks.replay import ablations
+from benchmarks.replay.ablations import GEOMETRY, PARTS, main
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload, agent, chat, code
+from megatron_hybrid.cache.policy.hybrid import HybridPolicy
+from megatron_hybrid.cache.policy.parts import Parts
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.runner import replay
 
@@ -22,9 +26,10 @@ def traces():
     ]
 
 
-def digest(requests, budget_gb, in_flight):
+def digest(requests, budget_gb, in_flight, **parts):
     """Of all decisions of the cache."""
-    engine = Ours(GEOMETRIES[GEOMETRY].spec("exact"), budget_gb * GB)
+    spec = GEOMETRIES[GEOMETRY].spec("exact")
+    engine = Ours(spec, budget_gb * GB, HybridPolicy(spec, **parts))
     replay(requests, engine, in_flight)
     return engine.cache.digest()
 
@@ -35,16 +40,19 @@ def whole(traces):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_that_is_taken_out_changes_decisions(name, traces, whole):
-    with taken_out(name):
-        assert any(digest(*each) != decisions for each, decisions in zip(traces, whole))
+def test_a_part_that_is_left_out_changes_decisions(name, traces, whole):
+    left_out = {name: False}
+    assert any(digest(*each, **left_out) != found for each, found in zip(traces, whole))
 
 
-def test_parts_are_put_back(traces, whole):
-    for name in PARTS:
-        with pytest.raises(KeyError), taken_out(name):
-            raise KeyError
-    assert digest(*traces[0]) == whole[0]
+def test_all_parts_are_listed_in_order():
+    assert list(PARTS) == [field.name for field in fields(Parts)]
+
+
+def test_the_default_policy_has_all_parts(traces, whole):
+    engine = Ours(GEOMETRIES[GEOMETRY].spec("exact"), traces[0][1] * GB)
+    replay(traces[0][0], engine, traces[0][2])
+    assert engine.cache.digest() == whole[0]
 
 
 def test_the_table_says_what_each_part_brings(monkeypatch, capsys):
@@ -52,18 +60,20 @@ def test_the_table_says_what_each_part_brings(monkeypatch, capsys):
     for name, sessions in (("chat", 12), ("agent", 2)):
         small = partial(WORKLOADS[name].generate, sessions=sessions)
         monkeypatch.setitem(WORKLOADS, name, Workload(small, (0.4, 1.2, 4)))
-    nothing = {"prefix_cache.PrefixCache._make_room_for_state": constant(False)}
-    monkeypatch.setitem(PARTS, "rungs", Part("all states", nothing))
-    monkeypatch.setitem(PARTS, "fading", Part("nothing", {}))
+    of_policy = ablations.skipped_without
+    stand_ins = {"rungs": lambda *run: 0.0, "fading": lambda *run: of_policy(None, *run)}
+    monkeypatch.setattr(
+        ablations,
+        "skipped_without",
+        lambda part, *run: stand_ins.get(part, partial(of_policy, part))(*run),
+    )
     main(["--parts", "fading", "rungs", "--workloads", "chat", "agent", "--seeds", "1", "2"])
     head, rule, whole, first, second = capsys.readouterr().out.splitlines()
     assert head == "| without | chat | agent | mean |"
     assert rule == "| --- | ---: | ---: | ---: |"
     skipped, lost = ([float(column) for column in row.split("|")[2:5]] for row in (whole, first))
-    assert first.startswith("| rungs: all states | ") and lost == [-column for column in skipped]
+    assert first.startswith(f"| rungs: {PARTS['rungs']} | ") and lost == [
+        -column for column in skipped
+    ]
     assert skipped[0] > 50 and skipped[2] == pytest.approx(sum(skipped[:2]) / 2, abs=0.1)
-    assert second == "| fading: nothing | +0.0 | +0.0 | +0.0 |"
-
-
-def test_constant():
-    assert constant(3)(1, key=2) == 3
+    assert second == f"| fading: {PARTS['fading']} | +0.0 | +0.0 | +0.0 |"

@@ -87,7 +87,7 @@ def test_a_long_answer_holds_nobody_back_for_long():
     """One request decodes and decodes; what has to go for a large stranger is worth much. But each
     step in which it waits is one that both could have shared."""
     cache = served()
-    cache._answers.mean = 1.0
+    cache.policy.answers.mean = 1.0
     decoding = cache.acquire(tokens(16, 9), capacity_tokens=16)
     large = tokens(16 * (PAGES // 2), 50_000)
     attempts = 1
@@ -144,18 +144,18 @@ def test_what_is_worth_little_holds_nobody_back():
 
 def test_only_answers_teach_how_long_answers_are():
     cache = served()
-    mean = cache._answers.mean
+    mean = cache.policy.answers.mean
     for seed in range(50):  # fetched from a tier below; cancelled in its answer
         cache.release(cache.adopt(tokens(64, seed), capacity_tokens=64))
         lease = cache.acquire(tokens(64, seed), capacity_tokens=64)
         cache.commit(lease, tokens(64, seed), 64, flush=True)
         cache.release(lease)
-    assert cache._answers.mean == mean
+    assert cache.policy.answers.mean == mean
     lease = cache.acquire(tokens(64, 1), capacity_tokens=96)
     cache.commit(lease, tokens(96, 1), 96, answered=True)
     cache.commit(lease, tokens(96, 1), 96, answered=True)
     cache.release(lease)
-    assert cache._answers.mean == mean + (32 - mean) / 64
+    assert cache.policy.answers.mean == mean + (32 - mean) / 64
 
 
 def test_who_was_preempted_is_not_held_back():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hybrid.cache.policy import exposure_clock as visits_module
-from megatron_hybrid.cache.policy.exposure_clock import _GONE, FIRST_AGE, Visits
+from megatron_hybrid.cache.policy.exposure_clock import _GONE, FIRST_AGE, ExposureClock
 
 
 def watched(now=0):
@@ -14,7 +14,7 @@ def watched(now=0):
 
 
 def test_visits_come_when_the_age_has_doubled():
-    visits, state = Visits(), watched(now=5)
+    visits, state = ExposureClock(), watched(now=5)
     visits.add(state)
     due = {now: visits.due(now) for now in range(6, 700)}
     assert {now: found for now, found in due.items() if found} == {
@@ -23,7 +23,7 @@ def test_visits_come_when_the_age_has_doubled():
 
 
 def test_a_use_starts_them_anew():
-    visits, state = Visits(), watched()
+    visits, state = ExposureClock(), watched()
     visits.add(state)
     moments = []
     for now in range(1, 200):
@@ -36,7 +36,7 @@ def test_a_use_starts_them_anew():
 
 def test_each_is_visited_whenever_its_age_is_one_of_those_however_often_it_was_used():
     chance = random.Random(0)
-    visits, states = Visits(), []
+    visits, states = ExposureClock(), []
     ages = {FIRST_AGE << k for k in range(20)}
     for now in range(1, 3000):
         found = [(age, id(state)) for age, group in visits.due(now) for state in group]
@@ -51,19 +51,19 @@ def test_each_is_visited_whenever_its_age_is_one_of_those_however_often_it_was_u
                 visits.add(state)
         if len(states) > 40:
             states.pop(chance.randrange(40)).edge = None
-        visits.let_go(len(states))
+        visits.compact(len(states))
         visits.check_integrity(states)
         assert visits._num == sum(map(len, visits._used_at.values())) <= 1.25 * len(states) + _GONE
 
 
 def test_what_is_forgotten_is_let_go():
-    visits = Visits()
+    visits = ExposureClock()
     states = [watched(now) for now in range(1000)]
     for state in states:
         visits.add(state)
     for state in states[10:]:
         state.edge = None
-    visits.let_go(10)
+    visits.compact(10)
     assert visits._num == 10
     assert len(visits._used_at) == 10
     for now, state in enumerate(states[:10]):
@@ -72,7 +72,7 @@ def test_what_is_forgotten_is_let_go():
 
 def test_what_is_let_go_of_at_a_time_is_bounded(monkeypatch):
     monkeypatch.setattr(visits_module, "_AT_ONCE", 100)
-    visits = Visits()
+    visits = ExposureClock()
     states = [watched(now) for now in range(1000)]
     for state in states:
         visits.add(state)
@@ -80,14 +80,14 @@ def test_what_is_let_go_of_at_a_time_is_bounded(monkeypatch):
         state.edge = None
     left = []
     for _ in range(11):
-        visits.let_go(0)
+        visits.compact(0)
         left.append(visits._num)
     assert left == [*range(950, 499, -50), 500]
     visits.check_integrity(states[1::2])
 
 
 def test_a_checkpoint_without_a_visit_is_noticed():
-    visits, states = Visits(), [watched() for _ in range(3)]
+    visits, states = ExposureClock(), [watched() for _ in range(3)]
     for state in states[:2]:
         visits.add(state)
     visits.check_integrity(states[:2])

@@ -14,7 +14,7 @@ from megatron_hybrid.cache.policy.hazards import (
     counted,
     exp_minus,
     hazards,
-    in_order,
+    ordered_sum,
 )
 
 
@@ -167,5 +167,5 @@ def test_exponentials_and_sums():
     assert exp_minus(x) == pytest.approx(np.exp(-x), rel=0.02, abs=1e-9)
     assert exp_minus(x)[0] == 1
     rows = np.random.default_rng(0).normal(size=(50, 3)) * 10.0 ** np.arange(50)[:, None]
-    assert in_order(rows).tolist() == [sum(column) for column in rows.T.tolist()]
-    assert in_order(rows[:, 0]) == sum(rows[:, 0].tolist())
+    assert ordered_sum(rows).tolist() == [sum(column) for column in rows.T.tolist()]
+    assert ordered_sum(rows[:, 0]) == sum(rows[:, 0].tolist())

@@ -6,9 +6,8 @@ Rates are compared with known waiting-time distributions, counts with plain loop
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.eviction import checkpoint_value
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Origin
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.hazards import AGES, BOUNDS, age_class
@@ -21,6 +20,7 @@ from megatron_hybrid.cache.policy.reuse import (
     mean_rate,
     time_scale,
 )
+from megatron_hybrid.cache.policy.values import checkpoint_value
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 
 FOUND = 48  # the first class of requests that found more than they brought; 8 for each kind before
@@ -28,16 +28,25 @@ LATER = 60  # the first class of later turns' other positions
 REPEATED = 72  # the first class of those that were used at least twice
 OWN_GAPS = list(range(REPEATED, REPEATED + 4))
 PLAIN = [c for c in range(CLASSES) if c not in OWN_GAPS]
-TURNS = (2, 3, 4, 15, 40, 2000)
-"""As in `Lease.turn`: 1, 1, 2, 7, 20 and 1,000 turns before; odd ones go on from an answer."""
-FOUND_MORE = 1
-"""As in `Lease.turn`."""
+STRANGER, FOUND_MORE = Origin(), Origin(mostly_known=True)
 
 
-def checkpoint(kind=Kind.PROMPT_END, turn=0, uses=0, passed=False, covered=False, now=0):
+def after_prompt(turns):
+    return Origin(turns, Kind.PROMPT_END)
+
+
+def after_answer(turns):
+    return Origin(turns, Kind.ANSWER_END)
+
+
+SESSIONS = [after_prompt(1), after_answer(1), after_prompt(2), after_answer(7)]
+SESSIONS += [after_prompt(20), after_prompt(1000)]
+
+
+def checkpoint(kind=Kind.PROMPT_END, origin=STRANGER, uses=0, passed=False, covered=False, now=0):
     """One at position 10 of an edge of its own."""
     edge = Edge(Edge(None, 0, np.zeros(0, np.int32), None), 0, np.zeros(20, np.int32), None)
-    made = edge.checkpoints[10] = Checkpoint(edge, 10, kind, now, turn)
+    made = edge.checkpoints[10] = Checkpoint(edge, 10, kind, now, origin)
     made.uses, made.passed = uses, passed
     edge.num_stored = int(covered)
     return made
@@ -57,34 +66,36 @@ def test_classes():
     went on from another; the ends of prompts and answers then by the turns before them and by where
     it went on from. Used twice, only whether it was passed and is covered matters."""
     flags = [(u, p, c) for u in (0, 1) for p in (False, True) for c in (False, True)]
-    plain = [fate(checkpoint(kind, 0, u, p, c)) for kind in Kind for u, p, c in flags]
+    plain = [fate(checkpoint(kind, STRANGER, u, p, c)) for kind in Kind for u, p, c in flags]
     assert sorted(plain) == list(range(FOUND))
     found = [fate(checkpoint(k, FOUND_MORE, covered=c)) for k in Kind for c in (False, True)]
     assert found == list(range(FOUND, LATER))
     others = [kind for kind in Kind if kind > Kind.ANSWER_END]
-    for turn in TURNS:
-        later = [fate(checkpoint(k, turn, covered=c)) for k in others for c in (False, True)]
+    for origin in SESSIONS:
+        later = [fate(checkpoint(k, origin, covered=c)) for k in others for c in (False, True)]
         assert later == list(range(LATER + 4, REPEATED))
     turns = [
-        fate(checkpoint(kind, 2 * n + role, 0, False, covered))
+        fate(checkpoint(kind, Origin(n, role), 0, False, covered))
         for kind in (Kind.PROMPT_END, Kind.ANSWER_END)
         for n in (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), 64)
         for role in (Kind.PROMPT_END, Kind.ANSWER_END)
         for covered in (False, True)
     ]
     assert sorted(turns) == list(range(REPEATED + 4, CLASSES))
-    for turn in (FOUND_MORE, *TURNS):
+    for origin in (FOUND_MORE, *SESSIONS):
         for uses, passed in ((1, False), (0, True), (1, True)):
             for kind in Kind:
-                with_turn = fate(checkpoint(kind, turn, uses, passed))
-                assert with_turn == fate(checkpoint(kind, 0, uses, passed))
+                with_origin = fate(checkpoint(kind, origin, uses, passed))
+                assert with_origin == fate(checkpoint(kind, STRANGER, uses, passed))
     for kind in Kind:
         for uses in (2, 9):
-            repeated = [fate(checkpoint(kind, 5, uses, p, c)) for _, p, c in flags[:4]]
+            repeated = [
+                fate(checkpoint(kind, after_answer(2), uses, p, c)) for _, p, c in flags[:4]
+            ]
             assert repeated == OWN_GAPS
     for state in (
         checkpoint(Kind.TAIL),
-        checkpoint(turn=4),
+        checkpoint(origin=after_prompt(2)),
         checkpoint(uses=1),
         checkpoint(uses=5),
     ):
@@ -113,8 +124,8 @@ def test_ages_of_all_others_are_in_requests():
         one = checkpoint(uses=uses)
         one.last_use = 500
         assert time_scale(one) == 1.0
-    for turn in TURNS:
-        one = checkpoint(turn=turn)
+    for origin in SESSIONS:
+        one = checkpoint(origin=origin)
         assert time_scale(one) == 1.0
 
 
@@ -222,12 +233,12 @@ def test_time_at_risk_equals_a_loop_over_requests():
     model = ReuseModel()
     expected = np.zeros((CLASSES, AGES))
     states = [
-        checkpoint(kind, turn, uses, passed)
-        for kind, turn, uses, passed in (
-            (Kind.PROMPT_END, 0, 0, False),
-            (Kind.ANSWER_END, 5, 0, False),
-            (Kind.RUNG, 0, 1, True),
-            (Kind.JUNCTION, 0, 5, False),
+        checkpoint(kind, origin, uses, passed)
+        for kind, origin, uses, passed in (
+            (Kind.PROMPT_END, STRANGER, 0, False),
+            (Kind.ANSWER_END, after_answer(2), 0, False),
+            (Kind.RUNG, STRANGER, 1, True),
+            (Kind.JUNCTION, STRANGER, 5, False),
         )
     ]
     model.now = 7
@@ -293,7 +304,7 @@ def test_uses_that_another_state_served_are_counted_while_it_is_the_same_one():
     for resumed in (None, far, far, state, far, near, near, None, near):
         model.now += 1
         model.used(state, resumed)
-        seen.append((state.stand_in, state.missed))
+        seen.append((state.served_by, state.served_count))
     assert seen == [(0, 0), (20, 1), (20, 2), (20, 2), (20, 3), (40, 1), (40, 2), (40, 2), (40, 3)]
     assert state.uses == 9
 
@@ -315,7 +326,7 @@ def test_new_traffic_is_learnt_however_much_is_known():
         model.now += 1
         model.watch(checkpoint(Kind.PROMPT_END, now=model.now))
         model.keep_up(model.now)
-    assert model.new_rate(Kind.TAIL, 0) < 1e-3
+    assert model.new_rate(Kind.TAIL, STRANGER) < 1e-3
     documents = []
     for _ in range(200):
         model.now += 1
@@ -324,7 +335,7 @@ def test_new_traffic_is_learnt_however_much_is_known():
         for state in documents[-6:-5]:
             model.used(state)
         model.keep_up(30_000)
-    assert model.new_rate(Kind.TAIL, 0) > 0.02
+    assert model.new_rate(Kind.TAIL, STRANGER) > 0.02
 
 
 def test_time_at_risk_is_neither_late_nor_early():
@@ -367,10 +378,10 @@ def test_a_request_visits_the_more_the_longer_is_known_but_by_octaves():
     assert most == 12  # ages of 8 to 8 * 2^11 = 16,384
 
 
-def sessions_of(model, turn, share, wait):
+def sessions_of(model, origin, share, wait):
     """What is counted of 1,000 sessions at one turn until an age of 500, if the share of them goes
     on, after waits of this mean, exponentially distributed."""
-    row = fate(checkpoint(Kind.ANSWER_END, turn))
+    row = fate(checkpoint(Kind.ANSWER_END, origin))
     for start, end, k in zip(BOUNDS, BOUNDS[1:], range(AGES)):
         start, end = min(start, 500), min(end, 500)
         back = 1000 * share * (np.exp(-start / wait) - np.exp(-end / wait))
@@ -383,13 +394,15 @@ def test_learning_tells_turns_apart_by_who_goes_on():
     """The same waits; after two turns all sessions go on, after four hardly any. New states of both
     kinds, and those that have been waited for, are valued by that."""
     model = ReuseModel()
-    early, late = sessions_of(model, 5, 1.0, 20), sessions_of(model, 9, 0.1, 20)
+    early, late = (
+        sessions_of(model, after_answer(turns), share, 20) for turns, share in ((2, 1.0), (4, 0.1))
+    )
     for _ in range(5):
         model.learn()
     rates = model._rate_CA
     assert rates[early][0] == pytest.approx(1 / 20, rel=0.25)
     assert rates[late][0] < 0.2 * rates[early][0]
-    assert model.new_rate(Kind.ANSWER_END, 9) == rates[late][0]
+    assert model.new_rate(Kind.ANSWER_END, after_answer(4)) == rates[late][0]
     assert rates[late][age_class(64)] < 0.02 * rates[early][0]
 
 
@@ -397,8 +410,10 @@ def test_what_sessions_go_on_from_is_learnt_apart():
     """Those that go on from prompts are all back after 5 requests; of those from answers fewer with
     each turn, after 100: each group has waits and shares of its own."""
     model = ReuseModel()
-    from_prompts = [sessions_of(model, turn, 1.0, 5) for turn in (4, 6)]
-    from_answers = [sessions_of(model, turn, share, 100) for turn, share in ((5, 0.9), (7, 0.3))]
+    from_prompts = [sessions_of(model, after_prompt(turns), 1.0, 5) for turns in (2, 3)]
+    from_answers = [
+        sessions_of(model, after_answer(turns), share, 100) for turns, share in ((2, 0.9), (3, 0.3))
+    ]
     for _ in range(5):
         model.learn()
     for row in from_prompts:
@@ -415,7 +430,7 @@ def test_sessions_that_were_never_seen_are_expected_like_all_others():
     model = ReuseModel()
     model._uses_CA[8][4], model._risk_CA[8][4] = 500, 5000
     model.learn()
-    never = fate(checkpoint(Kind.ANSWER_END, 5))
+    never = fate(checkpoint(Kind.ANSWER_END, after_answer(2)))
     assert model._rate_CA[never][0] == pytest.approx(model._rate_CA[16][0], rel=0.5)
     assert model._rate_CA[never][0] > 0.03
 
@@ -431,7 +446,7 @@ def test_rates_are_at_the_age_since_the_last_use():
     assert model.rate(state, covered=True) == rates[fate(state) + 1, age]
     covered = checkpoint(Kind.JUNCTION, covered=True)
     assert model.rate(covered, covered=True) == model.rate(covered, covered.is_covered())
-    turn = checkpoint(Kind.PROMPT_END, turn=4)
+    turn = checkpoint(Kind.PROMPT_END, after_prompt(2))
     assert model.rate(turn, turn.is_covered()) == rates[fate(turn), age]
     assert model.rate(turn, covered=True) == rates[class_of(turn, covered=True), age]
     used = checkpoint(uses=7)
@@ -440,8 +455,8 @@ def test_rates_are_at_the_age_since_the_last_use():
         expected = rates[class_of(used, is_covered), age_class(7 * scale)] * scale
         assert model.rate(used, is_covered) == expected
     for kind in Kind:
-        for turn in (0, FOUND_MORE, *TURNS):
-            assert model.new_rate(kind, turn) == rates[fate(checkpoint(kind, turn)), 0]
+        for origin in (STRANGER, FOUND_MORE, *SESSIONS):
+            assert model.new_rate(kind, origin) == rates[fate(checkpoint(kind, origin)), 0]
 
 
 # ---- what a prompt used ----
@@ -483,7 +498,7 @@ def test_a_prompt_uses_the_deepest_known_state_and_passes_the_others():
     tree = Tree()
     tree.add(counting(100))
     states = [tree.watch(counting(n)) for n in (20, 50, 80, 100)]
-    assert tree.observe([*counting(90), 7]) == (1, 0)
+    assert tree.observe([*counting(90), 7]) == (FOUND_MORE, 0)
     assert [state.uses for state in states] == [0, 0, 1, 0]
     assert [state.passed for state in states] == [True, True, False, False]
     assert tree.model.now == 1
@@ -515,49 +530,58 @@ def test_lost_forks_beyond_the_one_resumed_would_have_served():
         assert [state.passed for state in states] == [start is not states[0], True, True, False]
 
 
-def test_again_is_the_fork_that_would_save_most():
+def test_the_lost_fork_is_the_one_that_would_save_most():
     tree = Tree()
     tree.add(counting(100))
     for n in (20, 60, 80):
         tree.add([*counting(n), 7])
     states = {n: tree.watch(counting(n)) for n in (20, 60, 80, 100)}
-    assert tree.observe(counting(100)) == (1, 0)  # once is not often
-    assert tree.observe(counting(100)) == (1, 80)  # all alike: the deepest fork saves most
+    assert tree.observe(counting(100)) == (FOUND_MORE, 0)  # once is not often
+    assert tree.observe(counting(100)) == (FOUND_MORE, 80)  # all alike: the deepest fork saves most
     states[60].uses = 1000  # used far more often than the others
-    assert tree.observe(counting(100)) == (1, 60)
-    assert tree.observe(counting(100), resumed=states[60]) == (1, 80)
-    assert tree.observe(counting(100), resumed=states[80]) == (1, 0)
+    assert tree.observe(counting(100)) == (FOUND_MORE, 60)
+    assert tree.observe(counting(100), resumed=states[60]) == (FOUND_MORE, 80)
+    assert tree.observe(counting(100), resumed=states[80]) == (FOUND_MORE, 0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "turn"),
-    [(Kind.PROMPT_END, 2), (Kind.ANSWER_END, 3), (Kind.JUNCTION, 1), (Kind.TAIL, 1),
-     (Kind.RUNG, 1)],
-)  # fmt: skip
-def test_turn_says_what_a_prompt_goes_on_from(kind, turn):
+    ("kind", "origin"),
+    [
+        (Kind.PROMPT_END, after_prompt(1)),
+        (Kind.ANSWER_END, after_answer(1)),
+        (Kind.JUNCTION, FOUND_MORE),
+        (Kind.TAIL, FOUND_MORE),
+        (Kind.RUNG, FOUND_MORE),
+    ],
+)
+def test_origin_says_what_a_prompt_goes_on_from(kind, origin):
     tree = Tree()
     tree.add(counting(100))
     tree.watch(counting(20), Kind.PROMPT_END)
     tree.watch(counting(60), kind)
-    assert tree.observe(counting(70))[0] == turn
-    assert tree.observe([*counting(70), *range(200, 270)])[0] == (turn if turn > 1 else 0)
-    assert tree.observe(counting(10))[0] == 0  # nothing is watched there
-    assert tree.observe([99])[0] == 0
+    assert tree.observe(counting(70))[0] == origin
+    assert tree.observe([*counting(70), *range(200, 270)])[0] == (
+        origin if origin.turns else STRANGER
+    )
+    assert tree.observe(counting(10))[0] == STRANGER  # nothing is watched there
+    assert tree.observe([99])[0] == STRANGER
     tree.watch(counting(10))
-    assert tree.observe([*counting(10), *range(200, 209)])[0] == 1
-    assert tree.observe([*counting(10), *range(200, 210)])[0] == 0
+    assert tree.observe([*counting(10), *range(200, 209)])[0] == FOUND_MORE
+    assert tree.observe([*counting(10), *range(200, 210)])[0] == STRANGER
 
 
 def test_turns_are_counted():
     """Each turn goes on from the last one's end, of its prompt or of its answer."""
-    tree, turn = Tree(), 0
+    tree, origin = Tree(), STRANGER
     for n, kind in enumerate((Kind.PROMPT_END, Kind.ANSWER_END, Kind.ANSWER_END), 1):
         tree.add(counting(100 * n))
-        tree.watch(counting(100 * n), kind).turn = turn
-        turn, _ = tree.observe(counting(100 * n + 50))
-        assert turn == 2 * n + kind
-    tree.watch(counting(300), Kind.ANSWER_END).turn = 0
-    assert tree.observe(counting(350))[0] == 3  # whose first turn that was is forgotten
+        tree.watch(counting(100 * n), kind).origin = origin
+        origin, _ = tree.observe(counting(100 * n + 50))
+        assert origin == Origin(n, kind)
+    tree.watch(counting(300), Kind.ANSWER_END).origin = STRANGER
+    assert tree.observe(counting(350))[0] == after_answer(
+        1
+    )  # whose first turn that was is forgotten
 
 
 @pytest.mark.parametrize(
@@ -615,7 +639,7 @@ def test_what_is_known_only_counts_as_well():
     state = tree.watch(counting(80), Kind.ANSWER_END)
     tree.store(state)
     tree.index.drop_kv(tree.walk(counting(100)).edges[0], 0)
-    assert tree.observe(counting(90)) == (3, 0)
+    assert tree.observe(counting(90)) == (after_answer(1), 0)
     assert state.uses == 1
 
 
@@ -664,15 +688,15 @@ def after_chats(num_pages):
     cache = PrefixCache(SPEC, num_pages)
     chats(cache, 60, seed=1)
     for state in cache._index.checkpoints():
-        cache._reuse.changes(state)
-    cache._reuse.learn()
+        cache.policy.reuse.changes(state)
+    cache.policy.reuse.learn()
     cache.check_integrity()
     return cache
 
 
 def test_traffic_tells_forks_tips_and_finished_turns_apart():
     served = after_chats(num_pages=60_000)
-    reuse, now = served._reuse, served._reuse.now
+    reuse, now = served.policy.reuse, served.policy.reuse.now
     states = [state for state in served._index.checkpoints() if state.pages is not None]
     (fork,) = [state for state in states if state.position == 200 and state.is_fork()]
     assert fork.uses >= 30
@@ -681,7 +705,7 @@ def test_traffic_tells_forks_tips_and_finished_turns_apart():
     one_off = [
         s
         for s in recent
-        if s.kind == Kind.ANSWER_END and not s.turn and not s.uses and not s.passed
+        if s.kind == Kind.ANSWER_END and not s.origin.turns and not s.uses and not s.passed
     ]
     assert finished and one_off
 
@@ -698,5 +722,5 @@ def test_traffic_tells_forks_tips_and_finished_turns_apart():
 def test_learning_is_deterministic():
     first, second = (after_chats(num_pages=1500) for _ in range(2))
     assert first.stats()["checkpoints_evicted"] > 0
-    assert first._reuse._rate_CA == second._reuse._rate_CA
+    assert first.policy.reuse._rate_CA == second.policy.reuse._rate_CA
     assert first.digest() == second.digest()

@@ -1,7 +1,7 @@
 """When upkeep is due."""
 
 
-class Rounds:
+class AmortizedSweep:
     """What has to be done for many things now and then is done in rounds, at a constant cost per
     request however many they are, and a part at a time: no request waits while all are done.
 

@@ -1,0 +1,185 @@
+"""The policy of this project: what is learnt online says where states go and what is evicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, Path
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.policy.admission import AnswerLengths, saved_by_one_more
+from megatron_hybrid.cache.policy.amortized_sweep import AmortizedSweep
+from megatron_hybrid.cache.policy.parts import Parts
+from megatron_hybrid.cache.policy.placement import (
+    NO_RUNG,
+    prefill_positions,
+    rung_distance,
+    tail_position,
+)
+from megatron_hybrid.cache.policy.protocol import Evictable, NewState, Policy, Prompt
+from megatron_hybrid.cache.policy.reuse import ReuseModel
+from megatron_hybrid.cache.policy.values import (
+    checkpoint_value,
+    equal_start,
+    kv_pages,
+    own_rate,
+    rebuild_work,
+    tail_value,
+    value_per_page,
+)
+
+ORDERED_AT_ONCE = 512
+"""Values of states, and where KV alone resumes as many of tails, that one request computes anew at
+most: two to four milliseconds."""
+
+
+class HybridPolicy(Policy):
+    """Value = expected uses per request x work to be done again / pages, for all that is kept.
+
+    Args:
+        spec: what one token and one sequence cost, and what a token sees.
+        parts: by name (`Parts`), False for each that is left out.
+    Raises:
+        TypeError: there is no such part.
+    """
+
+    def __init__(self, spec: CacheSpec, **parts: bool):
+        self.spec = spec
+        self.parts = Parts(**parts)
+        self.reuse = ReuseModel(spec.needs_state, self.parts)
+        self.rung_tokens = NO_RUNG
+        if spec.needs_state and self.parts.rungs:
+            self.rung_tokens = rung_distance(
+                spec.checkpoint_bytes,
+                spec.kv_bytes_per_token,
+                spec.local_reach,
+                spec.block_size_tokens,
+            )
+        self.answers = AnswerLengths()
+        self._sweep = AmortizedSweep(least=4, share=8, at_once=ORDERED_AT_ONCE)
+        self._never_saved = {
+            kind
+            for kind, saved in (
+                (Kind.JUNCTION, self.parts.junctions),
+                (Kind.PROMPT_END, self.parts.prompt_ends),
+            )
+            if not saved
+        }
+
+    @property
+    def now(self) -> int:
+        return self.reuse.now
+
+    # ---- placement ----
+
+    def positions(self, prompt: Prompt) -> tuple[dict[int, Kind], dict[int, Kind]]:
+        length, skipped, known = prompt.length, prompt.skipped, prompt.known
+        tail = length
+        if self.parts.tails:
+            tail = tail_position(length, skipped, self.reuse.distances.weights())
+        if not self.spec.needs_state:
+            saved = {length: Kind.PROMPT_END} if skipped < length else {}
+            # No state is saved there; but what is used of the KV that leads there is learnt.
+            watched = ((tail, Kind.TAIL), (known, Kind.JUNCTION))
+            return saved, {p: kind for p, kind in watched if known <= p < length and p}
+        declared = [*prompt.declared, prompt.lost_fork]
+        saved = prefill_positions(
+            length, skipped, known, declared, prompt.messages, tail, self.rung_tokens
+        )
+        return {p: kind for p, kind in saved.items() if kind not in self._never_saved}, {}
+
+    def new_value(self, new: NewState) -> float:
+        if not self.parts.price:
+            return math.inf
+        start, pages = self._start(new), new.pages
+        if self.spec.needs_state and self.parts.exclusive_kv:
+            pages += kv_pages(max(0, new.position - max(start, new.shared_tokens)), self.spec)
+        return value_per_page(self._new_rate(new), self._new_work(new, start), pages)
+
+    def replaces(self, new: NewState) -> bool:
+        """Where the state below has no use of its own that is worth more than the tokens between
+        them."""
+        parts, below = self.parts, new.below
+        if not (parts.price and parts.replacing and self.spec.needs_state and below is not None):
+            return False
+        start = self._start(new)
+        if start > below.position:
+            return False
+        if parts.own_uses:
+            rate = own_rate(below, new.known, self.reuse)
+        else:
+            rate = self.reuse.rate(below, covered=True)
+        work = rebuild_work(below, below.below(), self.spec) if parts.work else 1.0
+        return self._new_rate(new) * self._new_work(new, start) > rate * work
+
+    def _new_rate(self, new: NewState) -> float:
+        if new.known is not None:
+            return self.reuse.rate(new.known)
+        return self.reuse.new_rate(new.kind, new.origin)
+
+    def _new_work(self, new: NewState, start: int) -> float:
+        if not self.spec.needs_state or not self.parts.work:
+            return 1.0
+        return self.spec.work(start, new.position)
+
+    def _start(self, new: NewState) -> int:
+        """The position that would serve in place of the new state: that of the state below, or of
+        the last one before it that the same forward saves. Guesses (rungs, and tails before any
+        prompt was seen to leave another) count for rungs alone: an end may be all that is ever
+        used."""
+        saved = new.same_forward if self.parts.same_forward else ()
+        if new.kind is not Kind.RUNG:
+            guesses = (Kind.RUNG,) if self.reuse.distances.known else (Kind.RUNG, Kind.TAIL)
+            saved = [each for each in saved if each[1] not in guesses]
+        start = max((p for p, _ in saved if p < new.position), default=0)
+        return max(start, new.below.position if new.below is not None else 0)
+
+    # ---- learning ----
+
+    def on_request(
+        self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
+    ) -> tuple[Origin, int]:
+        return self.reuse.observe(path, resumed, prompt_tokens)
+
+    def on_watch(self, checkpoint: Checkpoint) -> None:
+        self.reuse.watch(checkpoint)
+
+    def on_change(self, checkpoint: Checkpoint) -> None:
+        self.reuse.changes(checkpoint)
+
+    def on_finish(self, answer_tokens: int) -> None:
+        self.answers.observe(answer_tokens)
+
+    def maintain(self, evictable: Evictable, num_watched: int) -> None:
+        self.reuse.keep_up(num_watched)
+        part = self._sweep.due(self.reuse.now, evictable.num_values())
+        if part and self.parts.refresh:
+            evictable.refresh(part)
+
+    def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
+        self.reuse.check_integrity(watched)
+
+    # ---- eviction ----
+
+    def state_value(self, checkpoint: Checkpoint, ref_counts: np.ndarray) -> float:
+        return checkpoint_value(checkpoint, self.spec, self.reuse, ref_counts, self.parts)
+
+    def tail_value(self, edge: Edge) -> float | None:
+        return tail_value(edge, self.spec, self.reuse)
+
+    def equal_start(self, edge: Edge, start: int) -> int:
+        return equal_start(edge, start, self.spec, self.reuse)
+
+    # ---- admission ----
+
+    def admission_value(self, running: int, held_back: int) -> float:
+        return saved_by_one_more(running, self.answers.mean + held_back)
+
+    # ---- memory ----
+
+    def known_limit(self, num_pages: int) -> int:
+        if self.parts.known_tokens or not self.spec.kv_pages_per_block:
+            return super().known_limit(num_pages)
+        return 0
