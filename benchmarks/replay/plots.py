@@ -18,6 +18,8 @@ STYLES = {
     "vllm-fine": ("C1", "--", 1.4),
     "megatron-core": ("C2", "-", 1.4),
     "marconi": ("C3", "-", 1.4),
+    "marconi-policy": ("C3", "--", 1.2),
+    "lru-policy": ("C6", "-", 1.2),
     "lru-block-end-16": ("C5", "-", 1.2),
     "lru-block-end-64": ("C5", "--", 1.2),
     "lru-block-end-528": ("C4", "-", 1.2),

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from benchmarks.replay.engines.marconi import ALPHAS, Marconi
 from benchmarks.replay.geometry import Geometry
+from benchmarks.replay.policies import LRUPolicy, MarconiPolicy
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Engine
@@ -74,6 +75,16 @@ def _marconi(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     return {a: lambda a=a: Marconi(geometry, state_bytes, budget, a) for a in ALPHAS}
 
 
+def _lru_policy(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    spec = geometry.spec()
+    return {None: lambda: Ours(spec, budget, LRUPolicy(spec))}
+
+
+def _marconi_policy(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    spec, flops = geometry.spec(), geometry.prefill_flops
+    return {a: lambda a=a: Ours(spec, budget, MarconiPolicy(spec, flops, a)) for a in ALPHAS}
+
+
 def _megatron_core(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     from benchmarks.replay.engines.megatron_core import STATE_SHARES, MegatronCore
 
@@ -109,6 +120,8 @@ ENGINES = {
         module="megatron.core.inference.contexts.mamba_slot_allocator",
     ),
     "marconi": Entry("Marconi, corrected; the best alpha of a grid, with hindsight", _marconi),
+    "marconi-policy": Entry("Marconi's policy over this project's cache", _marconi_policy),
+    "lru-policy": Entry("plain LRU over this project's cache", _lru_policy),
     "lru-block-end-16": _lru_block_end(16),
     "lru-block-end-64": _lru_block_end(64),
     "lru-block-end-528": _lru_block_end(528),
