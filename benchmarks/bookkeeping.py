@@ -43,7 +43,7 @@ def _decode_steps(count: int) -> Row:
             began = time.perf_counter()
             plan = engine.scheduler.schedule()
             engine.context.begin_step(plan)
-            engine.scheduler.complete(plan)
+            engine.scheduler.complete(plan, {})
             micros.append((time.perf_counter() - began) * 1e6)
             for work in plan.work:  # what sampling would do
                 work.request.num_tokens += 1

@@ -36,6 +36,7 @@ class Work:
     start: int
     count: int
     reservations: list[Reservation] = field(default_factory=list)  # states to save in (start, end]
+    draws: bool = False  # its last row ends the known tokens: the next one is drawn
     num_logits: int = 0  # trailing rows whose logits are wanted: 0, 1, or all for prompt log-probs
 
     @property
@@ -49,13 +50,14 @@ class StepPlan:
 
     work: list[Work] = field(default_factory=list)
     ready: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.work or self.ready)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(work.count for work in self.work)
+    def add(self, work: Work) -> None:
+        self.work.append(work)
+        self.num_tokens += work.count
 
     def tokens_digest(self) -> int:
         """Of the tokens that the step computes; the same in every process."""
@@ -67,6 +69,7 @@ class StepPlan:
     def drop(self, request: Request) -> None:
         """Takes a request out again that lost its place while the step was planned."""
         self.work = [work for work in self.work if work.request is not request]
+        self.num_tokens = sum(work.count for work in self.work)
         self.ready = [ready for ready in self.ready if ready is not request]
 
 

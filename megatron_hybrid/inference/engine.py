@@ -30,7 +30,13 @@ from megatron_hybrid.inference.output import OutputProcessor, RequestOutput
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
 from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
-from megatron_hybrid.inference.sampling import SamplingParams, log_probs_of, sample
+from megatron_hybrid.inference.sampling import (
+    Sampled,
+    SamplingParams,
+    log_probs_of,
+    sample,
+    top_log_probs,
+)
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
@@ -264,9 +270,12 @@ class DynamicInferenceEngine:
         if self.config.verify_ranks:
             digest = hash((self.cache.digest(), plan.tokens_digest()))
             check_equal_on_ranks(digest, f"step {self.num_steps}")
-        logits_nV = self._forward(plan)
-        self.scheduler.complete(plan)
-        self._sample(plan, logits_nV)
+        sampled = self._sample(plan, self._forward(plan))
+        for request in self.scheduler.complete(plan, sampled):
+            self._changed[request] = None
+            if self.output.append(request, sampled[request.request_id]):
+                self.output.finish(request)
+                self.scheduler.finish(request)
 
     def _check_weights(self) -> None:
         """Where the weights have changed, nothing that the old ones computed is used again."""
@@ -292,8 +301,9 @@ class DynamicInferenceEngine:
             return self.model.compute_logits(self.context.ready_hidden())
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
-    def _sample(self, plan: StepPlan, logits_nV: Tensor) -> None:
-        """Gives each row that ends a request's known tokens its next token."""
+    def _sample(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Sampled]:
+        """The next token of each request whose known tokens end in this step, and of the samples
+        that are yet to be forked from it, by request id."""
         owners: list[Request] = []
         rows: list[int] = []
         end = 0
@@ -304,25 +314,24 @@ class DynamicInferenceEngine:
                 self.output.score_prompt(
                     request, work.start, logits_nV[end - work.num_logits : end]
                 )
-            if work.num_logits and request.num_computed == request.num_tokens:
-                for owner in (request, *self.scheduler.fork(request)):
-                    owners.append(owner)
-                    rows.append(end - 1)
+            if work.draws:
+                owners += (request, *request.siblings)
+                rows += [end - 1] * (1 + len(request.siblings))
         for row, request in enumerate(plan.ready, start=end):
-            for owner in (request, *self.scheduler.fork(request)):
-                owners.append(owner)
-                rows.append(row)
+            owners += (request, *request.siblings)
+            rows += [row] * (1 + len(request.siblings))
         if not owners:
-            return
+            return {}
         drawn_nV = logits_nV[rows]
         tokens = sample(drawn_nV, [owner.draw() for owner in owners])
         scored = any(owner.params.return_log_probs for owner in owners)
         log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
-        for owner, token, log_prob, logits_V in zip(owners, tokens, log_probs, drawn_nV):
-            self._changed[owner] = None
-            if self.output.append(owner, token, log_prob, logits_V):
-                self.output.finish(owner)
-                self.scheduler.finish(owner)
+        sampled = {}
+        for row, (owner, token, log_prob) in enumerate(zip(owners, tokens, log_probs)):
+            count = owner.params.top_n_logprobs
+            top = top_log_probs(drawn_nV[row], count) if count else None
+            sampled[owner.request_id] = Sampled(token, log_prob, top)
+        return sampled
 
     # Whole jobs --------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, Request
-from megatron_hybrid.inference.sampling import log_probs_of, top_log_probs
+from megatron_hybrid.inference.sampling import Sampled, log_probs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,9 @@ class OutputProcessor:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
-    def append(
-        self, request: Request, token: int, log_prob: float | None, logits_V: Tensor
-    ) -> bool:
+    def append(self, request: Request, sampled: Sampled) -> bool:
         """Adds a drawn token with its log-probability; whether the request is answered with it."""
-        params = request.params
+        params, token = request.params, sampled.token
         request.mark_first_token()
         if params.num_tokens_to_generate == 0:
             request.mark_answered("length")
@@ -52,9 +50,9 @@ class OutputProcessor:
             request.tokens[request.num_tokens] = token
             request.num_tokens += 1
             if params.return_log_probs:
-                request.log_probs.append(log_prob)
+                request.log_probs.append(sampled.log_prob)
             if params.top_n_logprobs:
-                request.top_n_logprobs.append(top_log_probs(logits_V, params.top_n_logprobs))
+                request.top_n_logprobs.append(sampled.top_log_probs)
         try:
             stops = stops or self._ends_with_stop_word(request)
         except Exception as error:

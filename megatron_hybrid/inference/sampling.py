@@ -280,6 +280,16 @@ class Draw:
     position: int  # absolute position of the token to be drawn
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn for a request."""
+
+    token: int
+    log_prob: float | None = None
+    top_log_probs: dict[int, float] | None = None
+    """Of the `top_n_logprobs` most likely tokens, most likely first."""
+
+
 def _splitmix64(x: int) -> int:
     """Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators"."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64

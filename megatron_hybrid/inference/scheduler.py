@@ -7,6 +7,7 @@ decision follows from the order of requests and from numbers equal on all ranks.
 
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
 
@@ -106,11 +107,12 @@ class Scheduler:
         if not count or request.lease is None or not self._make_room(plan, request, start + count):
             return
         work = Work(request, start, count)
+        work.draws = work.end == request.num_tokens and not request.done
         if request.prompt_needs_logits:
             work.num_logits = count
-        elif work.end == request.num_tokens and not request.done:
+        elif work.draws:
             work.num_logits = 1
-        plan.work.append(work)
+        plan.add(work)
 
     def _reserve_checkpoints(self, plan: StepPlan) -> None:
         """Room for the states to be saved in this step; what finds none is left out."""
@@ -303,9 +305,13 @@ class Scheduler:
 
     # After the forward -------------------------------------------------------------------------
 
-    def complete(self, plan: StepPlan) -> None:
+    def complete(self, plan: StepPlan, accepted: Mapping[int, object]) -> list[Request]:
         """Files what the step computed: states into their checkpoints, then blocks and checkpoints
-        become visible to others, in this order."""
+        become visible to others, in this order.
+
+        accepted: tokens that were drawn, by request id. Returns the requests to which they belong
+        from now on: those of the plan, each with the samples that it was forked into.
+        """
         self.num_forward_tokens += plan.num_tokens
         captured = self.context.captured_states()
         for work in plan.work:
@@ -325,10 +331,15 @@ class Scheduler:
                     self.cache.publish_checkpoint(reservation)
             while request.lease.reservations:
                 self.cache.abandon(request.lease.reservations[0])
-            if work.end == request.num_tokens and request.status is RequestStatus.PREFILL:
+            if work.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
+        owners = []
+        for request in (*(work.request for work in plan.work), *plan.ready):
+            if request.request_id in accepted:
+                owners += (request, *self.fork(request))
+        return owners
 
     def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
         """Around what saves a state: without memory it is not saved, and counted."""

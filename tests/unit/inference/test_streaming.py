@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling import Sampled, SamplingParams
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43]
@@ -181,7 +181,7 @@ def test_a_stop_string_ends_the_answer_when_the_text_has_it(name, texts, noise, 
     for end, token in enumerate(tokens, 1):
         text = tokenizer.detokenize(tokens[:end])
         stops = any(word in text for word in words)
-        assert output.append(request, token, None, None) == (stops or end == count)
+        assert output.append(request, Sampled(token)) == (stops or end == count)
         if stops:
             assert request.finish_reason == "stop"
             return
@@ -195,7 +195,7 @@ def test_bytes_that_are_no_character_spoil_a_stop_string_behind_them():
     for tokens, reason in (([bad, *rest], "length"), (rest, "stop")):
         request = request_for(len(tokens), ["\n"])
         for token in tokens:
-            output.append(request, token, None, None)
+            output.append(request, Sampled(token))
         assert request.finish_reason == reason
 
 
@@ -214,7 +214,7 @@ def test_a_search_for_stop_strings_reads_each_token_a_few_times():
     request = request_for(count, ["STOP"])
     output = OutputProcessor(tokenizer)
     for _ in range(count):
-        output.append(request, 8, None, None)  # the second byte of a character, without the first
+        output.append(request, Sampled(8))  # the second byte of a character, without the first
     assert request.finish_reason == "length"
     assert tokenizer.num_read < 50 * count
 
