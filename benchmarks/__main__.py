@@ -13,12 +13,22 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import batch_bits, bookkeeping, decode, encodings, latency, memory, tiers
+    from benchmarks import (
+        batch_bits,
+        bookkeeping,
+        decode,
+        encodings,
+        host_cost,
+        latency,
+        memory,
+        tiers,
+    )
 
     suites = {
         "latency": latency,
         "decode": decode,
         "bookkeeping": bookkeeping,
+        "host_cost": host_cost,
         "memory": memory,
         "encodings": encodings,
         "tiers": tiers,

@@ -1,5 +1,6 @@
 """What the engine promises its callers: seeds, scores, samples, cancelling, being preempted."""
 
+import cProfile
 import dataclasses
 import itertools
 import json
@@ -1029,3 +1030,20 @@ def test_explain_answers_for_the_parameters_of_the_request():
 def test_explain_refuses_a_salt_that_is_none():
     with pytest.raises(TypeError, match="salt must be a str, got int"):
         tiny_engine(MODEL).explain(random_tokens(40), salt=3)
+
+
+def test_a_decode_step_makes_as_many_calls_for_each_of_many_requests():
+    """Of Python functions and of what they iterate over: nothing looks at all requests for each."""
+
+    def calls_per_request(count: int) -> float:
+        engine = tiny_engine(tiny_model("-"), max_requests=count, max_tokens=16 * count)
+        for seed in range(count):
+            engine.add_request(random_tokens(5, seed=seed), greedy(8))
+        for _ in range(3):
+            engine.step()
+        assert len(engine.scheduler.running) == count
+        profile = cProfile.Profile()
+        profile.runcall(engine.step)
+        return sum(entry.callcount for entry in profile.getstats()) / count
+
+    assert calls_per_request(256) < 1.1 * calls_per_request(32)

@@ -1,0 +1,64 @@
+"""Host time of a step for each request, forward aside: it must not grow with the batch."""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.common import Row, benchmark_model
+from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
+
+RUNNING = (64, 256, 1024)
+STEPS = 100
+GROWTH = 1.3
+"""Most that a request of the largest batch may cost, in those of one of the smallest."""
+
+
+def run() -> Iterator[Row]:
+    costs = {count: step_micros(count) / count for count in RUNNING}
+    least = costs[RUNNING[0]]
+    for count, micros in costs.items():
+        yield Row(
+            f"one decode step with a stub for the forward, {count:,} running requests",
+            f"{micros * count / 1e3:.1f} ms, {micros:.1f} us a request ({micros / least:.2f}x)",
+            f"<= {GROWTH}x",
+        )
+
+
+def step_micros(count: int) -> float:
+    """Median CPU time of `step` with `count` requests in decode: scheduling, layout, sampling,
+    commit and outputs."""
+    model = benchmark_model()
+    engine = DynamicInferenceEngine(
+        model,
+        None,
+        InferenceConfig(
+            cache_bytes=1 << 30, max_requests=count, max_sequence_length=256, max_tokens=4096
+        ),
+    )
+    rng = np.random.default_rng(0)
+    vocab_size = model.config.vocab_size
+    logits_nV = torch.from_numpy(rng.standard_normal((count, vocab_size), np.float32))
+    params = SamplingParams(top_k=1, num_tokens_to_generate=200, ignore_termination=True)
+    for _ in range(count):
+        engine.add_request(rng.integers(0, vocab_size, 20).tolist(), params)
+
+    def forward(input_ids, *, inference_context):
+        return logits_nV[None, : len(inference_context._logit_rows)]
+
+    model.forward = forward
+    try:
+        while len(engine.scheduler.running) < count or engine.scheduler.waiting:
+            engine.step()
+        engine.step()
+        micros = []
+        for _ in range(STEPS):
+            began = time.thread_time()
+            outputs = engine.step()
+            micros.append((time.thread_time() - began) * 1e6)
+            assert len(outputs) == count
+    finally:
+        del model.forward
+    return statistics.median(micros)
