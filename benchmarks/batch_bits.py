@@ -12,11 +12,10 @@ from megatron_hybrid import (
     HybridConfig,
     HybridModel,
     InferenceConfig,
-    Request,
     SamplingParams,
     build_hybrid_model,
 )
-from megatron_hybrid.inference.context import StepPlan
+from megatron_hybrid.inference.step_plan import StepPlan
 
 PATTERNS = {
     "full attention": "**",
@@ -101,19 +100,19 @@ def answer_logits(model: HybridModel, prompts: list[list[int]]) -> list[Tensor]:
     """The logits `[TOKENS, V]` of each prompt's greedy answer, all run side by side."""
     config = InferenceConfig(prefix_caching="off", cache_bytes=64 << 20, max_requests=REQUESTS)
     engine = DynamicInferenceEngine(model, None, config)
-    rows: dict[Request, list[Tensor]] = {}
-    forward = engine._forward
+    rows: dict[int, list[Tensor]] = {}
+    forward = engine.runner.forward
 
     def kept(plan: StepPlan) -> Tensor:
         logits_nV = forward(plan)
-        wanted = [work.request for work in plan.work if work.num_logits]
-        for request, logits_V in zip(wanted, logits_nV, strict=True):
-            rows.setdefault(request, []).append(logits_V)
+        wanted = [work.request_id for work in plan.work if work.num_logits]
+        for request_id, logits_V in zip(wanted, logits_nV, strict=True):
+            rows.setdefault(request_id, []).append(logits_V)
         return logits_nV
 
-    engine._forward = kept
+    engine.runner.forward = kept
     params = SamplingParams(top_k=1, num_tokens_to_generate=TOKENS)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     while engine.has_work:
         engine.step()
-    return [torch.stack(rows[request]) for request in requests]
+    return [torch.stack(rows[request.request_id]) for request in requests]

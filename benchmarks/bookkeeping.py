@@ -11,6 +11,7 @@ from benchmarks.common import Row, benchmark_model
 from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.step_plan import StepResult
 
 STEPS = 200
 
@@ -43,10 +44,10 @@ def _decode_steps(count: int) -> Row:
             began = time.perf_counter()
             plan = engine.scheduler.schedule()
             engine.context.begin_step(plan)
-            engine.scheduler.complete(plan, {})
+            engine.scheduler.complete(plan, StepResult())
             micros.append((time.perf_counter() - began) * 1e6)
-            for work in plan.work:  # what sampling would do
-                work.request.num_tokens += 1
+            for request in engine.scheduler.running:  # what sampling would do
+                request.num_tokens += 1
     return Row(
         f"one decode step, {count} running requests, no forward",
         f"{statistics.median(micros):.0f} us  (p95 {np.percentile(micros, 95):.0f} us)",

@@ -1,14 +1,14 @@
 """What follows a restore, in float64: the same tokens from the exact states or from others."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
+from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.step_plan import StepPlan, Work
 from megatron_hybrid.models.mixers.base import LayerCache
 
 States = dict[tuple[int, str], Tensor]
@@ -51,15 +51,18 @@ class Restores:
                 np.array([next(pages) for _ in range(blocks * n)], np.int32).reshape(blocks, n)
                 for n in columns
             ]
-            lease = SimpleNamespace(block_table=tables[0], local_tables=tables[1:], shared_tokens=0)
-            self.requests.append(SimpleNamespace(tokens=tokens, slot=slot, lease=lease))
-        for request, position in zip(self.requests, positions):
-            self._forward([Work(request, 0, position)])
+            self.requests.append((slot, np.asarray(tokens, np.int32), tables))
+        for index, position in enumerate(positions):
+            self._forward([self._work(index, 0, position)])
         self._slots = self.memory.slots.clone()
+
+    def _work(self, index: int, start: int, count: int, num_logits: int = 0) -> Work:
+        slot, tokens, tables = self.requests[index]
+        return Work(index, slot, start, tokens[start : start + count], 0, tables, num_logits)
 
     @torch.inference_mode()
     def _forward(self, works: list[Work]) -> Tensor:
-        self.context.begin_step(StepPlan(works))
+        self.context.begin_step(StepPlan(work=works))
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
     def states(self) -> States:
@@ -87,8 +90,8 @@ class Restores:
         for (number, name), state in states.items():
             self.memory.state(number, name).copy_(state)
         works = [
-            Work(request, position, self.num_tokens, num_logits=self.num_tokens)
-            for request, position in zip(self.requests, self.positions)
+            self._work(index, position, self.num_tokens, num_logits=self.num_tokens)
+            for index, position in enumerate(self.positions)
         ]
         logits = self._forward(works)
         return logits.view(len(works), self.num_tokens, -1).log_softmax(-1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.output import RequestOutput
     from megatron_hybrid.inference.request import GenerationResult, Request
-    from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
@@ -55,7 +55,7 @@ _MODULES = {
     "MissReason": "cache.report",
     "PrefixReport": "cache.report",
     "Request": "inference.request",
-    "SamplingParams": "inference.sampling",
+    "SamplingParams": "inference.sampling_params",
     "RequestOutput": "inference.output",
     "build_hybrid_model": "models.hybrid_model",
     "load_pretrained": "checkpoints.pretrained",

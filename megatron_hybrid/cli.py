@@ -229,7 +229,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.inference.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -260,7 +260,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from megatron_hybrid.inference.sampling import SamplingParams
+    from megatron_hybrid.inference.sampling_params import SamplingParams
 
     if options.cache_dir is not None and not Path(options.cache_dir).is_dir():
         raise ValueError(

@@ -6,71 +6,23 @@ decides nothing. It also answers what megatron-core's own attention asks of a dy
 """
 
 import operator
-from dataclasses import dataclass, field
 from itertools import pairwise
-from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
-from megatron_hybrid.cache.pages.lease import Reservation
 from megatron_hybrid.compat import (
     BaseInferenceContext,
     apply_rotary_pos_emb,
     inference_context_arguments,
 )
 from megatron_hybrid.inference.memory import CacheMemory
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.step_plan import StepPlan, Work
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
-
-
-@dataclass
-class Work:
-    """Tokens [start, start + count) of one request, to be run in one step."""
-
-    request: Request
-    start: int
-    count: int
-    reservations: list[Reservation] = field(default_factory=list)  # states to save in (start, end]
-    draws: bool = False  # its last row ends the known tokens: the next one is drawn
-    num_logits: int = 0  # trailing rows whose logits are wanted: 0, 1, or all for prompt log-probs
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-@dataclass
-class StepPlan:
-    """One step: the work in batch order, and requests whose prompt needs no forward pass at all."""
-
-    work: list[Work] = field(default_factory=list)
-    ready: list[Request] = field(default_factory=list)
-    num_tokens: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.work or self.ready)
-
-    def add(self, work: Work) -> None:
-        self.work.append(work)
-        self.num_tokens += work.count
-
-    def tokens_digest(self) -> int:
-        """Of the tokens that the step computes; the same in every process."""
-        digest = 0
-        for work in self.work:
-            digest = crc32(work.request.tokens[work.start : work.end], digest)
-        return digest
-
-    def drop(self, request: Request) -> None:
-        """Takes a request out again that lost its place while the step was planned."""
-        self.work = [work for work in self.work if work.request is not request]
-        self.num_tokens = sum(work.count for work in self.work)
-        self.ready = [ready for ready in self.ready if ready is not request]
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -100,7 +52,6 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
         self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # what `_tables` holds
-        self._captured: list[Reservation] = []
         self._staging = memory.staging(0)
 
     # Laying out a step -------------------------------------------------------------------------
@@ -109,17 +60,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         """Builds the batch of `plan`. Live slots and copied pages must be in place already."""
         device = self.memory.device
         self._ready_slots = torch.tensor(
-            [request.slot for request in plan.ready], dtype=torch.long, device=device
+            [ready.slot for ready in plan.ready], dtype=torch.long, device=device
         )
-        self._captured = []
         if plan.work:
             self._lay_out(plan.work)
+        else:
+            self._staging = self.memory.staging(0)
 
     def _lay_out(self, works: list[Work]) -> None:
         block = self.block_size_tokens
-        counts = [work.count for work in works]
+        counts = [len(work.tokens) for work in works]
         starts = [work.start for work in works]
-        slots = [work.request.slot for work in works]
+        slots = [work.slot for work in works]
         num_tokens = sum(counts)
         num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         ends = np.cumsum(counts, dtype=np.int64)
@@ -127,12 +79,11 @@ class DynamicInferenceContext(BaseInferenceContext):
 
         captures = []
         for work, offset in zip(works, offsets.tolist()):
-            self._update_tables(work.request)
-            for reservation in work.reservations:
+            self._update_tables(work.slot, work.tables)
+            for save in work.saves:
                 # The state at the end of the chunk is the live slot itself, after the forward.
-                if reservation.position < work.end:
-                    captures.append(offset + reservation.position - work.start)
-                    self._captured.append(reservation)
+                if save.position < work.end:
+                    captures.append(offset + save.position - work.start)
         self._layout = RaggedLayout(
             tuple(counts), tuple(starts), tuple(captures), num_rows - num_tokens
         )
@@ -140,7 +91,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         token_ids = np.zeros(num_rows, dtype=np.int64)
         positions = np.zeros(num_rows, dtype=np.int64)
         np.concatenate(
-            [work.request.tokens[work.start : work.end] for work in works],
+            [work.tokens for work in works],
             out=token_ids[:num_tokens],
             casting="unsafe",
         )
@@ -155,7 +106,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             :, slot_of_token, positions[:num_tokens] // block
         ]
         shared = np.repeat(
-            np.asarray([work.request.lease.shared_tokens for work in works], dtype=np.int64), counts
+            np.asarray([work.shared_tokens for work in works], dtype=np.int64), counts
         )
         suppressed = np.flatnonzero(positions[:num_tokens] < shared)
         write_pages[: self._full_columns, suppressed] = NULL_PAGE
@@ -180,25 +131,19 @@ class DynamicInferenceContext(BaseInferenceContext):
         ).to(device)
         self._staging = self.memory.staging(len(captures))
 
-    def _update_tables(self, request: Request) -> None:
-        """Brings the block tables of the request's slot up to date."""
-        lease, slot = request.lease, request.slot
-        tables = [lease.block_table, *lease.local_tables]
+    def _update_tables(self, slot: int, tables: list[np.ndarray]) -> None:
+        """Brings the block tables of a slot up to date."""
         known = self._known_tables[slot]
-        # A lease never changes a table in place: it puts a new array there.
         if len(known) == len(tables) and all(map(operator.is_, known, tables)):
             return
         self._known_tables[slot] = tables
         for (first, last), table in zip(self._columns, tables):
             self._tables[first:last, slot, : len(table)] = table.T
 
-    def forget_slot(self, slot: int) -> None:
-        """A slot changes hands: its table rows are stale."""
-        self._known_tables[slot] = []
-
-    def captured_states(self) -> dict[Reservation, Tensor]:
-        """After the forward: the slot bytes, uint8 [slot_bytes], of every state captured inside."""
-        return dict(zip(self._captured, self._staging))
+    def captured_states(self) -> Tensor:
+        """After the forward: the slot bytes of every state captured inside, in the order of the
+        plan's saves, uint8 [captures, slot_bytes]."""
+        return self._staging
 
     # What the model asks -----------------------------------------------------------------------
 
@@ -222,7 +167,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def states(self, layer_number: int, name: str) -> SlotStates:
         """One state of one layer in all live slots, those of the step, and room for captures."""
         captured = None
-        if self._captured:
+        if len(self._staging):
             captured = self.memory.state(layer_number, name, self._staging)
         return SlotStates(self.memory.state(layer_number, name), self._slots, captured)
 
@@ -328,7 +273,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         hidden_TH = hidden_1TH[0]
         live = self.memory.hidden()
         live[self._slots] = hidden_TH[self._last_rows].to(live.dtype)
-        if self._captured:
+        if len(self._staging):
             self.memory.hidden(self._staging).copy_(hidden_TH[self._capture_rows])
         return torch.cat([hidden_TH[self._logit_rows], self.ready_hidden().to(hidden_TH.dtype)])
 

@@ -21,22 +21,17 @@ from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan
+from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.exclusive import EngineBusyError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
+from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor, RequestOutput
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
 from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
-from megatron_hybrid.inference.sampling import (
-    Sampled,
-    SamplingParams,
-    log_probs_of,
-    sample,
-    top_log_probs,
-)
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
@@ -141,6 +136,7 @@ class DynamicInferenceEngine:
                 f"tokens for each of max_requests={config.max_requests}: lower one of them "
                 f"({error})"
             ) from error
+        self.runner = ModelRunner(self.model, self.memory, self.context)
         self._lock = threading.RLock()
         self._fingerprint: dict[str, str] | None = None
         disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
@@ -149,7 +145,7 @@ class DynamicInferenceEngine:
                 self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
             )
             self.scheduler = Scheduler(
-                self.cache, self.context, self.offload, config.max_requests, config.max_tokens
+                self.cache, self.memory, self.offload, config.max_requests, config.max_tokens
             )
             self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
             self.output = OutputProcessor(tokenizer)
@@ -270,10 +266,10 @@ class DynamicInferenceEngine:
         if self.config.verify_ranks:
             digest = hash((self.cache.digest(), plan.tokens_digest()))
             check_equal_on_ranks(digest, f"step {self.num_steps}")
-        sampled = self._sample(plan, self._forward(plan))
-        for request in self.scheduler.complete(plan, sampled):
+        result = self.runner.run(plan)
+        for request in self.scheduler.complete(plan, result):
             self._changed[request] = None
-            if self.output.append(request, sampled[request.request_id]):
+            if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
 
@@ -293,45 +289,6 @@ class DynamicInferenceEngine:
         except OSError as error:  # nothing of it is found any more, and nothing more is written
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
             self._weights.accept()
-
-    def _forward(self, plan: StepPlan) -> Tensor:
-        """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
-        self.context.begin_step(plan)
-        if not plan.work:
-            return self.model.compute_logits(self.context.ready_hidden())
-        return self.model(self.context.input_ids, inference_context=self.context)[0]
-
-    def _sample(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Sampled]:
-        """The next token of each request whose known tokens end in this step, and of the samples
-        that are yet to be forked from it, by request id."""
-        owners: list[Request] = []
-        rows: list[int] = []
-        end = 0
-        for work in plan.work:
-            end += work.num_logits
-            request = work.request
-            if request.params.needs_prompt_logits and work.start < request.num_prompt_tokens:
-                self.output.score_prompt(
-                    request, work.start, logits_nV[end - work.num_logits : end]
-                )
-            if work.draws:
-                owners += (request, *request.siblings)
-                rows += [end - 1] * (1 + len(request.siblings))
-        for row, request in enumerate(plan.ready, start=end):
-            owners += (request, *request.siblings)
-            rows += [row] * (1 + len(request.siblings))
-        if not owners:
-            return {}
-        drawn_nV = logits_nV[rows]
-        tokens = sample(drawn_nV, [owner.draw() for owner in owners])
-        scored = any(owner.params.return_log_probs for owner in owners)
-        log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
-        sampled = {}
-        for row, (owner, token, log_prob) in enumerate(zip(owners, tokens, log_probs)):
-            count = owner.params.top_n_logprobs
-            top = top_log_probs(drawn_nV[row], count) if count else None
-            sampled[owner.request_id] = Sampled(token, log_prob, top)
-        return sampled
 
     # Whole jobs --------------------------------------------------------------------------------
 

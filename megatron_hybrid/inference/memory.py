@@ -163,6 +163,10 @@ class CacheMemory:
             else:
                 full_columns += spec.pages_per_block[group]
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.slots.shape[1]
+
     # Views -------------------------------------------------------------------------------------
 
     def kv_pages(self, layer_number: int) -> tuple[Tensor, Tensor]:
@@ -209,6 +213,10 @@ class CacheMemory:
         if not self._layout.is_exact:
             state_bytes = self._layout.encode(state_bytes, len(pages) * self.spec.page_bytes)
         self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
+
+    def save_slot(self, slot: int, pages: np.ndarray) -> None:
+        """Encodes a live slot into checkpoint pages."""
+        self.save_checkpoint(self.slots[slot], pages)
 
     def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
         """Decodes checkpoint pages into a live slot."""

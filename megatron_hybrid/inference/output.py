@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, Request
-from megatron_hybrid.inference.sampling import Sampled, log_probs_of
+from megatron_hybrid.inference.sampling_params import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,6 @@ class OutputProcessor:
         elif request.num_generated == params.num_tokens_to_generate:
             request.mark_answered("length")
         return request.done
-
-    def score_prompt(self, request: Request, start: int, logits_TV: Tensor) -> None:
-        """Log-probs of prompt tokens; row i of the logits predicts token start + i + 1."""
-        # A request that was computed again after losing its place has some of them already.
-        first = len(request.prompt_log_probs) + 1
-        last = min(start + len(logits_TV), request.num_prompt_tokens - 1)
-        if first <= last:
-            rows_TV = logits_TV[first - start - 1 : last - start]
-            targets = request.tokens[first : last + 1].tolist()
-            request.prompt_log_probs += log_probs_of(rows_TV, targets)
 
     def finish(self, request: Request) -> None:
         """Fills in the text."""

@@ -10,12 +10,12 @@ import numpy as np
 
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.memory import ParkedRequest
-from megatron_hybrid.inference.sampling import Draw, SamplingParams
-from megatron_hybrid.offload.offload import Fetch
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch, and the scheduler does not
+    from megatron_hybrid.inference.memory import ParkedRequest
     from megatron_hybrid.inference.output import GrowingText, RequestOutput
+    from megatron_hybrid.offload.offload import Fetch
 
 _WIDTH = 80
 
@@ -106,9 +106,9 @@ class Request:
     waits_for: "tuple[Request, int] | None" = None
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
     looked_up_at: int | None = None  # in the memories below, after so many evictions from the pool
-    fetch: Fetch | None = None  # what they had of it
+    fetch: "Fetch | None" = None  # what they had of it
     lacks_memory: bool = False  # for the state that it would go on from: it is computed
-    parked: ParkedRequest | None = None
+    parked: "ParkedRequest | None" = None
     lease_before: Lease | None = None  # released; a parked request goes on with what it wanted
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.sampling import SamplingParams, model_defaults
+from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.validation import check_text, is_int
 
 Prompt = str | Sequence[int] | Sequence[Mapping]

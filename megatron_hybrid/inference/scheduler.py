@@ -7,23 +7,110 @@ decision follows from the order of requests and from numbers equal on all ranks.
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import common_prefix
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
-from megatron_hybrid.inference.context import DynamicInferenceContext, StepPlan, Work
 from megatron_hybrid.inference.request import Request, RequestStatus
-from megatron_hybrid.offload.offload import Offload
+from megatron_hybrid.inference.sampling_params import Draw
+from megatron_hybrid.inference.step_plan import Ready, Save, StepPlan, StepResult, Work
+
+if TYPE_CHECKING:  # they import torch, and this module does not
+    from megatron_hybrid.inference.memory import ParkedRequest
+    from megatron_hybrid.offload.offload import Offload
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
+
+
+class DeviceMemory(Protocol):
+    """What the scheduler has moved between two steps, at once; see `CacheMemory`."""
+
+    slot_bytes: int
+
+    def clear_slot(self, slot: int) -> None: ...
+    def copy_slot(self, source: int, target: int) -> None: ...
+    def save_slot(self, slot: int, pages: np.ndarray) -> None: ...
+    def load_checkpoint(self, pages: np.ndarray, slot: int) -> None: ...
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
+    def park(
+        self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
+    ) -> "ParkedRequest": ...
+    def unpark(
+        self,
+        parked: "ParkedRequest",
+        block_table: np.ndarray,
+        local_tables: list[np.ndarray],
+        first_block: int,
+        slot: int,
+    ) -> None: ...
+
+
+@dataclass
+class _Chunk:
+    """Tokens [start, end) of a request that the next step computes."""
+
+    request: Request
+    start: int
+    end: int
+    draws: bool
+    """Its last row ends the known tokens: the next one is drawn."""
+    reservations: list[Reservation] = field(default_factory=list)
+
+    def work(self) -> Work:
+        request, lease = self.request, self.request.lease
+        work = Work(
+            request.request_id,
+            request.slot,
+            self.start,
+            request.tokens[self.start : self.end],
+            lease.shared_tokens,
+            [lease.block_table, *lease.local_tables],
+            saves=[
+                Save(reservation.position, reservation.pages) for reservation in self.reservations
+            ],
+        )
+        if self.draws:
+            work.num_logits, work.draws = 1, _draws(request)
+        if request.prompt_needs_logits:
+            work.num_logits = self.end - self.start
+            # One that is computed again after losing its place has some of them already.
+            work.first_scored = len(request.prompt_log_probs) + 1
+            last = min(self.end, request.num_prompt_tokens - 1)
+            work.scored = request.tokens[work.first_scored : last + 1].tolist()
+        return work
+
+
+def _draws(request: Request) -> dict[int, Draw]:
+    """For a request and the samples that will be forked from it."""
+    return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
+
+
+@dataclass
+class _Draft:
+    """A step under way: what its plan will say, and what is filed when it has run."""
+
+    chunks: list[_Chunk] = field(default_factory=list)
+    ready: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, chunk: _Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.end - chunk.start
+
+    def drop(self, request: Request) -> None:
+        """Takes a request out again that lost its place while the step was planned."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+        self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
+        self.ready = [ready for ready in self.ready if ready is not request]
 
 
 class Scheduler:
@@ -31,7 +118,7 @@ class Scheduler:
 
     Args:
         cache: decides what is shared and kept.
-        context: holds the tensors; told here which bytes to move.
+        memory: told which bytes to move before a step and after it.
         offload: fetches from the memories below the pool.
         max_requests: live slots.
         max_tokens: tokens of one forward pass.
@@ -40,24 +127,25 @@ class Scheduler:
     def __init__(
         self,
         cache: PrefixCache,
-        context: DynamicInferenceContext,
-        offload: Offload,
+        memory: DeviceMemory,
+        offload: "Offload",
         max_requests: int,
         max_tokens: int,
     ):
         self.cache = cache
-        self.context = context
-        self.memory = context.memory
+        self.memory = memory
         self.offload = offload
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
         # The states of one forward take as much memory on their way as the KV that it writes (as
         # rungs do) and the live slots at most.
-        state_bytes, kv_bytes = self.memory.slots.shape[1], cache.spec.kv_bytes_per_token
+        state_bytes, kv_bytes = memory.slot_bytes, cache.spec.kv_bytes_per_token
         self.max_captures = max(MIN_CAPTURES, max_requests) + max_tokens * kv_bytes // state_bytes
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # the first in line first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
+        self._draft = _Draft()  # of the plan that runs
+        self._num_plans = 0
         self.num_preemptions = 0
         self.num_forward_tokens = 0
 
@@ -73,56 +161,54 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans one step. Live slots and copied pages of newly admitted requests are in place when
         it returns. An empty plan means that there is nothing to do."""
-        plan = StepPlan()
+        draft = _Draft()
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
-                self._plan_work(plan, request)
+                self._plan_work(draft, request)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
-                self._plan_work(plan, request)
+                self._plan_work(draft, request)
         self.offload.poll()
         blocked = False
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
-            can_start = not blocked and bool(self.free_slots) and self._budget(plan) > 0
+            can_start = not blocked and bool(self.free_slots) and self._budget(draft) > 0
             # Also asked of requests that cannot start yet: it is the running prefill that must know
             # early where they will part from it, and what is on the disk is read meanwhile.
             if self._waits_for_other(request):
                 continue
             # First come, first served: nobody overtakes a request that lacks room, be it for what
             # is fetched for it.
-            if self._waits_for_fetch(plan, request, can_start):
+            if self._waits_for_fetch(draft, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
             else:
-                blocked = not can_start or not self._admit(plan, request)
-        self._reserve_checkpoints(plan)
-        return plan
+                blocked = not can_start or not self._admit(draft, request)
+        self._reserve_checkpoints(draft)
+        self._draft = draft
+        self._num_plans += 1
+        ready = [Ready(r.request_id, r.slot, _draws(r)) for r in draft.ready]
+        return StepPlan(self._num_plans, [chunk.work() for chunk in draft.chunks], ready)
 
-    def _budget(self, plan: StepPlan) -> int:
-        return self.max_tokens - plan.num_tokens
+    def _budget(self, draft: _Draft) -> int:
+        return self.max_tokens - draft.num_tokens
 
-    def _plan_work(self, plan: StepPlan, request: Request) -> None:
+    def _plan_work(self, draft: _Draft, request: Request) -> None:
         """Adds the request's next tokens to the plan, as many as the budget allows."""
         start = request.num_computed
-        count = min(self._budget(plan), request.num_tokens - start)
-        if not count or request.lease is None or not self._make_room(plan, request, start + count):
+        count = min(self._budget(draft), request.num_tokens - start)
+        if not count or request.lease is None or not self._make_room(draft, request, start + count):
             return
-        work = Work(request, start, count)
-        work.draws = work.end == request.num_tokens and not request.done
-        if request.prompt_needs_logits:
-            work.num_logits = count
-        elif work.draws:
-            work.num_logits = 1
-        plan.add(work)
+        draws = start + count == request.num_tokens and not request.done
+        draft.add(_Chunk(request, start, start + count, draws))
 
-    def _reserve_checkpoints(self, plan: StepPlan) -> None:
+    def _reserve_checkpoints(self, draft: _Draft) -> None:
         """Room for the states to be saved in this step; what finds none is left out."""
         captures_left = self.max_captures
-        for work in plan.work:
-            lease = work.request.lease
-            positions = self.cache.positions_to_save(lease, work.end)
-            if work.request.status is RequestStatus.CLOSING:
-                positions = [work.end]
-            inside = [position for position in positions if position < work.end]
+        for chunk in draft.chunks:
+            lease = chunk.request.lease
+            positions = self.cache.positions_to_save(lease, chunk.end)
+            if chunk.request.status is RequestStatus.CLOSING:
+                positions = [chunk.end]
+            inside = [position for position in positions if position < chunk.end]
             if len(inside) > captures_left:
                 declined = set(inside).difference(most_wanted(inside, lease.wanted, captures_left))
                 self.cache.decline(lease, sorted(declined))
@@ -132,15 +218,15 @@ class Scheduler:
                 with self._optional(lease, position):
                     reservation = self.cache.reserve_checkpoint(lease, position)
                 if reservation is not None:
-                    work.reservations.append(reservation)
-                    captures_left -= position < work.end
+                    chunk.reservations.append(reservation)
+                    captures_left -= position < chunk.end
 
-    def _make_room(self, plan: StepPlan, request: Request, end: int) -> bool:
+    def _make_room(self, draft: _Draft, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
         while not self.cache.extend(request.lease, end):
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
-            plan.drop(victim)
+            draft.drop(victim)
             if closing:
                 self._retire(victim)  # answered: it only wants its last state kept
             else:
@@ -149,33 +235,33 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Gives a waiting request a lease and a slot, and its first work. False: no room now, also
+    def _admit(self, draft: _Draft, request: Request) -> bool:
+        """Gives a waiting request a lease and a slot, and its first chunk. False: no room now, also
         where memory is short and others run, which must not wait for it."""
         try:
-            return self._try_to_admit(plan, request)
+            return self._try_to_admit(draft, request)
         except Exception as error:
             is_alone = all(other is request for other in self.running)
             if is_alone or not is_lack_of_memory(error):
                 raise
-            plan.drop(request)
+            draft.drop(request)
             if request.lease is not None:
                 self._end_lease(request)
                 self._requeue(request)
             return False
 
-    def _try_to_admit(self, plan: StepPlan, request: Request) -> bool:
+    def _try_to_admit(self, draft: _Draft, request: Request) -> bool:
         tokens = request.tokens[: request.num_tokens]
         if request.parked is not None:
-            if not self._resume_parked(request, self._budget(plan)):
+            if not self._resume_parked(request, self._budget(draft)):
                 return False
-            self._plan_work(plan, request)
+            self._plan_work(draft, request)
             return True
         lease = self.cache.acquire(
             tokens,
             request.salt,
             capacity_tokens=len(tokens),
-            chunk_tokens=self._budget(plan),
+            chunk_tokens=self._budget(draft),
             declared=request.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
@@ -198,16 +284,15 @@ class Scheduler:
         request.num_computed = lease.skipped_tokens
         if request.num_computed == request.num_tokens:
             request.status = RequestStatus.DECODE
-            plan.ready.append(request)
+            draft.ready.append(request)
         else:
-            self._plan_work(plan, request)
+            self._plan_work(draft, request)
         return True
 
     def _start(self, request: Request, lease: Lease) -> None:
         request.lease = lease
         request.slot = self.free_slots.pop()
         insort(self.running, request, key=lambda r: r.request_id)
-        self.context.forget_slot(request.slot)
         request.status = RequestStatus.PREFILL
         request.waits_for = None
         request.common_with.clear()
@@ -227,7 +312,7 @@ class Scheduler:
 
     # Fetching ----------------------------------------------------------------------------------
 
-    def _waits_for_fetch(self, plan: StepPlan, request: Request, can_start: bool) -> bool:
+    def _waits_for_fetch(self, draft: _Draft, request: Request, can_start: bool) -> bool:
         """Whether a part of its prompt is on its way from host memory or disk.
 
         It is read ahead, and goes into the pool when the request can start: earlier it would push
@@ -251,7 +336,7 @@ class Scheduler:
                 request.fetch = found
             self.offload.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
-                self.offload.bring(request.fetch, len(tokens), self._budget(plan))
+                self.offload.bring(request.fetch, len(tokens), self._budget(draft))
             if not request.fetch.has_failed:
                 return not request.fetch.is_over
 
@@ -305,39 +390,39 @@ class Scheduler:
 
     # After the forward -------------------------------------------------------------------------
 
-    def complete(self, plan: StepPlan, accepted: Mapping[int, object]) -> list[Request]:
-        """Files what the step computed: states into their checkpoints, then blocks and checkpoints
-        become visible to others, in this order.
-
-        accepted: tokens that were drawn, by request id. Returns the requests to which they belong
-        from now on: those of the plan, each with the samples that it was forked into.
+    def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Files what the step computed: blocks and saved states become visible to others. Returns
+        the requests that have a token in `result.sampled`: those of the plan, each with the samples
+        that it was forked into.
         """
-        self.num_forward_tokens += plan.num_tokens
-        captured = self.context.captured_states()
-        for work in plan.work:
-            request = work.request
+        draft, self._draft = self._draft, _Draft()
+        if plan.number != self._num_plans:
+            raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
+        self.num_forward_tokens += draft.num_tokens
+        for chunk in draft.chunks:
+            request = chunk.request
             saved = []
-            for reservation in work.reservations:
-                state = captured.get(reservation)
-                if state is None:
-                    state = self.memory.slots[request.slot]
-                with self._optional(request.lease, reservation.position):
-                    self.memory.save_checkpoint(state, reservation.pages)
+            for reservation in chunk.reservations:
+                position = reservation.position
+                if (request.request_id, position) in result.unsaved:
+                    self.cache.decline(request.lease, [position])
+                else:
                     saved.append(reservation)
-            request.num_computed = work.end
-            self.cache.commit(request.lease, request.tokens, work.end)
+            request.num_computed = chunk.end
+            request.prompt_log_probs += result.prompt_log_probs.get(request.request_id, [])
+            self.cache.commit(request.lease, request.tokens, chunk.end)
             for reservation in saved:
                 with self._optional(request.lease, reservation.position):
                     self.cache.publish_checkpoint(reservation)
             while request.lease.reservations:
                 self.cache.abandon(request.lease.reservations[0])
-            if work.draws:
+            if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
         owners = []
-        for request in (*(work.request for work in plan.work), *plan.ready):
-            if request.request_id in accepted:
+        for request in (*(chunk.request for chunk in draft.chunks), *draft.ready):
+            if request.request_id in result.sampled:
                 owners += (request, *self.fork(request))
         return owners
 
@@ -419,7 +504,7 @@ class Scheduler:
         with self._optional(request.lease, done):
             reservation = self.cache.reserve_checkpoint(request.lease, done)
             if reservation is not None:
-                self.memory.save_checkpoint(self.memory.slots[request.slot], reservation.pages)
+                self.memory.save_slot(request.slot, reservation.pages)
                 self.cache.commit(
                     request.lease, request.tokens, done, flush=True, answered=answered
                 )

@@ -14,7 +14,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
 
 SYSTEM_PROMPT = (

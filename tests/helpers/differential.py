@@ -14,8 +14,8 @@ import torch
 from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.inference.context import StepPlan
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5
@@ -47,21 +47,24 @@ class LogitsRecorder:
 
     def __init__(self, engine):
         self.rows: list[tuple[Request, int, torch.Tensor]] = []  # request, position, logits [V]
-        sample = engine._sample
+        sample, scheduler = engine.runner.sample, engine.scheduler
 
         def recorded(plan: StepPlan, logits_nV: torch.Tensor):
-            self._record(plan, logits_nV)
+            self._record(plan, logits_nV, {r.request_id: r for r in scheduler.running})
             return sample(plan, logits_nV)
 
-        engine._sample = recorded
+        engine.runner.sample = recorded
 
-    def _record(self, plan: StepPlan, logits_nV: torch.Tensor) -> None:
+    def _record(
+        self, plan: StepPlan, logits_nV: torch.Tensor, requests: dict[int, Request]
+    ) -> None:
         end = 0
         for work in plan.work:
             for position in range(work.end - work.num_logits, work.end):
-                self.rows.append((work.request, position, logits_nV[end].clone()))
+                self.rows.append((requests[work.request_id], position, logits_nV[end].clone()))
                 end += 1
-        for request in plan.ready:
+        for ready in plan.ready:
+            request = requests[ready.request_id]
             self.rows.append((request, request.num_tokens - 1, logits_nV[end].clone()))
             end += 1
         assert end == len(logits_nV)
@@ -89,15 +92,15 @@ class InjectedError(Exception):
 @contextlib.contextmanager
 def failing_forward(engine):
     """Forward passes raise InjectedError after they have written KV and states."""
-    forward = engine._forward
+    forward = engine.runner.forward
 
     def failing(plan: StepPlan):
         forward(plan)
         raise InjectedError
 
-    engine._forward = failing
+    engine.runner.forward = failing
     yield
-    engine._forward = forward
+    engine.runner.forward = forward
 
 
 def poison(engine) -> None:

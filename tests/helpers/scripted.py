@@ -2,7 +2,7 @@
 
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import model_runner
 
 EOD = 96
 PIECES = {
@@ -58,5 +58,5 @@ def scripted_engine(monkeypatch, scripts: dict[int, list[int]], prompt_length: i
         assert len(logits_nV) == len(draws)
         return [scripts[draw.seed][draw.position - prompt_length] for draw in draws]
 
-    monkeypatch.setattr(engine_module, "sample", scripted)
+    monkeypatch.setattr(model_runner, "sample", scripted)
     return tiny_engine(tiny_model("-"), ByteTokenizer(), **fields)

@@ -12,7 +12,7 @@ from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 
 RANKS = 2
 TWO_GROUPS = dict(mamba_num_groups=2, linear_num_key_heads=2, linear_num_value_heads=4)

@@ -30,9 +30,10 @@ from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.request import RequestStatus
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.offload.page_mover import PageMover
 
 MODEL = tiny_model()
@@ -766,7 +767,7 @@ FAILING = {
     "unpark": (CacheMemory, 8),
     "captured_states": (DynamicInferenceContext, 40),
     "append": (OutputProcessor, 40),
-    "score_prompt": (OutputProcessor, 40),
+    "score": (ModelRunner, 40),
     "finish": (OutputProcessor, 40),
 }
 """What fails, of which class, and the blocks of a pool in which it is called."""

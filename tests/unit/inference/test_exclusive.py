@@ -30,7 +30,7 @@ def inside(monkeypatch):
     """An engine in the middle of a step that another thread runs, and that step's request."""
     engine = tiny_engine(MODEL)
     request = engine.add_request(PROMPT, greedy(5))
-    is_inside, goes_on, forward = threading.Event(), threading.Event(), engine._forward
+    is_inside, goes_on, forward = threading.Event(), threading.Event(), engine.runner.forward
 
     def waits(plan):
         is_inside.set()
@@ -38,7 +38,7 @@ def inside(monkeypatch):
         return forward(plan)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_forward", waits)
+        patch.setattr(engine.runner, "forward", waits)
         thread = threading.Thread(target=engine.step)
         thread.start()
         assert is_inside.wait(60)
@@ -62,7 +62,7 @@ def test_a_call_beside_another_threads_is_refused(name, inside):
 def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
     engine = tiny_engine(MODEL)
     stream = engine.stream(PROMPT, greedy(5))
-    forward, errors = engine._forward, []
+    forward, errors = engine.runner.forward, []
 
     def read():
         with pytest.raises(EngineBusyError) as raised:
@@ -75,7 +75,7 @@ def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
         reader.join()
         return forward(plan)
 
-    monkeypatch.setattr(engine, "_forward", forward_beside_a_reader)
+    monkeypatch.setattr(engine.runner, "forward", forward_beside_a_reader)
     engine.step()
     monkeypatch.undo()
     assert len(errors) == 1
@@ -85,14 +85,14 @@ def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
 
 def test_a_step_inside_a_step_is_refused(monkeypatch):
     engine = tiny_engine(MODEL)
-    request, forward = engine.add_request(PROMPT, greedy(2)), engine._forward
+    request, forward = engine.add_request(PROMPT, greedy(2)), engine.runner.forward
 
     def steps(plan):
         with pytest.raises(EngineBusyError, match="inside it"):
             engine.step()
         return forward(plan)
 
-    monkeypatch.setattr(engine, "_forward", steps)
+    monkeypatch.setattr(engine.runner, "forward", steps)
     while engine.has_work:
         engine.step()
     assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2)

@@ -156,17 +156,17 @@ def test_invariant_4_nothing_visible_is_written_again(pattern, mode):
 @pytest.mark.parametrize("fails", [False, True])
 def test_invariant_5_a_checkpoint_is_visible_after_its_forward_and_not_before(fails):
     engine = tiny_engine(max_tokens=24)
-    forward = engine._forward
+    forward = engine.runner.forward
     num_new = []
 
     def watched(plan):
         before = visible_bytes(engine).keys()
         logits = forward(plan)
         assert visible_bytes(engine).keys() == before
-        num_new.append(sum(len(work.reservations) for work in plan.work))
+        num_new.append(sum(len(work.saves) for work in plan.work))
         return logits
 
-    engine._forward = watched
+    engine.runner.forward = watched
     if fails:
         engine.add_request(BASE, greedy(3), cache_breakpoints=[10, 30])
         engine.step()

@@ -4,7 +4,7 @@ import pytest
 from reference import greedy_tokens, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 
 MODEL = tiny_model("M*")
 PROMPT = random_tokens(20)

@@ -7,15 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hybrid.inference.sampling import (
-    Draw,
-    SamplingParams,
-    log_probs_of,
-    model_defaults,
-    sample,
-    top_log_probs,
-    uniform,
-)
+from megatron_hybrid.inference.sampling import log_probs_of, sample, top_log_probs, uniform
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, model_defaults
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0])
 NUM_DRAWS = 4000

@@ -15,7 +15,7 @@ class Spy:
         self.engine, self.passes, self.copies = engine, 0, 0
         self.recorder = LogitsRecorder(engine)
         for owner, name, counter in (
-            (engine, "_forward", "passes"),
+            (engine.runner, "forward", "passes"),
             (engine.memory, "save_checkpoint", "copies"),
         ):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name), counter))

@@ -199,17 +199,17 @@ def bound(window, num_tokens, block):
 
 def watch(engine, window, with_model=True):
     """Checks what every request holds at each forward; returns their most blocks so far."""
-    spec, forward = engine.cache.spec, engine._forward
+    spec, forward = engine.cache.spec, engine.runner.forward
     most = {}
 
     def watched(plan):
         for work in plan.work:
-            lease, longest = work.request.lease, most.setdefault(work.request, {})
-            for group, table in zip(spec.local_groups, lease.local_tables):
+            longest = most.setdefault(work.request_id, {})
+            for group, table in zip(spec.local_groups, work.tables[1:]):
                 pages = set(table.ravel().tolist()) - {0}
                 num_blocks = len(pages) // spec.pages_per_block[group]
-                assert num_blocks <= bound(window, work.count, spec.block_size_tokens)
-                stage = "decode" if work.count == 1 else "prefill"
+                assert num_blocks <= bound(window, len(work.tokens), spec.block_size_tokens)
+                stage = "decode" if len(work.tokens) == 1 else "prefill"
                 longest[stage] = max(longest.get(stage, 0), num_blocks)
         if with_model:
             return forward(plan)
@@ -218,7 +218,7 @@ def watch(engine, window, with_model=True):
         num_logits = sum(work.num_logits for work in plan.work) + len(plan.ready)
         return torch.zeros(num_logits, VOCAB_SIZE)
 
-    engine._forward = watched
+    engine.runner.forward = watched
     return most
 
 
@@ -246,8 +246,10 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     while not request.closed:
         engine.step()
     assert request.num_computed >= 5999
-    assert most[request]["decode"] == bound(window, 1, block)  # it is reached, and not by little
-    assert most[request]["prefill"] >= blocks(max_tokens, block)
+    assert most[request.request_id]["decode"] == bound(
+        window, 1, block
+    )  # it is reached, and not by little
+    assert most[request.request_id]["prefill"] >= blocks(max_tokens, block)
     # What stays: what the prompt's end, the place before it where others may leave it, and the
     # answer's end see, and their states.
     spec = engine.cache.spec
@@ -278,13 +280,15 @@ def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
     )
     check = recorded(engine)
     most = watch(engine, window)
-    requests = [engine.add_request(random_tokens(200, seed=s), greedy(200)) for s in (1, 2)]
+    for seed in (1, 2):
+        engine.add_request(random_tokens(200, seed=seed), greedy(200))
     while engine.has_work:
         engine.step()
         engine.check_integrity()
         poison(engine)
     assert engine.stats()["preemptions"] > 0
-    assert all(most[request]["decode"] <= bound(window, 1, block) for request in requests)
+    assert len(most) == 2
+    assert all(longest["decode"] <= bound(window, 1, block) for longest in most.values())
     check()
 
 

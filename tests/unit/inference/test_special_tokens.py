@@ -3,7 +3,7 @@
 import pytest
 from scripted import EOD, ByteTokenizer, scripted_engine
 
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 
 BOS = ByteTokenizer.bos
 

@@ -144,7 +144,7 @@ def logits_after_restores(model, encoding: str, prompts: int = 4, answers: int =
     """Logits [prompts * answers, V] behind prompts with 1, 2, ... tokens more, all of them resumed
     from the checkpoint at the end of their prompt."""
     engine = tiny_engine(model, state_encoding=encoding)
-    recorded, forward = [], engine._forward
+    recorded, forward = [], engine.runner.forward
 
     def recording(plan):
         logits_nV = forward(plan)
@@ -154,9 +154,9 @@ def logits_after_restores(model, encoding: str, prompts: int = 4, answers: int =
     nothing = SamplingParams(num_tokens_to_generate=0)
     for seed in range(prompts):
         prompt = random_tokens(60 + 5 * seed, seed)
-        engine._forward = forward
+        engine.runner.forward = forward
         engine.generate([prompt], nothing)
-        engine._forward = recording
+        engine.runner.forward = recording
         for n in range(answers):
             # A first token of its own, so that none goes on from another's checkpoint.
             (result,) = engine.generate([[*prompt, n, *random_tokens(3 * n, seed=n)]], nothing)

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.sampling import Sampled, SamplingParams
+from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43]
@@ -353,14 +353,14 @@ def test_a_stream_whose_step_fails_takes_its_request_along():
 def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
     engine = tiny_engine()
     stream = engine.stream(random_tokens(40), greedy(6))
-    forward = engine._forward
+    forward = engine.runner.forward
 
     def close(plan):
         stream.close()
         assert list(stream) == []
         return forward(plan)
 
-    monkeypatch.setattr(engine, "_forward", close)
+    monkeypatch.setattr(engine.runner, "forward", close)
     first = next(stream)
     monkeypatch.undo()
     assert len(first.tokens) == 1
@@ -385,7 +385,7 @@ def test_a_dropped_stream_is_cancelled_between_two_steps(thread, monkeypatch):
     """Whenever its garbage is collected: here in the middle of a forward."""
     model = tiny_model("MG*-")
     engine = tiny_engine(model)
-    prompt, forward = random_tokens(50, seed=1), engine._forward
+    prompt, forward = random_tokens(50, seed=1), engine.runner.forward
 
     def collect(plan):
         if thread:
@@ -403,7 +403,7 @@ def test_a_dropped_stream_is_cancelled_between_two_steps(thread, monkeypatch):
     cycle.append(cycle)
     del stream, cycle
     assert not request.closed
-    monkeypatch.setattr(engine, "_forward", collect)
+    monkeypatch.setattr(engine.runner, "forward", collect)
     result = engine.generate([prompt], greedy(6))[0]
     assert result.generated_tokens == greedy_tokens(model, prompt, 6)
     assert request.closed and request.result().finish_reason == "cancelled"

@@ -27,7 +27,7 @@ from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics import COUNTERS
 from megatron_hybrid.inference.request import RequestStatus
-from megatron_hybrid.inference.sampling import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.offload import disk_store, offload
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.offload.page_mover import Arrival

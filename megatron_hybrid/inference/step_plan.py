@@ -1,0 +1,91 @@
+"""One step as plain data: all that a runner needs, and what it gives back.
+
+No tensor and no request: a plan can be pickled, compared and sent to another process.
+"""
+
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from megatron_hybrid.inference.sampling_params import Draw, Sampled
+
+
+@dataclass
+class Save:
+    """A state to be saved."""
+
+    position: int
+    """Tokens that it has seen."""
+    pages: np.ndarray
+    """int32 [checkpoint_pages]."""
+
+
+@dataclass
+class Work:
+    """Tokens [start, end) of one request, to be run in one step."""
+
+    request_id: int
+    slot: int
+    start: int
+    tokens: np.ndarray
+    """int32 [end - start]."""
+    shared_tokens: int
+    """KV of full attention is written from this position on."""
+    tables: list[np.ndarray]
+    """Block tables, int32 [blocks, pages per block]: of full attention, then each local group. One
+    that changes is another array."""
+    num_logits: int = 0
+    """Last rows whose logits are wanted: 0, 1, or all to score the prompt."""
+    draws: dict[int, Draw] = field(default_factory=dict)
+    """From the last row, by request id: for the request, and for samples to be forked from it."""
+    scored: list[int] = field(default_factory=list)
+    """Prompt tokens that want a log-probability."""
+    first_scored: int = 0
+    """Position of the first of them; the row before it predicts it."""
+    saves: list[Save] = field(default_factory=list)
+    """In (start, end], ascending."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass
+class Ready:
+    """A request whose prompt needs no forward: its last hidden state came with a checkpoint."""
+
+    request_id: int
+    slot: int
+    draws: dict[int, Draw]
+
+
+@dataclass
+class StepPlan:
+    """One step, in batch order."""
+
+    number: int = 0
+    work: list[Work] = field(default_factory=list)
+    ready: list[Ready] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.work or self.ready)
+
+    def tokens_digest(self) -> int:
+        """Of the tokens that the step computes; the same in every process."""
+        digest = 0
+        for work in self.work:
+            digest = crc32(work.tokens, digest)
+        return digest
+
+
+@dataclass
+class StepResult:
+    """What came of a plan."""
+
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    """By request id."""
+    prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
+    """Of `Work.scored`, by request id."""
+    unsaved: set[tuple[int, int]] = field(default_factory=set)
+    """(request id, position) of saves for which memory was short."""

@@ -1,0 +1,247 @@
+"""Which tokens of which requests run next: tables of requests and plans, without any model."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.request import Request, RequestStatus
+from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
+from megatron_hybrid.inference.scheduler import Scheduler
+from megatron_hybrid.inference.step_plan import StepPlan, StepResult
+
+BLOCK = 16
+SPEC = CacheSpec(BLOCK, (KVGroup(1, 64),), state_bytes=2048, hidden_bytes=256)
+
+
+class RecordingMemory:
+    """Notes what it is told to move."""
+
+    slot_bytes = SPEC.state_bytes + SPEC.hidden_bytes
+
+    def __init__(self):
+        self.moves = []
+
+    def __getattr__(self, name):
+        def move(*arguments, **named):
+            self.moves.append((name, *arguments))
+            return Parked(arguments[2]) if name == "park" else None
+
+        return move
+
+
+class Parked:
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
+
+
+class NoTiers:
+    tiers = ()
+
+    def poll(self) -> None:
+        pass
+
+
+def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
+    cache = PrefixCache(SPEC, num_pages)
+    return Scheduler(cache, RecordingMemory(), NoTiers(), max_requests, max_tokens)
+
+
+def request(request_id: int, length: int, answer: int = 8, seed: int | None = None) -> Request:
+    """A prompt of its own, or that of `seed`."""
+    rng = np.random.default_rng(request_id if seed is None else seed)
+    tokens = np.zeros(length + answer, np.int32)
+    tokens[:length] = rng.integers(0, 1000, length)
+    params = SamplingParams(num_tokens_to_generate=answer).resolved()
+    return Request(request_id, tokens, length, params, seed=0)
+
+
+def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
+    """One step that draws token 1 everywhere; (request, start, end, whether it draws)."""
+    plan = scheduler.schedule()
+    drawn = {i: Sampled(1) for entry in (*plan.work, *plan.ready) for i in entry.draws}
+    for owner in scheduler.complete(plan, StepResult(drawn)):
+        owner.tokens[owner.num_tokens] = 1
+        owner.num_tokens += 1
+        if owner.num_generated == owner.params.num_tokens_to_generate:
+            owner.mark_answered("length")
+            scheduler.finish(owner)
+    scheduler.cache.check_integrity()
+    return [(work.request_id, work.start, work.end, bool(work.draws)) for work in plan.work] + [
+        (ready.request_id, -1, -1, True) for ready in plan.ready
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "plans"),
+    [
+        ([], {}, [[]]),
+        ([10], {}, [[(0, 0, 10, True)], [(0, 10, 11, True)]]),
+        # A prompt longer than the budget is cut; the next one gets what is left.
+        (
+            [100, 30],
+            {},
+            [
+                [(0, 0, 64, False)],
+                [(0, 64, 100, True), (1, 0, 28, False)],
+                [(0, 100, 101, True), (1, 28, 30, True)],
+                [(0, 101, 102, True), (1, 30, 31, True)],
+            ],
+        ),
+        # First come, first served, as many as there are slots.
+        (
+            [10, 10, 10],
+            {"max_requests": 2},
+            [[(0, 0, 10, True), (1, 0, 10, True)], [(0, 10, 11, True), (1, 10, 11, True)]],
+        ),
+        # Decodes come before prefills, and their budget is taken first.
+        (
+            [4, 20],
+            {"max_tokens": 8},
+            [
+                [(0, 0, 4, True), (1, 0, 4, False)],
+                [(0, 4, 5, True), (1, 4, 11, False)],
+                [(0, 5, 6, True), (1, 11, 18, False)],
+            ],
+        ),
+    ],
+)
+def test_plans(lengths, sizes, plans):
+    each = scheduler(**sizes)
+    for request_id, length in enumerate(lengths):
+        each.add(request(request_id, length))
+    assert [run(each) for _ in plans] == plans
+
+
+def test_an_answer_of_full_length_runs_once_more_for_its_state():
+    each, one = scheduler(), request(0, 10, answer=2)
+    each.add(one)
+    assert [run(each) for _ in range(4)] == [
+        [(0, 0, 10, True)],
+        [(0, 10, 11, True)],
+        [(0, 11, 12, False)],
+        [],
+    ]
+    assert one.status is RequestStatus.FINISHED and not each.has_work
+    # A prompt that goes on from there starts behind it.
+    next_turn = request(1, 20)
+    next_turn.tokens[:12] = one.tokens[:12]
+    each.add(next_turn)
+    assert run(each) == [(1, 12, 20, True)]
+    assert next_turn.report.skipped_tokens == 12
+
+
+def test_a_prompt_that_is_cached_whole_needs_no_forward():
+    each = scheduler()
+    each.add(request(0, 20, answer=1))
+    while each.has_work:
+        run(each)
+    each.memory.moves.clear()
+    each.add(request(1, 20, seed=0))
+    assert run(each) == [(1, -1, -1, True)]
+    assert [move[0] for move in each.memory.moves] == ["load_checkpoint", "copy_pages"]
+    assert run(each) == [(1, 20, 21, True)]
+
+
+def test_an_equal_prompt_waits_for_the_prefill_of_the_first():
+    each = scheduler()
+    each.add(request(0, 100))
+    each.add(request(1, 100, seed=0))
+    assert run(each) == [(0, 0, 64, False)]
+    assert run(each) == [(0, 64, 100, True)]
+    assert run(each) == [(0, 100, 101, True), (1, -1, -1, True)]
+
+
+def test_samples_are_drawn_with_the_first_and_forked_from_it():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0), request(2, 20, seed=0)]
+    each.add(one)
+    plan = each.schedule()
+    assert list(plan.work[0].draws) == [0, 1, 2]
+    owners = each.complete(plan, StepResult({i: Sampled(1) for i in range(3)}))
+    assert [owner.request_id for owner in owners] == [0, 1, 2]
+    assert [move[0] for move in each.memory.moves].count("copy_slot") == 2
+
+
+def test_nothing_is_visible_before_the_step_is_completed():
+    each, one = scheduler(), request(0, 40)
+    each.add(one)
+    plan = each.schedule()
+    assert [save.position for save in plan.work[0].saves]
+    assert each.cache.match(one.tokens[:40]).shared_tokens == 0
+    each.complete(plan, StepResult({0: Sampled(1)}))
+    assert each.cache.match(one.tokens[:40]).skipped_tokens == 40
+
+
+def test_a_state_that_was_not_saved_is_not_found():
+    each, one = scheduler(), request(0, 40)
+    each.add(one)
+    plan = each.schedule()
+    unsaved = {(0, save.position) for save in plan.work[0].saves}
+    each.complete(plan, StepResult({0: Sampled(1)}, unsaved=unsaved))
+    match = each.cache.match(one.tokens[:40])
+    assert (match.shared_tokens, match.skipped_tokens) == (40, 0)
+    assert one.report.checkpoints_skipped == len(unsaved)
+
+
+def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
+    each = scheduler(num_pages=10)
+    requests = [request(i, 30, answer=40) for i in range(3)]
+    for one in requests:
+        each.add(one)
+    parked = None
+    while each.num_preemptions == 0:
+        run(each)
+    parked = next(one for one in requests if one.parked)
+    done = parked.num_computed
+    assert parked.status is RequestStatus.WAITING and parked is requests[-1]
+    while parked.status is RequestStatus.WAITING:
+        plan = run(each)
+    assert (parked.request_id, done, done + 1, True) in plan
+    assert "unpark" in [move[0] for move in each.memory.moves]
+
+
+def test_a_failed_step_leaves_all_requests_in_line():
+    each = scheduler()
+    requests = [request(i, 30) for i in range(2)]
+    for one in requests:
+        each.add(one)
+    each.schedule()
+    each.abort()
+    assert list(each.waiting) == requests and not each.running
+    assert len(each.free_slots) == 4 and not each.cache.allocator.ref_counts.any()
+    assert run(each) == [(0, 0, 30, True), (1, 0, 30, True)]
+
+
+def test_only_the_last_plan_is_completed():
+    each = scheduler()
+    each.add(request(0, 100))
+    first = each.schedule()
+    each.complete(first, StepResult())
+    each.schedule()
+    with pytest.raises(ValueError, match="plan 1 is completed, and 2 was the last"):
+        each.complete(first, StepResult())
+
+
+def test_a_plan_is_plain_data():
+    each = scheduler()
+    each.add(request(0, 40))
+    plan = each.schedule()
+    again = pickle.loads(pickle.dumps(plan))
+    assert isinstance(again, StepPlan) and repr(again) == repr(plan)
+    assert again.tokens_digest() == plan.tokens_digest()
+
+
+def test_it_imports_no_torch():
+    """Nor what touches the device."""
+    code = """
+import sys
+import megatron_hybrid.inference.scheduler
+loaded = {name.removeprefix("megatron_hybrid.inference.") for name in sys.modules}
+assert not loaded & {"torch", "megatron", "memory", "context", "model_runner"}, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
