@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
-    from megatron_hybrid.inference.output import RequestOutput
-    from megatron_hybrid.inference.request import GenerationResult, Request
+    from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -56,7 +55,7 @@ _MODULES = {
     "PrefixReport": "cache.report",
     "Request": "inference.request",
     "SamplingParams": "inference.sampling_params",
-    "RequestOutput": "inference.output",
+    "RequestOutput": "inference.request",
     "build_hybrid_model": "models.hybrid_model",
     "load_pretrained": "checkpoints.pretrained",
     "save_checkpoint": "checkpoints.checkpoint",

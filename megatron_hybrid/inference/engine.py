@@ -27,9 +27,14 @@ from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
-from megatron_hybrid.inference.output import OutputProcessor, RequestOutput
+from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
-from megatron_hybrid.inference.request import GenerationResult, Request, recompute_reason
+from megatron_hybrid.inference.request import (
+    GenerationResult,
+    Request,
+    RequestOutput,
+    recompute_reason,
+)
 from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler

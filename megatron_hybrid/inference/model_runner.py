@@ -1,5 +1,8 @@
 """ModelRunner: executes plans on the device."""
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,7 +11,7 @@ from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.sampling import log_probs_of, sample, top_log_probs
 from megatron_hybrid.inference.sampling_params import Draw, Sampled
-from megatron_hybrid.inference.step_plan import StepPlan, StepResult
+from megatron_hybrid.inference.step_plan import Restore, StepPlan, StepResult
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
@@ -28,11 +31,31 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Live slots and pages that the plan reads must be in place."""
-        logits_nV = self.forward(plan)
-        result = StepResult(self.sample(plan, logits_nV), self.score(plan, logits_nV))
-        self._save(plan, result)
+        """Restores, then a forward, then draws, then saves."""
+        result = StepResult()
+        for restore in plan.restores:
+            with optional_work(partial(_note, result.unrestored, restore.request_id)):
+                self._restore(restore)
+        if result.unrestored:
+            plan = replace(
+                plan,
+                work=[work for work in plan.work if work.request_id not in result.unrestored],
+                ready=[ready for ready in plan.ready if ready.request_id not in result.unrestored],
+            )
+        if plan:
+            logits_nV = self.forward(plan)
+            result.sampled = self.sample(plan, logits_nV)
+            result.prompt_log_probs = self.score(plan, logits_nV)
+            self._save(plan, result)
         return result
+
+    def _restore(self, restore: Restore) -> None:
+        if restore.checkpoint_pages is None:
+            self.memory.clear_slot(restore.slot)
+        else:
+            self.memory.load_checkpoint(restore.checkpoint_pages, restore.slot)
+        if len(restore.sources):
+            self.memory.copy_pages(restore.sources, restore.targets)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
@@ -87,5 +110,9 @@ class ModelRunner:
                 is_end = save.position == work.end
                 state = self.memory.slots[work.slot] if is_end else next(captured)
                 place = work.request_id, save.position
-                with optional_work(lambda error, place=place: result.unsaved.add(place)):
+                with optional_work(partial(_note, result.unsaved, place)):
                     self.memory.save_checkpoint(state, save.pages)
+
+
+def _note(failed: dict, key, error: Exception) -> None:
+    failed[key] = str(error)

@@ -1,28 +1,9 @@
 """From drawn tokens to answers: appending, scoring, stopping, text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megatron_hybrid.cache.report import PrefixReport
-from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.request import Request, RequestOutput
 from megatron_hybrid.inference.sampling_params import Sampled
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one step added to a request."""
-
-    request_id: int
-    tokens: list[int]
-    text: str
-    """New text, less what may be the beginning of a stop string or of a character: that comes
-    later. A request of `generate` gets all its text with its last output."""
-    finish_reason: str | None
-    """As in `GenerationResult`; None: it goes on."""
-    report: PrefixReport | None
-    """What was reused of the prompt; None: the request was never admitted."""
-    result: GenerationResult | None
-    """Of the last output only."""
 
 
 class OutputProcessor:
@@ -35,6 +16,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        self._growing: dict[Request, GrowingText] = {}
 
     def append(self, request: Request, sampled: Sampled) -> bool:
         """Adds a drawn token with its log-probability; whether the request is answered with it."""
@@ -64,6 +46,7 @@ class OutputProcessor:
 
     def finish(self, request: Request) -> None:
         """Fills in the text."""
+        self._growing.pop(request, None)
         if self.tokenizer is None or request.error is not None:
             return
         try:
@@ -74,7 +57,7 @@ class OutputProcessor:
     def write_text_of(self, request: Request) -> None:
         """Its outputs hold text as it grows, which costs a little for each token."""
         if self.tokenizer is not None:
-            request.growing_text = GrowingText(self.tokenizer, request.params.stop_words)
+            self._growing[request] = GrowingText(self.tokenizer, request.params.stop_words)
 
     def take(self, request: Request) -> RequestOutput:
         """What came since the last time; its stream gets it, too."""
@@ -98,10 +81,10 @@ class OutputProcessor:
         return output
 
     def _text_so_far(self, request: Request, tokens: list[int]) -> str:
-        if request.growing_text is None:
+        if request not in self._growing:
             return ""
         try:
-            return request.growing_text.add(tokens)
+            return self._growing[request].add(tokens)
         except Exception:  # of the tokenizer; the result says what it was
             return ""
 

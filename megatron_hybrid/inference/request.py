@@ -14,7 +14,6 @@ from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 
 if TYPE_CHECKING:  # they import torch, and the scheduler does not
     from megatron_hybrid.inference.memory import ParkedRequest
-    from megatron_hybrid.inference.output import GrowingText, RequestOutput
     from megatron_hybrid.offload.offload import Fetch
 
 _WIDTH = 80
@@ -78,6 +77,23 @@ class GenerationResult:
         return [self, *self.other_samples]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request."""
+
+    request_id: int
+    tokens: list[int]
+    text: str
+    """New text, less what may be the beginning of a stop string or of a character: that comes
+    later. A request of `generate` gets all its text with its last output."""
+    finish_reason: str | None
+    """As in `GenerationResult`; None: it goes on."""
+    report: PrefixReport | None
+    """What was reused of the prompt; None: the request was never admitted."""
+    result: GenerationResult | None
+    """Of the last output only."""
+
+
 @dataclass(eq=False)
 class Request:
     """The engine's record of one request. Callers get it from `add_request` as their handle.
@@ -122,7 +138,6 @@ class Request:
     generated_text: str | None = None
     num_tokens_out: int = 0  # in its outputs so far
     num_chars_out: int = 0
-    growing_text: "GrowingText | None" = None  # None: its text comes with its last output
     unread: "deque[RequestOutput] | None" = None  # of its stream
     added_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None

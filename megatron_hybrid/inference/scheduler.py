@@ -21,7 +21,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Draw
-from megatron_hybrid.inference.step_plan import Ready, Save, StepPlan, StepResult, Work
+from megatron_hybrid.inference.step_plan import Ready, Restore, Save, StepPlan, StepResult, Work
 
 if TYPE_CHECKING:  # they import torch, and this module does not
     from megatron_hybrid.inference.memory import ParkedRequest
@@ -36,10 +36,8 @@ class DeviceMemory(Protocol):
 
     slot_bytes: int
 
-    def clear_slot(self, slot: int) -> None: ...
     def copy_slot(self, source: int, target: int) -> None: ...
     def save_slot(self, slot: int, pages: np.ndarray) -> None: ...
-    def load_checkpoint(self, pages: np.ndarray, slot: int) -> None: ...
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
     def park(
         self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
@@ -89,6 +87,15 @@ class _Chunk:
         return work
 
 
+def _copies(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
+    """Pages to be copied for a new lease, and where to, int32 [n] each."""
+    nothing = np.empty(0, np.int32)
+    return (
+        np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
+        np.concatenate([nothing, *(copy.dst_pages for copy in lease.copies)]),
+    )
+
+
 def _draws(request: Request) -> dict[int, Draw]:
     """For a request and the samples that will be forked from it."""
     return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
@@ -100,6 +107,7 @@ class _Draft:
 
     chunks: list[_Chunk] = field(default_factory=list)
     ready: list[Request] = field(default_factory=list)
+    restores: dict[Request, Restore] = field(default_factory=dict)
     num_tokens: int = 0
 
     def add(self, chunk: _Chunk) -> None:
@@ -111,6 +119,7 @@ class _Draft:
         self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]
+        self.restores.pop(request, None)
 
 
 class Scheduler:
@@ -118,7 +127,8 @@ class Scheduler:
 
     Args:
         cache: decides what is shared and kept.
-        memory: told which bytes to move before a step and after it.
+        memory: told which bytes to move between two steps: of forks, of requests that lose their
+            place and come back, and of states behind answers.
         offload: fetches from the memories below the pool.
         max_requests: live slots.
         max_tokens: tokens of one forward pass.
@@ -159,8 +169,7 @@ class Scheduler:
     # The policy --------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans one step. Live slots and copied pages of newly admitted requests are in place when
-        it returns. An empty plan means that there is nothing to do."""
+        """Plans one step. An empty plan means that there is nothing to do."""
         draft = _Draft()
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
@@ -186,7 +195,8 @@ class Scheduler:
         self._draft = draft
         self._num_plans += 1
         ready = [Ready(r.request_id, r.slot, _draws(r)) for r in draft.ready]
-        return StepPlan(self._num_plans, [chunk.work() for chunk in draft.chunks], ready)
+        work = [chunk.work() for chunk in draft.chunks]
+        return StepPlan(self._num_plans, list(draft.restores.values()), work, ready)
 
     def _budget(self, draft: _Draft) -> int:
         return self.max_tokens - draft.num_tokens
@@ -226,11 +236,12 @@ class Scheduler:
         while not self.cache.extend(request.lease, end):
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
+            is_there = victim not in draft.restores
             draft.drop(victim)
             if closing:
                 self._retire(victim)  # answered: it only wants its last state kept
             else:
-                self._preempt(victim)
+                self._preempt(victim, is_there)
             if victim is request:
                 return False
         return True
@@ -274,13 +285,9 @@ class Scheduler:
             request.fetch = None
         del self.waiting[request]
         self._start(request, lease)
-        if lease.checkpoint_pages is not None:
-            request.lacks_memory = True  # if this fails it is computed the next time
-            self.memory.load_checkpoint(lease.checkpoint_pages, request.slot)
-            request.lacks_memory = False
-        else:
-            self.memory.clear_slot(request.slot)
-        self._run_copies(request)
+        draft.restores[request] = Restore(
+            request.request_id, request.slot, lease.checkpoint_pages, *_copies(lease)
+        )
         request.num_computed = lease.skipped_tokens
         if request.num_computed == request.num_tokens:
             request.status = RequestStatus.DECODE
@@ -300,15 +307,6 @@ class Scheduler:
             request.report = lease.report
         else:
             lease.report = request.report  # it comes again: what it was told at first goes on
-
-    def _run_copies(self, request: Request) -> None:
-        lease = request.lease
-        if lease.copies:
-            self.memory.copy_pages(
-                np.concatenate([copy.src_pages for copy in lease.copies]),
-                np.concatenate([copy.dst_pages for copy in lease.copies]),
-            )
-        self.cache.restored(lease)
 
     # Fetching ----------------------------------------------------------------------------------
 
@@ -398,6 +396,7 @@ class Scheduler:
         draft, self._draft = self._draft, _Draft()
         if plan.number != self._num_plans:
             raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
+        self._note_restored(draft, result)
         self.num_forward_tokens += draft.num_tokens
         for chunk in draft.chunks:
             request = chunk.request
@@ -426,6 +425,20 @@ class Scheduler:
                 owners += (request, *self.fork(request))
         return owners
 
+    def _note_restored(self, draft: _Draft, result: StepResult) -> None:
+        """Unpins what was restored from. A request that could not be, for want of memory, is
+        computed later; alone, whoever runs the step is told."""
+        for request in list(draft.restores):
+            if request.request_id not in result.unrestored:
+                self.cache.restored(request.lease)
+                continue
+            request.lacks_memory = True
+            if len(self.running) == 1:
+                raise MemoryError(result.unrestored[request.request_id])
+            draft.drop(request)
+            self._end_lease(request)
+            self._requeue(request)
+
     def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
         """Around what saves a state: without memory it is not saved, and counted."""
         return optional_work(lambda error: self.cache.decline(lease, [position]))
@@ -452,7 +465,10 @@ class Scheduler:
                     queued.append(sibling)
                     continue
                 self._start(sibling, lease)
-                self._run_copies(sibling)
+                sources, targets = _copies(lease)
+                if len(sources):
+                    self.memory.copy_pages(sources, targets)
+                self.cache.restored(lease)
                 self.memory.copy_slot(request.slot, sibling.slot)
                 sibling.num_computed = request.num_computed
                 sibling.status = RequestStatus.DECODE
@@ -567,12 +583,13 @@ class Scheduler:
 
     # Preemption --------------------------------------------------------------------------------
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, is_there: bool) -> None:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
-        goes on where it was. Without memory for them it starts from what is cached."""
+        goes on where it was. Without memory for them, or where they are not there yet, it starts
+        from what is cached."""
         self.num_preemptions += 1
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
-        if 0 < request.num_computed < request.num_tokens:
+        if is_there and 0 < request.num_computed < request.num_tokens:
             with optional_work(lambda error: None):
                 request.parked = self.memory.park(
                     request.lease.block_table,

@@ -22,6 +22,20 @@ class Save:
 
 
 @dataclass
+class Restore:
+    """What a newly admitted request starts from; its sources stay pinned until it is there."""
+
+    request_id: int
+    slot: int
+    checkpoint_pages: np.ndarray | None
+    """int32 [checkpoint_pages]; None: the live slot starts from zeros."""
+    sources: np.ndarray
+    """int32 [n]: pages of blocks that are shared in part."""
+    targets: np.ndarray
+    """int32 [n]: the request's own, to which they are copied."""
+
+
+@dataclass
 class Work:
     """Tokens [start, end) of one request, to be run in one step."""
 
@@ -65,6 +79,8 @@ class StepPlan:
     """One step, in batch order."""
 
     number: int = 0
+    restores: list[Restore] = field(default_factory=list)
+    """To be executed before the forward."""
     work: list[Work] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
 
@@ -85,7 +101,9 @@ class StepResult:
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
     """By request id."""
+    unrestored: dict[int, str] = field(default_factory=dict)
+    """Requests that lacked the memory for what they start from, which were left out, and why."""
     prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
     """Of `Work.scored`, by request id."""
-    unsaved: set[tuple[int, int]] = field(default_factory=set)
-    """(request id, position) of saves for which memory was short."""
+    unsaved: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Saves, by request id and position, for which memory was short, and why."""

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from megatron_hybrid.inference.exclusive import EngineBusyError
-from megatron_hybrid.inference.output import RequestOutput
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.request import Request, RequestOutput
 
 
 class Stream(Iterator[RequestOutput]):

@@ -140,10 +140,8 @@ def test_a_prompt_that_is_cached_whole_needs_no_forward():
     each.add(request(0, 20, answer=1))
     while each.has_work:
         run(each)
-    each.memory.moves.clear()
     each.add(request(1, 20, seed=0))
     assert run(each) == [(1, -1, -1, True)]
-    assert [move[0] for move in each.memory.moves] == ["load_checkpoint", "copy_pages"]
     assert run(each) == [(1, 20, 21, True)]
 
 
@@ -181,11 +179,63 @@ def test_a_state_that_was_not_saved_is_not_found():
     each, one = scheduler(), request(0, 40)
     each.add(one)
     plan = each.schedule()
-    unsaved = {(0, save.position) for save in plan.work[0].saves}
+    unsaved = {(0, save.position): "" for save in plan.work[0].saves}
     each.complete(plan, StepResult({0: Sampled(1)}, unsaved=unsaved))
     match = each.cache.match(one.tokens[:40])
     assert (match.shared_tokens, match.skipped_tokens) == (40, 0)
     assert one.report.checkpoints_skipped == len(unsaved)
+
+
+def cached(length: int) -> Scheduler:
+    """One that has answered a prompt, with states at its end and behind the answer."""
+    each = scheduler()
+    each.add(request(0, length, answer=1))
+    while each.has_work:
+        run(each)
+    return each
+
+
+def test_what_a_plan_loads_and_copies_is_pinned_until_it_has_run():
+    each, one = cached(20), request(1, 30)
+    one.tokens[:20] = request(0, 20).tokens[:20]
+    each.add(one)
+    plan = each.schedule()
+    (restore,) = plan.restores
+    assert (restore.request_id, restore.slot) == (1, one.slot)
+    sources = np.concatenate([restore.checkpoint_pages, restore.sources])
+    assert len(restore.sources) == len(restore.targets) == 1
+    assert restore.targets[0] in one.lease.block_table
+    assert (each.cache.allocator.ref_counts[sources] == 1).all()
+    each.complete(plan, StepResult({1: Sampled(1)}))
+    assert (each.cache.allocator.ref_counts[sources] == 0).all()
+    each.cache.check_integrity()
+
+
+def test_a_request_that_lacks_memory_to_restore_is_computed_while_others_run():
+    each, one, other = cached(20), request(1, 30), request(2, 10)
+    one.tokens[:20] = request(0, 20).tokens[:20]
+    each.add(other)
+    run(each)
+    each.add(one)
+    plan = each.schedule()
+    assert [(work.request_id, work.start) for work in plan.work] == [(2, 10), (1, 20)]
+    owners = each.complete(plan, StepResult({2: Sampled(1)}, unrestored={1: "no memory"}))
+    assert owners == [other] and list(each.waiting) == [one] and one.lease is None
+    plan = each.schedule()
+    assert [(work.request_id, work.start) for work in plan.work if work.request_id == 1] == [(1, 0)]
+    each.complete(plan, StepResult())
+    each.cache.check_integrity()
+
+
+def test_a_request_that_lacks_memory_when_alone_fails_its_step():
+    each, one = cached(20), request(1, 20, seed=0)
+    each.add(one)
+    plan = each.schedule()
+    with pytest.raises(MemoryError, match="no memory"):
+        each.complete(plan, StepResult(unrestored={1: "no memory"}))
+    each.abort()
+    assert list(each.waiting) == [one]
+    assert run(each) == [(1, 0, 20, True)]
 
 
 def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
