@@ -35,7 +35,13 @@ from megatron_hybrid.inference.request import (
     RequestOutput,
     recompute_reason,
 )
-from megatron_hybrid.inference.request_builder import Intake, Prompt, check_salt, is_chat, spread
+from megatron_hybrid.inference.request_builder import (
+    Prompt,
+    RequestBuilder,
+    check_salt,
+    is_chat,
+    spread,
+)
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream
@@ -152,7 +158,9 @@ class DynamicInferenceEngine:
             self.scheduler = Scheduler(
                 self.cache, self.memory, self.offload, config.max_requests, config.max_tokens
             )
-            self.intake = Intake(config, self.cache, tokenizer, model.config.vocab_size)
+            self.request_builder = RequestBuilder(
+                config, self.cache, tokenizer, model.config.vocab_size
+            )
             self.output = OutputProcessor(tokenizer)
         except BaseException:
             if disk is not None:
@@ -195,7 +203,7 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
-        samples = self.intake.build(prompt, params, salt, cache_breakpoints, n)
+        samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n)
         for request in samples:
             self.output.write_text_of(request)
         self.scheduler.add(samples[0])
@@ -340,7 +348,7 @@ class DynamicInferenceEngine:
             ),
             spread(n, count, "n", is_int),
         )
-        groups = self.intake.build_all(per_prompt)
+        groups = self.request_builder.build_all(per_prompt)
         requests = [request for group in groups for request in group]
         try:
             for group in groups:
@@ -377,7 +385,7 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
-        (request,) = self.intake.build(prompt, params, salt, cache_breakpoints, n=1)
+        (request,) = self.request_builder.build(prompt, params, salt, cache_breakpoints, n=1)
         self.output.write_text_of(request)
         request.unread = deque()
         self.scheduler.add(request)
@@ -410,7 +418,7 @@ class DynamicInferenceEngine:
             raise TypeError(
                 f"request must be what add_request returned, got {type(request).__name__}"
             )
-        if request.origin is not self.intake:
+        if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
         with ExitStack() as ends:  # all of them, whatever one raises
             for sample_ in reversed(request.samples or [request]):
@@ -554,8 +562,8 @@ class DynamicInferenceEngine:
                 or salt.
         """
         check_salt(salt)
-        params = self.intake.check_params(params)
-        tokens = self.intake.tokens_of(prompt, params)
+        params = self.request_builder.check_params(params)
+        tokens = self.request_builder.tokens_of(prompt, params)
         reason = recompute_reason(params)
         explanation = self.cache.explain(tokens, salt, recompute_reason=reason)
         if reason is not None:

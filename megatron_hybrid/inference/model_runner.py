@@ -42,7 +42,7 @@ class ModelRunner:
                 work=[work for work in plan.work if work.request_id not in result.unrestored],
                 ready=[ready for ready in plan.ready if ready.request_id not in result.unrestored],
             )
-        if plan:
+        if plan.work or plan.ready:
             logits_nV = self.forward(plan)
             result.sampled = self.sample(plan, logits_nV)
             result.prompt_log_probs = self.score(plan, logits_nV)

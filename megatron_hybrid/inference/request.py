@@ -112,7 +112,7 @@ class Request:
     message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     sample_index: int = 0
-    origin: object = None  # the `Intake` of the engine that it was added to
+    origin: object = None  # the `RequestBuilder` of the engine that it was added to
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0

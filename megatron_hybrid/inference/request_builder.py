@@ -21,7 +21,7 @@ NO_TOKEN = -1
 """A `termination_id` that never comes, as in megatron-core."""
 
 
-class Intake:
+class RequestBuilder:
     """Turns a caller's arguments into requests, or into one clear error.
 
     Args:

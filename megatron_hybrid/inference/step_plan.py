@@ -85,7 +85,7 @@ class StepPlan:
     ready: list[Ready] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.work or self.ready)
+        return bool(self.restores or self.work or self.ready)
 
     def tokens_digest(self) -> int:
         """Of the tokens that the step computes; the same in every process."""

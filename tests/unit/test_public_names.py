@@ -30,7 +30,7 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'megatron_hybrid' has no attribute 'Engine'"):
         megatron_hybrid.Engine  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'Engine'"):
-        from megatron_hybrid import Engine  # noqa: F401
+        pass
 
 
 @pytest.mark.parametrize(
