@@ -151,11 +151,11 @@ class Evictor:
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
         """Evict until num_pages pages are free; whether they are.
 
-        below: drop only what has a lesser key. force: when all that is left is pinned by a lease,
-        take even that out of the index (the lease keeps its pages): it may be the only way to
-        what lies under it.
+        below: evict only items of a lesser key. force: when only items pinned by leases are left,
+        take these out of the index, too (the leases keep their pages): unpinned pages may lie
+        beneath them.
         """
-        # Whatever else makes an item droppable enters it anew where it happens.
+        # All other changes that make an item evictable add it to its heap where they happen.
         for item in self._pinned.unpin():
             self.add(item)
         while self._allocator.num_free < num_pages:
@@ -217,8 +217,8 @@ class Evictor:
 
     def refresh(self, most: int) -> None:
         """Compute the next `most` values of each of these heaps anew, in rotation."""
-        for queue in self._valued:
-            queue.refresh(most)
+        for heap in self._valued:
+            heap.refresh(most)
 
     def clear(self) -> None:
         """The index was cleared."""

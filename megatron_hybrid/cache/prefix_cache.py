@@ -378,7 +378,7 @@ class PrefixCache:
 
     @rolled_back
     def _flush(self, lease: Lease, before: int) -> None:
-        """What is done becomes visible. before: what was done before."""
+        """Make the computed tokens visible. before: tokens that were computed before."""
         size = self.spec.block_size_tokens
         if lease.done and self.mode != "off":
             self._publish_tokens(lease, lease.done)
@@ -635,7 +635,7 @@ class PrefixCache:
             self._recover()
 
     def _recover(self) -> None:
-        """An operation broke off: count anew what is held, and queue anew what can go."""
+        """An operation broke off: recount the holders of all pages, and refill the heaps."""
         self.allocator.recount(self._num_holders(), self._index.num_holders())
         self._index.recover()
         for checkpoint in self._index.checkpoints():

@@ -11,10 +11,10 @@ FIRST_AGE = 8
 """Requests from the last use of a checkpoint to the first visit; the next ones come as its age
 doubles."""
 _AT_ONCE = 2048
-"""Groups of those that were used last by one request, of which those are let go of at a time."""
+"""Groups (checkpoints of one last use) that one call of `compact` looks at."""
 _GONE = 64
-"""Entries of what was used again since, or is forgotten, beyond a quarter of the others, before
-they are let go of."""
+"""Stale entries (of checkpoints that were used again since, or are forgotten) beyond a quarter of
+the others, from which on they are dropped."""
 
 
 class ExposureClock:

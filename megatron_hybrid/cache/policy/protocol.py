@@ -152,8 +152,8 @@ class Policy(Protocol):
         return None if self.spec.needs_state else 0.0
 
     def equal_start(self, edge: Edge, start: int) -> int:
-        """How far back, `start` at most, the blocks at a leaf's end are worth no more than the last
-        one: so far they may go at once."""
+        """How far back the blocks at a leaf's end are worth no more than the last one: they may be
+        dropped at once. From `start` to where the last block begins."""
         return start
 
     def victim(self, evictable: Evictable) -> tuple[Edge | Checkpoint, Key] | None:

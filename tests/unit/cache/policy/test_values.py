@@ -1,0 +1,300 @@
+"""What states and tails are worth: work, pages and uses, counted by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from valued_edges import (
+    FREE,
+    FULL,
+    HYBRID,
+    PURE,
+    STATE_ONLY,
+    Rates,
+    edge,
+    tail_key,
+)
+
+from megatron_hybrid.cache.index.tree import Checkpoint, Kind
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy.values import (
+    checkpoint_value,
+    equal_start,
+    exclusive_tokens,
+    kv_is_held,
+    kv_pages,
+    own_rate,
+    rebuild_work,
+    value_per_page,
+)
+
+
+@pytest.mark.parametrize(
+    ("above", "on_edge", "position", "expected"),
+    [
+        ((), (80,), 80, 80),
+        ((20,), (80,), 80, 60),
+        ((20,), (60, 80, 90), 80, 20),
+        ((20,), (80, 90), 90, 10),
+    ],
+)
+def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
+    lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
+    checkpoint = lower.checkpoints[position]
+    assert rebuild_work(checkpoint, checkpoint.below(), HYBRID) == expected
+    assert rebuild_work(checkpoint, checkpoint.below(), replace(HYBRID, state_bytes=0)) == 1
+
+
+def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
+    """A token with a context of one parity costs twice as much as one without."""
+    spec = replace(HYBRID, attention_parity=100.0)
+    lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
+    first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
+    works = [rebuild_work(checkpoint, checkpoint.below(), spec) for checkpoint in (first, second)]
+    each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
+    assert works == pytest.approx(each_token)
+    assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
+    assert [
+        rebuild_work(checkpoint, checkpoint.below(), HYBRID) for checkpoint in (first, second)
+    ] == [100, 100]
+
+
+def test_exclusive_tokens():
+    """(0, 50] with a state at 20, beneath it (50, 100] and (50, 200]."""
+    upper = edge(0, 50, (20,))
+    left = edge(50, 100, (60, 90), parent=upper)
+    assert exclusive(left.checkpoints[90]) == 30
+    right = edge(50, 200, (150,), parent=upper)
+    assert exclusive(right.checkpoints[150]) == 100  # back to the fork
+    assert exclusive(left.checkpoints[90]) == 30
+
+
+def exclusive(checkpoint):
+    return exclusive_tokens(checkpoint, checkpoint.below())
+
+
+def test_no_kv_goes_with_a_state_above_another():
+    """(0, 50] with a state at 20, beneath it (50, 100] with two."""
+    upper = edge(0, 50, (20,))
+    left = edge(50, 100, (60, 90), parent=upper)
+    states = [upper.checkpoints[20], left.checkpoints[60], left.checkpoints[90]]
+    values = [checkpoint_value(state, HYBRID, Rates(), FREE) for state in states]
+    assert values == [20 / 2, 40 / 2, 30 / (2 + 1)]  # 30 tokens: a page, rounded down
+
+
+def test_exclusive_tokens_reach_over_a_fork_without_another_state():
+    upper = edge(0, 50)
+    edge(50, 100, parent=upper)  # known, or KV that goes first
+    right = edge(50, 200, (150,), parent=upper)
+    assert exclusive(right.checkpoints[150]) == 150
+    middle = edge(0, 30)
+    lower = edge(30, 60, (), parent=middle)
+    tip = edge(60, 90, (80,), parent=lower)
+    assert exclusive(tip.checkpoints[80]) == 80
+
+
+def test_exclusive_tokens_reach_up_to_a_state_above_a_fork():
+    upper = edge(0, 50, (20,))
+    edge(50, 100, parent=upper)
+    right = edge(50, 200, (150,), parent=upper)
+    assert exclusive(right.checkpoints[150]) == 130
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "expected"),
+    [
+        (HYBRID, 0, 0),
+        (HYBRID, 15, 0),
+        (HYBRID, 160, 10),
+        (CacheSpec(16, (FULL, KVGroup(1, 128)), 0, 0), 40, 5),  # 2 pages a block
+        (STATE_ONLY, 160, 0),
+    ],
+)
+def test_kv_pages(spec, tokens, expected):
+    assert kv_pages(tokens, spec) == expected
+
+
+def test_unreachable_kv_goes_before_any_state():
+    kv, state = edge(0, 100), edge(0, 100, (1,))
+    kv.last_access = 10**9
+    value = checkpoint_value(state.checkpoints[1], HYBRID, Rates(), FREE)
+    assert tail_key(kv, HYBRID, Rates()) < (1, value, 0)
+
+
+def test_the_least_recent_tail_goes_first():
+    old, new = edge(0, 100), edge(0, 100)
+    old.last_access, new.last_access = 3, 4
+    for spec in (HYBRID, PURE):
+        assert tail_key(old, spec, Rates()) < tail_key(new, spec, Rates())
+        assert tail_key(old, spec, Rates()) == (0, 0.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("held_end", "watched", "rate"),
+    [
+        (100, {96: 0.5, 100: 0.25}, 0.25),  # its last block has the tokens from 96 on
+        (100, {97: 0.5, 100: 0.25}, 0.5),
+        (100, {20: 0.75, 100: 0.25}, 0.25),
+        (60, {20: 0.75, 100: 0.25}, 0.25),  # it is on the way there
+        (60, {60: 0.5, 100: 0.25}, 0.5),
+    ],
+)
+def test_where_kv_alone_resumes_a_tail_serves_those_who_go_on_from_beyond_it(
+    held_end, watched, rate
+):
+    kv, rates = edge(0, 100, held_end=held_end), Rates()
+    for position, uses in watched.items():
+        point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    assert tail_key(kv, PURE, rates) == (1, 16 * rate, 0)
+    assert tail_key(kv, HYBRID, rates) == (0, 0.0, 0)
+    far = replace(PURE, attention_parity=24)
+    mean = 16 * far.work(0, held_end) / held_end
+    assert tail_key(kv, far, rates) == pytest.approx((1, rate * mean, 0))
+
+
+def test_the_end_of_a_long_prompt_is_worth_no_more_than_all_of_it():
+    """At a parity of 24 tokens the last of six blocks took 16 x (1 + 88 / 24) = 75, all six on
+    average 48, those of a prompt of two blocks 27."""
+    far, rates = replace(PURE, attention_parity=24), Rates()
+    long, short = edge(0, 96), edge(0, 32)
+    for kv, uses in ((long, 0.5), (short, 1.0)):
+        point = kv.checkpoints[kv.end] = Checkpoint(kv, kv.end, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    per_block = [16 * np.mean([1 + (t + 0.5) / 24 for t in range(n)]) for n in (96, 32)]
+    assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * per_block[0])
+    assert tail_key(short, far, rates)[1] == pytest.approx(1.0 * per_block[1])
+    assert tail_key(long, far, rates) < tail_key(short, far, rates)
+    long.held_end = 48  # a part has gone
+    assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 24 / 24))
+
+
+def test_what_comes_before_the_fork_serves_others_too_and_does_not_count_as_all_of_a_tail():
+    far, rates = replace(PURE, attention_parity=24), Rates()
+    lower = edge(64, 96, parent=edge(0, 64))
+    point = lower.checkpoints[96] = Checkpoint(lower, 96, Kind.ANSWER_END, now=0)
+    rates.rates[point] = 0.5
+    assert tail_key(lower, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 80 / 24))
+
+
+def test_where_nobody_is_known_to_go_on_from_beyond_it_a_tail_goes_by_recency():
+    kv, rates = edge(0, 100), Rates()
+    kv.last_access = 3
+    point = kv.checkpoints[20] = Checkpoint(kv, 20, Kind.ANSWER_END, now=0)
+    rates.rates[point] = 0.75
+    assert tail_key(kv, PURE, rates) == (0, 0.0, 3)
+
+
+def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
+    rates = Rates()
+    upper = edge(0, 64, (32,))
+    left, right = edge(64, 320, (320,), upper), edge(64, 96, (96,), upper)
+    tip, short, low = left.checkpoints[320], right.checkpoints[96], upper.checkpoints[32]
+    rates.rates = {tip: 0.5, short: 0.25, low: 2.0}
+    assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 16)
+    assert checkpoint_value(short, HYBRID, rates, FREE) == 0.25 * 64 / (2 + 2)
+    assert checkpoint_value(low, HYBRID, rates, FREE) == 2.0 * 32 / 2
+    # where KV alone resumes it only spares the last token, and no KV goes with it
+    assert checkpoint_value(tip, PURE, rates, FREE) == 0.5 / 2
+    tip.local_pages = [np.zeros((3, 2), np.int32), np.zeros((1, 1), np.int32)]
+    assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 7 + 16)
+
+
+@pytest.mark.parametrize(
+    ("held", "pages"),
+    [([], 2 + 16), ([23], 2), ([0, 23], 2), ([22], 2 + 16), ([24], 2 + 16)],
+)
+@pytest.mark.parametrize("position", [320, 325])  # who resumes inside a block copies that one
+def test_kv_that_a_request_holds_does_not_go_with_a_state(position, held, pages):
+    """A state on (64, 340], whose blocks 4 to 21 are the pages 8 to 25."""
+    lower = edge(64, 340, (position,), edge(0, 64, (64,)))
+    lower._pages = np.arange(8, 26, dtype=np.int32).reshape(-1, 1)
+    ref_counts = FREE.copy()
+    ref_counts[held] = 1
+    value = checkpoint_value(lower.checkpoints[position], HYBRID, Rates(), ref_counts)
+    assert value == (position - 64) / pages
+    assert checkpoint_value(lower.parent.checkpoints[64], HYBRID, Rates(), ref_counts) == 64 / 2
+
+
+def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
+    """(0, 50] and (50, 60] with a state: who resumes there holds the three full blocks."""
+    lower = edge(50, 60, (60,), edge(0, 50))
+    lower.parent._pages = np.arange(8, 12, dtype=np.int32).reshape(-1, 1)
+    lower._pages = np.full((1, 1), 12, dtype=np.int32)
+    for held, expected in ((10, True), (9, False), (12, False)):
+        ref_counts = FREE.copy()
+        ref_counts[held] = 1
+        assert kv_is_held(lower.checkpoints[60], HYBRID, ref_counts) == expected
+
+
+@pytest.mark.parametrize(
+    ("uses", "missed", "expected"),
+    [
+        (0, None, 0.1),  # no record: as others that are covered
+        (1, 1, 0.1),
+        (300, None, 0.1),  # nothing is known of the deeper position
+        (300, 0, 0.1),  # nothing came in for it
+        (2, 1, 0.8 * 1.5 / 2.5),
+        (2, 2, 0.8 * 0.5 / 2.5),
+        (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
+        (300, 297, 0.8 * 3.5 / 300.5),
+        (300, 30, 0.8 * 270.5 / 300.5),
+    ],
+)
+def test_own_rate(uses, missed, expected):
+    on, rates = edge(0, 64, (32, 48)), Rates()
+    state, deeper = on.checkpoints[32], on.checkpoints[48] if missed is not None else None
+    on.stored.remove(48)  # it is only known
+    on.num_stored -= 1
+    rates.rates[state], rates.if_covered = 0.8, 0.125
+    state.uses = uses
+    if missed:
+        deeper.served_by, deeper.served_count = 32, missed
+    assert own_rate(state, deeper, rates) == pytest.approx(expected)
+    if missed:
+        deeper.served_by = 16  # another one did
+        assert own_rate(state, deeper, rates) == pytest.approx(0.1)
+
+
+def test_own_rate_of_a_state_that_others_cover():
+    rates = Rates()
+    upper = edge(0, 64, (32,))
+    edge(64, 80, (80,), parent=upper)
+    state, deeper = upper.checkpoints[32], Checkpoint(upper, 48, Kind.JUNCTION, now=0)
+    rates.rates[state], rates.if_covered = 0.8, 0.5
+    state.uses, deeper.served_by, deeper.served_count = 10, 32, 3
+    assert own_rate(state, deeper, rates) == pytest.approx(0.4 * 7.5 / 10.5)
+
+
+def test_value_of_nothing_held():
+    assert value_per_page(0.5, 10, 0) == 5.0
+    assert value_per_page(0.5, 10, 4) == 1.25
+
+
+@pytest.mark.parametrize(
+    ("start", "watched", "expected"),
+    [
+        (0, {100: 0.25}, 0),
+        (0, {40: 0.25, 80: 0.125, 100: 0.25}, 0),  # worth no more
+        (0, {40: 0.5, 80: 0.125, 100: 0.25}, 48),  # the block that 40 lies in stays
+        (0, {40: 0.5, 80: 0.75, 100: 0.25}, 80),
+        (64, {40: 0.5, 100: 0.25}, 64),  # no more is to go
+        (0, {96: 0.5, 100: 0.25}, 96),
+        (0, {97: 0.5, 100: 0.25}, 0),  # in the last block: that is worth as much
+        (0, {40: 0.5}, 48),  # beyond, nothing is known
+        (0, {}, 0),
+    ],
+)
+def test_of_a_tail_that_goes_at_once_no_block_is_worth_more_than_the_last(start, watched, expected):
+    kv, rates = edge(0, 100), Rates()
+    for position, uses in watched.items():
+        point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
+        rates.rates[point] = uses
+    assert equal_start(kv, start, PURE, rates) == expected
+    # each block before is worth more than the last one, each after it is not
+    if known := [uses for position, uses in watched.items() if position > 96]:
+        worth = {
+            block: max(uses for position, uses in watched.items() if position > block)
+            for block in range(start, 100, 16)
+        }
+        assert all((worth[block] > max(known)) == (block < expected) for block in worth)

@@ -1,0 +1,155 @@
+"""The lazy heap: the least key first, whatever keys do behind its back."""
+
+from megatron_hybrid.cache.lazy_heap import CLEANED_AT_ONCE, MAX_STALE, LazyHeap
+
+
+class Item:
+    def __init__(self, key):
+        self.key, self.queued = key, None
+
+
+def drain(queue):
+    items = []
+    while queue.least() is not None:
+        items.append(queue.pop())
+    return items
+
+
+class TestLazyHeap:
+    def make(self, *keys, max_risen=None):
+        queue = LazyHeap(lambda item: item.key, max_risen)
+        items = [Item(key and (0, key, 0)) for key in keys]
+        for item in items:
+            queue.add(item)
+        return queue, items
+
+    def test_least_key_first_and_first_come_among_equals(self):
+        queue, (a, b, c, d) = self.make(3.0, 1.0, 2.0, 1.0)
+        assert drain(queue) == [b, d, c, a]
+
+    def test_a_key_that_rose_is_noticed(self):
+        queue, (a, b) = self.make(1.0, 2.0)
+        a.key = (0, 3.0, 0)
+        assert drain(queue) == [b, a]
+
+    def test_a_key_that_fell_is_told(self):
+        queue, (a, b) = self.make(2.0, 1.0)
+        a.key = (0, 0.5, 0)
+        queue.changed(a)
+        assert drain(queue) == [a, b]
+
+    def test_an_item_that_is_none_any_more_is_dropped_and_may_come_back(self):
+        queue, (a, b) = self.make(1.0, 2.0)
+        a.key = None
+        assert queue.least() == (0, 2.0, 0)
+        a.key = (0, 5.0, 0)
+        queue.add(a)
+        queue.add(a)
+        assert drain(queue) == [b, a]
+
+    def test_no_key_no_entry(self):
+        queue, _ = self.make(None)
+        assert queue.least() is None
+
+    def test_refresh_finds_a_key_that_fell(self):
+        queue, (a, b, c) = self.make(2.0, 1.0, 3.0)
+        a.key, c.key = (0, 0.5, 0), None
+        assert queue.least() == (0, 1.0, 0)
+        queue.refresh(99)
+        assert len(queue) == 2
+        assert drain(queue) == [a, b]
+        assert c.queued is None
+        c.key = (0, 7.0, 0)
+        queue.add(c)
+        assert drain(queue) == [c]
+
+    def test_refresh_comes_round_to_all_a_part_at_a_time(self):
+        queue, items = self.make(*map(float, range(1, 8)))
+        looked_at = []
+        queue.key = lambda item: looked_at.append(items.index(item)) or item.key
+        for _ in range(5):
+            queue.refresh(3)
+        assert looked_at == [*range(7), *range(7), 0]
+        queue.refresh(99)
+        assert sorted(looked_at[15:]) == [*range(7)]
+
+    def test_refresh_comes_once_to_an_item_whose_key_went_and_came_back(self):
+        queue, (a, b) = self.make(2.0, 3.0)
+        a.key = (0, 0.5, 0)
+        queue.changed(a)
+        a.key = (0, 2.0, 0)
+        assert queue.least() == (0, 2.0, 0)
+        queue.refresh(99)
+        assert len(queue) == 2
+        assert drain(queue) == [a, b]
+
+    def test_refresh_does_not_bring_back_what_was_taken_out(self):
+        queue, (a, b) = self.make(2.0, 3.0)
+        a.key = (0, 0.5, 0)
+        queue.changed(a)  # its first entry stays behind
+        assert queue.least() == (0, 0.5, 0)
+        assert queue.pop() is a
+        queue.refresh(99)
+        assert len(queue) == 1
+        queue.discard(b)
+        queue.discard(b)
+        queue.refresh(99)
+        assert len(queue) == 0
+        assert drain(queue) == []
+
+    def test_entries_that_are_not_valid_any_more_do_not_pile_up(self):
+        queue, items = self.make(*map(float, range(1, 21)))
+        most = 0
+        for fall in range(1, 200):
+            for item in items[10:]:
+                item.key = (0, 100.0 - fall / 10 + items.index(item), 0)
+                queue.refresh(1)
+                most = max(most, len(queue._heap) + len(queue._old))
+        assert most <= 2 * 20 + MAX_STALE + 1
+        queue.refresh(20)
+        assert drain(queue) == items
+
+    def test_a_queue_is_cleaned_a_few_entries_at_a_time(self):
+        queue, items = self.make(*map(float, range(1, 1001)))
+        fall, steps = 0, []
+        while len(steps) < 3000:
+            fall += 1
+            item = items[fall % 1000]
+            item.key = (0, item.key[1] - 1e-6, 0)
+            before = len(queue._heap) + len(queue._old)
+            queue.changed(item)
+            steps.append(before + 1 - len(queue._heap) - len(queue._old))
+            assert queue.least() == min(item.key for item in items)
+        assert max(steps) == CLEANED_AT_ONCE  # entries that went
+        assert drain(queue) == sorted(items, key=lambda item: item.key)
+
+    def test_what_cannot_go_any_more_is_taken_out_when_it_is_told(self):
+        queue, (a, b, c) = self.make(1.0, 2.0, 3.0)
+        a.key = None
+        for item in (a, a, b):
+            queue.changed(item)
+        assert len(queue) == 2 and drain(queue) == [b, c]
+
+    def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):
+        """Nobody waits until all of them were looked at; and its key is what it has become."""
+        queue, items = self.make(*map(float, range(1, 1001)), max_risen=64)
+        looked_at = []
+        queue.key = lambda item: looked_at.append(item) or item.key
+        for item in items:
+            item.key = (0, item.key[1] + 5000, 0)
+        assert queue.least() == (0, 5065, 0)
+        assert len(looked_at) == 65
+        assert queue.pop() is items[64]
+        queue.refresh(1000)
+        assert drain(queue) == items[:64] + items[65:]
+
+    def test_without_a_bound_all_that_rose_are_looked_at(self):
+        queue, items = self.make(*map(float, range(1, 1001)))
+        for item in items:
+            item.key = (0, 5000 - item.key[1], 0)
+        assert drain(queue) == items[::-1]
+
+    def test_clear(self):
+        queue, _ = self.make(1.0, 2.0)
+        queue.clear()
+        assert queue.least() is None
