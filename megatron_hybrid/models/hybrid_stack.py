@@ -78,7 +78,8 @@ class HybridLayer(MegatronModule):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        norm, mixer = getattr(self, self.norm_name), getattr(self, self.mixer_name)
+        # Straight from the dict: an attribute that is a module takes longer than a small kernel.
+        norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
         extra = (inputs,) if mixer.takes_stack_inputs else ()
         output, bias = mixer(norm(hidden_Th), context, *extra)
         if bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -89,7 +90,7 @@ def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Append the layout's padding rows, as zeros."""
     if not layout.num_padding:
         return y_T
-    return torch.cat([y_T, y_T.new_zeros((layout.num_padding, *y_T.shape[1:]))])
+    return F.pad(y_T, (0, 0) * (y_T.dim() - 1) + (0, layout.num_padding))
 
 
 def join(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -107,6 +107,16 @@ class RaggedLayout:
         return len(self.lengths)
 
     @functools.cached_property
+    def end_positions(self) -> tuple[int, ...]:
+        """Absolute position behind each sequence's last token: R numbers."""
+        return tuple(map(sum, zip(self.start_positions, self.lengths, strict=True)))
+
+    @functools.cached_property
+    def last_end(self) -> int:
+        """The largest of `end_positions`."""
+        return max(self.end_positions)
+
+    @functools.cached_property
     def num_steps(self) -> int:
         """Leading sequences of length 1: they take the vectorised recurrent step."""
         return next((r for r, n in enumerate(self.lengths) if n > 1), len(self.lengths))

@@ -5,6 +5,8 @@ Shape suffixes: as in `ops.experts`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +17,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.mlp import activated
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel, shard
 from megatron_hybrid.ops import routed_experts
 
@@ -95,20 +98,8 @@ class Experts(nn.Module):
             self.linear_fc1.bias,
             self.linear_fc2.weight,
             self.linear_fc2.bias,
-            self._activate,
+            partial(activated, self.config),
             self.config.moe_apply_probs_on_input,
         )
         y_nh = reduce_from_tensor_model_parallel_region(y_nh, self.tp_group)
         return F.pad(y_nh, (0, 0, 0, len(hidden_Th) - len(y_nh)))
-
-    def _activate(self, x_mg: Tensor) -> Tensor:
-        """[m, g] -> [m, f]."""
-        config = self.config
-        if not config.gated_linear_unit:
-            return config.activation_func(x_mg)
-        gate_mf, x_mf = x_mg.chunk(2, -1)
-        if (limit := config.activation_func_clamp_value) is not None:
-            gate_mf, x_mf = gate_mf.clamp(max=limit), x_mf.clamp(-limit, limit)
-        if config.glu_linear_offset:
-            x_mf = x_mf + config.glu_linear_offset
-        return config.activation_func(gate_mf) * x_mf

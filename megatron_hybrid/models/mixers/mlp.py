@@ -14,6 +14,18 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
+def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
+    """What the second layer of an MLP takes: [T, 2f] -> [T, f] where it is gated, else [T, f]."""
+    if not config.gated_linear_unit:
+        return config.activation_func(x_Tg)
+    gate_Tf, x_Tf = x_Tg.chunk(2, -1)
+    if (limit := config.activation_func_clamp_value) is not None:
+        gate_Tf, x_Tf = gate_Tf.clamp(max=limit), x_Tf.clamp(-limit, limit)
+    if config.glu_linear_offset:
+        x_Tf = x_Tf + config.glu_linear_offset
+    return config.activation_func(gate_Tf) * x_Tf
+
+
 class MLPMixer(MLP, Mixer):
     """Two projections with an activation in between, gated or not.
 
@@ -52,7 +64,12 @@ class MLPMixer(MLP, Mixer):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
-        output_Th, bias = super().forward(hidden_Th)
+        if self.config.bias_activation_fusion:
+            output_Th, bias = super().forward(hidden_Th)
+        else:
+            x_Tg, bias = self.linear_fc1(hidden_Th)
+            x_Tg = x_Tg if bias is None else x_Tg + bias
+            output_Th, bias = self.linear_fc2(activated(self.config, x_Tg))
         factor = self.config.mlp_output_multiplier
         if factor != 1.0:
             output_Th, bias = output_Th * factor, None if bias is None else bias * factor

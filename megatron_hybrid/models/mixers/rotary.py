@@ -125,8 +125,7 @@ class RotaryEmbedding:
         """`cos_sin` of all rows of a call, made for the first layer and kept with the layout."""
 
         def make() -> tuple[Tensor, Tensor]:
-            end = max(map(sum, zip(layout.start_positions, layout.lengths)))
-            return self.cos_sin(positions_T, end, dtype)
+            return self.cos_sin(positions_T, layout.last_end, dtype)
 
         key = "rotary", self.dim, self.base, self._scaling, positions_T.device, dtype
         return layout.cached(key, make)

@@ -43,12 +43,10 @@ def paged_attention(
     _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
     B = k_pages_nBKD.shape[1]
     check_shape("block_table", block_table_RM, (layout.num_sequences, None), "[R, M]")
-    kv_lengths = [
-        start + n for start, n in zip(layout.start_positions, layout.lengths, strict=True)
-    ]
-    if max(kv_lengths) > block_table_RM.shape[1] * B:
+    kv_lengths = layout.end_positions
+    if layout.last_end > block_table_RM.shape[1] * B:
         raise ValueError(
-            f"a sequence has {max(kv_lengths)} keys, but the block table has "
+            f"a sequence has {layout.last_end} keys, but the block table has "
             f"{block_table_RM.shape[1]} columns of {B} tokens: give it more columns"
         )
     outs = []
