@@ -85,7 +85,7 @@ def _step(
     *weights, weight_C = weight_CK.to(dtype).unbind(1)
     y_RC = x_RC.to(dtype) * weight_C
     for tail_RC, weight_C in zip(tails_RCk.to(dtype).unbind(2), weights, strict=True):
-        y_RC = y_RC + tail_RC * weight_C
+        y_RC = torch.addcmul(y_RC, tail_RC, weight_C)
     if bias_C is not None:
         y_RC = y_RC + bias_C.to(dtype)
     return y_RC, torch.cat([tails_RCk[:, :, 1:], x_RC.unsqueeze(2)], dim=2)
