@@ -24,11 +24,10 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.exclusive import EngineBusyError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.ranks import agree_on_minimum, check_equal_on_ranks, rank_name
 from megatron_hybrid.inference.request import (
     GenerationResult,
     Request,
@@ -47,10 +46,15 @@ from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
-from megatron_hybrid.models.flops import attention_parity
+from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
+from megatron_hybrid.ranks import (
+    agree_on_minimum,
+    check_equal_on_ranks,
+    rank_name,
+)
 from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
@@ -113,10 +117,15 @@ class DynamicInferenceEngine:
         layers = model.cache_requirements()
         hidden_size = model.config.hidden_size
         encoding = config.state_encoding
-        block, parity = config.block_size_tokens, attention_parity(model)
-        spec = cache_spec_of(
-            layers, hidden_size, dtype, block, encoding, parity, hidden_dtype=parameter.dtype
+        own_spec = cache_spec_of(
+            layers,
+            hidden_size,
+            dtype,
+            config.block_size_tokens,
+            encoding,
+            hidden_dtype=parameter.dtype,
         )
+        spec = agree_on_spec(own_spec, *token_flops(model))
         num_pages = agree_on_minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup, aligned
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup, aligned, common_spec, group_keys
 from megatron_hybrid.inference.state_layout import StateLayout
+from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
+from megatron_hybrid.ranks import gather
 
 
 def cache_spec_of(
@@ -44,21 +46,47 @@ def cache_spec_of(
     layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
     return CacheSpec(
         block_size_tokens=block_size_tokens,
-        groups=tuple(
-            KVGroup(
-                num_layers=sum(layer.kv == shape for layer in layers),
-                bytes_per_token=shape.num_heads
-                * (shape.head_dim + shape.value_dim)
-                * dtype.itemsize,
-                window=shape.window,
-                chunk=shape.chunk,
-            )
-            for shape in shapes
-        ),
+        groups=_kv_groups(layers, shapes, dtype),
         state_bytes=layout.state_bytes,
         hidden_bytes=aligned(layout.hidden.num_bytes),
         encoded_state_bytes=layout.encoded_state_bytes,
         attention_parity=attention_parity,
+    )
+
+
+def agree_on_spec(spec: CacheSpec, weights: float, pairs: float) -> CacheSpec:
+    """The spec that all ranks follow, so that they count, value and evict alike.
+
+    Args:
+        spec: what the layers of this rank keep.
+        weights, pairs: `models.flops.token_flops` of the layers of this rank.
+
+    Raises:
+        ValueError: the ranks have different block sizes.
+    """
+    declared = gather((spec, weights, pairs))
+    specs = [each for each, _, _ in declared]
+    if len(sizes := {each.block_size_tokens for each in specs}) > 1:
+        raise ValueError(
+            f"block_size_tokens differs between ranks: {sorted(sizes)}; give all the same config"
+        )
+    # Summed in rank order: the same bits everywhere.
+    weights, pairs = (sum(numbers) for numbers in zip(*(work for _, *work in declared)))
+    return common_spec(specs, attention_parity(weights, pairs))
+
+
+def _kv_groups(
+    layers: list[LayerCache], shapes: list[KVShape], dtype: torch.dtype
+) -> tuple[KVGroup, ...]:
+    """One attention group for each shape."""
+    return tuple(
+        KVGroup(
+            num_layers=sum(layer.kv == shape for layer in layers),
+            bytes_per_token=shape.num_heads * (shape.head_dim + shape.value_dim) * dtype.itemsize,
+            window=shape.window,
+            chunk=shape.chunk,
+        )
+        for shape in shapes
     )
 
 
@@ -142,8 +170,12 @@ class CacheMemory:
         self._kv_views: dict[int, tuple[Tensor, Tensor]] = {}
         self.table_of_layer: dict[int, tuple[int | None, int]] = {}  # local group, table column
         typed_pool = self.pool.view(dtype)
-        full_columns = num_local = 0
-        for group, shape in enumerate(_kv_shapes(layers)):
+        shapes = _kv_shapes(layers)
+        columns, local_groups = spec.columns, spec.local_groups
+        keys = group_keys(_kv_groups(layers, shapes, dtype))
+        group_of = {key: group for group, key in enumerate(group_keys(spec.groups))}
+        for shape, key in zip(shapes, keys):
+            group = group_of[key]  # there may be groups of other ranks between them
             members = [n for n, layer in enumerate(layers, start=1) if layer.kv == shape]
             rows = spec.block_size_tokens, shape.num_heads
             sizes = [rows[0] * rows[1] * width for width in (shape.head_dim, shape.value_dim)]
@@ -155,13 +187,9 @@ class CacheMemory:
                     for part, width in zip(parts, (shape.head_dim, shape.value_dim))
                 )
                 if shape.is_local:
-                    self.table_of_layer[number] = num_local, page
+                    self.table_of_layer[number] = local_groups.index(group), page
                 else:
-                    self.table_of_layer[number] = None, full_columns + page
-            if shape.is_local:
-                num_local += 1
-            else:
-                full_columns += spec.pages_per_block[group]
+                    self.table_of_layer[number] = None, columns[group].start + page
 
     @property
     def slot_bytes(self) -> int:

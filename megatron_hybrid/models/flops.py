@@ -7,13 +7,13 @@ import math
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
-def attention_parity(model: HybridModel) -> float:
-    """Tokens of context at which full attention costs a token as many FLOPs as the rest of its way
-    through the layers; inf where nothing attends to everything.
+def token_flops(model: HybridModel) -> tuple[float, float]:
+    """FLOPs, in units of 2, of one token in the layers of this rank: (of the token itself, for each
+    token that it attends to).
 
-    Counted are matrix products: 2 FLOPs for each weight that a token meets (of routed experts those
-    that it is sent to), and 2 for each element of a key and of a value that a query head meets.
-    What recurrent and local layers do beside their projections is a few percent of these.
+    Counted are matrix products: each weight that a token meets (of routed experts those that it is
+    sent to), and each element of a key and of a value that a query head meets. What recurrent and
+    local layers do beside their projections is a few percent of these.
     """
     weights = pairs = 0.0
     for number, layer in enumerate(model.decoder.layers, start=1):
@@ -27,4 +27,10 @@ def attention_parity(model: HybridModel) -> float:
         if kv is not None and not kv.is_local:
             heads = config.num_attention_heads // model.pg_collection.tp.size()
             pairs += heads * (kv.head_dim + (kv.value_dim or kv.head_dim))
+    return weights, pairs
+
+
+def attention_parity(weights: float, pairs: float) -> float:
+    """Tokens of context at which full attention costs a token as many FLOPs as the rest of its way
+    through the layers (`token_flops`); inf where nothing attends to everything."""
     return weights / pairs if pairs else math.inf

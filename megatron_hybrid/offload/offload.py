@@ -25,7 +25,6 @@ from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.ranks import agree_on_all, agree_on_one
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.offload.disk_store import DiskStore
 from megatron_hybrid.offload.host_store import HostStore
@@ -39,6 +38,7 @@ from megatron_hybrid.offload.tier import (
     least_capacity_bytes,
     state_record_pages,
 )
+from megatron_hybrid.ranks import agree_on_all, agree_on_one
 
 MAX_READ_BYTES = 1 << 30
 """Most bytes read from the disk and not yet in the pool, save for the first request in line."""

@@ -27,7 +27,7 @@ from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.flops import attention_parity
+from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
 
@@ -189,7 +189,7 @@ def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
     if state_encoding not in STATE_ENCODINGS:
         raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     layers, config = model.cache_requirements(), model.config
-    dtype, parity = config.params_dtype, attention_parity(model)
+    dtype, parity = config.params_dtype, attention_parity(*token_flops(model))
     return cache_spec_of(layers, config.hidden_size, dtype, block, state_encoding, parity)
 
 

@@ -7,6 +7,8 @@ block of tokens, the only thing that a kernel needs contiguous.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -202,6 +204,43 @@ class CacheSpec:
         is read, so there is room for a whole chunk beside what its first token sees."""
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
+
+
+def common_spec(specs: Sequence[CacheSpec], attention_parity: float) -> CacheSpec:
+    """One spec for several ranks: they decide alike only if they count the same pages. It has every
+    attention group of any rank, with as many layers as the rank with most, and the largest states.
+    Ranks that hold less leave a part of their pages unused.
+
+    Args:
+        specs: one per rank, in rank order, of one block size.
+        attention_parity: of the whole model.
+    """
+    groups: dict[tuple, KVGroup] = {}
+    for spec in specs:
+        for key, group in zip(group_keys(spec.groups), spec.groups):
+            known = groups.get(key, group)
+            groups[key] = group if group.num_layers > known.num_layers else known
+    encoded = [spec.encoded_state_bytes for spec in specs]
+    return CacheSpec(
+        block_size_tokens=specs[0].block_size_tokens,
+        groups=tuple(groups.values()),
+        state_bytes=max(spec.state_bytes for spec in specs),
+        hidden_bytes=max(spec.hidden_bytes for spec in specs),
+        encoded_state_bytes=None if None in encoded else max(encoded),
+        attention_parity=attention_parity,
+    )
+
+
+def group_keys(groups: Sequence[KVGroup]) -> list[tuple]:
+    """What tells the groups apart: bytes, window, chunk, and the number of groups before that have
+    the same three. Equal keys on several ranks are one group."""
+    seen: Counter[tuple] = Counter()
+    keys = []
+    for group in groups:
+        kind = group.bytes_per_token, group.window, group.chunk
+        keys.append((*kind, seen[kind]))
+        seen[kind] += 1
+    return keys
 
 
 def aligned(num_bytes: int) -> int:

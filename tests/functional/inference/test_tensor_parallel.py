@@ -1,5 +1,7 @@
 """Two ranks on gloo answer as one process does, in every mode, and decide alike."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,11 +10,14 @@ from megatron.core import parallel_state
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
+from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 
 RANKS = 2
 TWO_GROUPS = dict(mamba_num_groups=2, linear_num_key_heads=2, linear_num_value_heads=4)
@@ -106,6 +111,18 @@ def pages_of_uneven_ranks(model, rank: int) -> int:
     return DynamicInferenceEngine(model, None, config).stats()["pages"]
 
 
+def declared(rank: int):
+    """Arguments of `agree_on_spec` on a pipeline's first or second stage."""
+    kv, state = KVShape(num_heads=2, head_dim=8), StateTensor("ssm", (64, 8), torch.float32)
+    layers = [
+        [LayerCache(kv=kv)] * 3 + [LayerCache(states=(state,))],
+        [LayerCache(kv=kv), LayerCache(kv=replace(kv, window=20))]
+        + [LayerCache(states=(state,))] * 2,
+    ][rank]
+    spec = cache_spec_of(layers, 32, torch.float32, 16)
+    return spec, (4000.0, 2000.0)[rank], (30.0, 10.0)[rank]
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -116,6 +133,7 @@ def run_rank(rank: int, folder: str) -> None:
     given = {mode: answers(model, mode) for mode in PREFIX_CACHING_MODES}
     given["tiers"] = tiered_answers(model, folder)
     given["crowded"] = crowded_answers(model)
+    given["spec"] = repr(agree_on_spec(*declared(rank)))  # the file holds no classes
     given["pages"] = pages_of_uneven_ranks(model, rank)
     given["different lengths"] = different_requests_error(model, BASE[: 20 + rank])
     given["different tokens"] = different_requests_error(model, [*BASE[:20], rank])
@@ -184,3 +202,10 @@ def test_ranks_that_are_given_different_requests_are_told(by_rank):
             assert "the ranks decided differently or compute different tokens" in rank[what]
             assert "same requests in the same order" in rank[what]
         assert rank["the same"] == "nothing"
+
+
+def test_invariant_7_stages_agree_on_one_spec(by_rank):
+    specs = [declared(rank)[0] for rank in range(RANKS)]
+    agreed = common_spec(specs, attention_parity=6000 / 40)
+    assert agreed not in specs
+    assert by_rank[0]["spec"] == by_rank[1]["spec"] == repr(agreed)

@@ -1,11 +1,14 @@
 """CacheMemory: views that share no byte, copies that lose none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from reference import tiny_model
 
-from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
+from megatron_hybrid.cache.pages.spec import common_spec
+from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 
 HIDDEN = 24
@@ -243,3 +246,50 @@ def test_spec_of_a_model():
     ]
     assert spec.state_bytes == sum(-(-size // 16) * 16 for size in sizes)
     assert spec.hidden_bytes == 64 * 4
+
+
+STAGES = {
+    "more layers of a group": (MODELS["alternating"], MODELS["alternating"][:5]),
+    "other groups": (MODELS["four groups"], MODELS["chunks"]),
+    "states alone beside attention": (MODELS["states alone"], MODELS["other values"]),
+    "nothing beside something": (MODELS["nothing"], MODELS["latents"]),
+}
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("order", [1, -1])
+def test_invariant_7_stages_with_other_layers_follow_one_spec(stages, order):
+    """Each stage has all its views inside of its pages, in columns of its own groups."""
+    specs = [cache_spec_of(layers, HIDDEN, torch.float32, 16) for layers in stages[::order]]
+    spec = common_spec(specs, attention_parity=300.0)
+    assert spec.attention_parity == 300.0
+    for layers in stages:
+        memory = CacheMemory(spec, layers, HIDDEN, torch.float32, 20, 2, torch.device("cpu"))
+        kv, states = parts(memory, layers)
+        page_of = {table: 1 + i for i, table in enumerate({*memory.table_of_layer.values()})}
+        written = [v[page_of[memory.table_of_layer[n]]] for n, views in kv for v in views] + states
+        for value, view in enumerate(written, start=1):
+            view.fill_(value)
+        for value, view in enumerate(written, start=1):  # unless two of them overlap
+            assert view.numel() == 0 or (view == value).all()
+        for number, _ in kv:
+            local, column = memory.table_of_layer[number]
+            group = None if local is None else spec.local_groups[local]
+            columns = spec.kv_pages_per_block if local is None else spec.pages_per_block[group]
+            assert 0 <= column < columns
+            shape = layers[number - 1].kv
+            assert (local is not None) == shape.is_local
+            if group is not None:
+                assert spec.groups[group].reach == (shape.window or shape.chunk)
+
+
+def test_a_common_spec_of_equal_ranks_is_their_own():
+    for layers in MODELS.values():
+        own = cache_spec_of(layers, HIDDEN, torch.bfloat16, 16, attention_parity=77.0)
+        assert common_spec([own, own], 77.0) == own
+
+
+def test_one_process_agrees_with_itself():
+    own = cache_spec_of(MODELS["latents"], HIDDEN, torch.float32, 16)
+    assert agree_on_spec(own, 90.0, 3.0) == replace(own, attention_parity=30.0)
+    assert agree_on_spec(own, 90.0, 0.0) == own

@@ -9,7 +9,7 @@ from reference import random_tokens, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hybrid.models.flops import attention_parity
+from megatron_hybrid.models.flops import attention_parity, token_flops
 
 
 def counted_parity(model) -> float:
@@ -31,15 +31,16 @@ def counted_parity(model) -> float:
 @pytest.mark.parametrize("pattern", ["*-", "*-*-", "*E", "*-CCC"])
 def test_attention_parity_is_what_torch_counts(pattern):
     model = tiny_model(pattern)  # every token is sent to all experts
-    assert attention_parity(model) == pytest.approx(counted_parity(model), rel=0.02)
+    assert attention_parity(*token_flops(model)) == pytest.approx(counted_parity(model), rel=0.02)
 
 
 def test_of_routed_experts_those_count_that_a_token_is_sent_to():
     by_topk = [
-        attention_parity(tiny_model("*E", num_moe_experts=5, moe_router_topk=k)) for k in (2, 3, 5)
+        attention_parity(*token_flops(tiny_model("*E", num_moe_experts=5, moe_router_topk=k)))
+        for k in (2, 3, 5)
     ]
     assert by_topk[2] - by_topk[1] == 2 * (by_topk[1] - by_topk[0]) > 0
 
 
 def test_no_full_attention_no_parity():
-    assert attention_parity(tiny_model("MWL-")) == math.inf
+    assert attention_parity(*token_flops(tiny_model("MWL-"))) == math.inf

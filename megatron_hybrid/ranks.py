@@ -1,7 +1,7 @@
 """What the ranks of a tensor-, pipeline- or expert-parallel job must agree on.
 
 Every rank runs the same scheduler over the same requests, so they decide alike without talking, as
-long as the few numbers that could differ (the pages that fit) are made equal once, at the start.
+long as what could differ (the pages that fit, what layers keep) is made equal once, at the start.
 """
 
 import torch
@@ -43,6 +43,16 @@ def agree_on_all(answer: bool) -> bool:
 def agree_on_one(value: int) -> bool:
     """Whether the `value` of all ranks is the same."""
     return agree_on_minimum(value) == -agree_on_minimum(-value)
+
+
+def gather(value: object) -> list:
+    """The `value` of every rank that holds a part of this model, in rank order; a picklable one."""
+    group = _model_parallel_group()
+    if group is None:
+        return [value]
+    gathered = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def rank_name() -> str:
