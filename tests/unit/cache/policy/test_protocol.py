@@ -8,7 +8,6 @@ from simulator import Simulator
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 
@@ -124,8 +123,3 @@ def test_two_methods_make_a_policy(name):
         assert sim.cache.match(np.array(each, np.int32)).skipped_tokens >= 63
     assert not sim.cache.match(np.array(tokens[0], np.int32)).skipped_tokens
     sim.check()
-
-
-def test_a_part_that_does_not_exist():
-    with pytest.raises(TypeError, match="rumgs"):
-        HybridPolicy(SPECS["hybrid"], rumgs=False)
