@@ -50,6 +50,7 @@ from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
+from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.ranks import (
     agree_on_minimum,
     check_equal_on_ranks,
@@ -133,7 +134,10 @@ class DynamicInferenceEngine:
                 f"bytes, of blocks of {config.block_size_tokens} tokens; at least 2 are needed: "
                 f"raise cache_bytes to {2 * spec.page_bytes} or more"
             )
-        check_capacities(config, spec)
+        has_disk = config.cache_dir is not None
+        check_capacities(
+            spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
+        )
         self.memory = CacheMemory(
             spec,
             layers,
@@ -162,10 +166,19 @@ class DynamicInferenceEngine:
         disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
         try:
             self.offload = Offload(
-                self.cache, self.memory.pool, config.host_cache_bytes, disk, config.disk_cache_bytes
+                self.cache,
+                PageMover(self.memory.pool),
+                config.host_cache_bytes,
+                disk,
+                config.disk_cache_bytes,
+                agree_on_minimum,
             )
             self.scheduler = Scheduler(
-                self.cache, self.memory, self.offload, config.max_requests, config.max_tokens
+                self.cache,
+                self.memory,
+                self.offload.fetches,
+                config.max_requests,
+                config.max_tokens,
             )
             self.request_builder = RequestBuilder(
                 config, self.cache, tokenizer, model.config.vocab_size
@@ -271,10 +284,11 @@ class DynamicInferenceEngine:
 
     def _step(self) -> None:
         self._check_weights()
+        self.offload.poll()
         plan = self.scheduler.schedule()
         if not plan:
-            if self.offload.is_busy:
-                self.offload.wait()
+            if self.offload.fetches.is_busy:
+                self.offload.fetches.wait()
             elif self.scheduler.waiting:
                 raise RuntimeError(
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
@@ -577,7 +591,7 @@ class DynamicInferenceEngine:
         explanation = self.cache.explain(tokens, salt, recompute_reason=reason)
         if reason is not None:
             return explanation
-        found = self.offload.find(tokens, salt, explanation.match.skipped_tokens)
+        found = self.offload.fetches.find(tokens, salt, explanation.match.skipped_tokens)
         if found is None:
             return explanation
         tier, record = found

@@ -14,7 +14,7 @@ from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 
 if TYPE_CHECKING:  # they import torch, and the scheduler does not
     from megatron_hybrid.inference.memory import ParkedRequest
-    from megatron_hybrid.offload.offload import Fetch
+    from megatron_hybrid.offload.fetch import Fetch
 
 _WIDTH = 80
 

@@ -25,7 +25,7 @@ from megatron_hybrid.inference.step_plan import Ready, Restore, Save, StepPlan, 
 
 if TYPE_CHECKING:  # they import torch, and this module does not
     from megatron_hybrid.inference.memory import ParkedRequest
-    from megatron_hybrid.offload.offload import Offload
+    from megatron_hybrid.offload.fetch import Fetches
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
@@ -129,7 +129,7 @@ class Scheduler:
         cache: decides what is shared and kept.
         memory: told which bytes to move between two steps: of forks, of requests that lose their
             place and come back, and of states behind answers.
-        offload: fetches from the memories below the pool.
+        fetches: from the memories below the pool.
         max_requests: live slots.
         max_tokens: tokens of one forward pass.
     """
@@ -138,13 +138,13 @@ class Scheduler:
         self,
         cache: PrefixCache,
         memory: DeviceMemory,
-        offload: "Offload",
+        fetches: "Fetches",
         max_requests: int,
         max_tokens: int,
     ):
         self.cache = cache
         self.memory = memory
-        self.offload = offload
+        self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
         # The states of one forward take as much memory on their way as the KV that it writes (as
@@ -177,7 +177,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
-        self.offload.poll()
+        self.fetches.poll()
         blocked = False
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             can_start = not blocked and bool(self.free_slots) and self._budget(draft) > 0
@@ -281,7 +281,7 @@ class Scheduler:
         if lease is None:
             return False
         if request.fetch is not None:
-            lease.report.fetched_tokens = self.offload.count(request.fetch, lease.skipped_tokens)
+            lease.report.fetched_tokens = self.fetches.count(request.fetch, lease.skipped_tokens)
             request.fetch = None
         del self.waiting[request]
         self._start(request, lease)
@@ -316,7 +316,7 @@ class Scheduler:
         It is read ahead, and goes into the pool when the request can start: earlier it would push
         out what was fetched for those before it, and be pushed out itself.
         """
-        if not self.offload.tiers or request.parked or request.params.needs_prompt_logits:
+        if not self.fetches.tiers or request.parked or request.params.needs_prompt_logits:
             return False
         tokens = request.tokens[: request.num_tokens]
         while True:
@@ -328,13 +328,13 @@ class Scheduler:
                 if before is not None and (before == now or not can_start):
                     return False
                 request.looked_up_at = now
-                found = self.offload.start(tokens, request.salt)
+                found = self.fetches.start(tokens, request.salt)
                 if found is None:
                     return False
                 request.fetch = found
-            self.offload.read(request.fetch, is_first=request is next(iter(self.waiting)))
+            self.fetches.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
-                self.offload.bring(request.fetch, len(tokens), self._budget(draft))
+                self.fetches.bring(request.fetch, len(tokens), self._budget(draft))
             if not request.fetch.has_failed:
                 return not request.fetch.is_over
 
@@ -533,7 +533,7 @@ class Scheduler:
         request.parked = None
         try:
             if request.fetch is not None:
-                self.offload.leave(request.fetch)
+                self.fetches.leave(request.fetch)
             if request.lease is not None:
                 self._save_live_slot(request, answered=False)
         finally:

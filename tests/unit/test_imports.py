@@ -30,12 +30,6 @@ BELOW = {
 DOORS = {"cli", "megatron", "serving", "tools", "training"}
 """What users come in by: they may import every wing, and `cli` the other doors."""
 
-# Edges that go when offload/ and ops/ have been put in order. Delete these two tables then.
-UPWARD_UNTIL_THEN = {
-    ("offload.offload", "inference.config"),
-}
-CIRCLES_UNTIL_THEN = {("ops.chunk_grid", "ops.ragged"), ("ops.time_order", "ops.ragged")}
-
 
 def modules_of(root: Path) -> dict[str, Path]:
     """Dotted name without the package's own -> file; the package itself is "__init__"."""
@@ -108,15 +102,11 @@ def test_imports_run_one_way():
         for imported in names
         if not may_import(wing(module), wing(imported))
     }
-    assert upward == UPWARD_UNTIL_THEN
+    assert upward == set()
 
 
 def test_there_is_no_circle():
-    graph = {
-        module: {name for name in names if (module, name) not in CIRCLES_UNTIL_THEN}
-        for module, names in INSIDE.items()
-    }
-    assert first_circle(graph) == []
+    assert first_circle(INSIDE) == []
 
 
 def test_the_wings_below_import_each_other_in_one_direction():

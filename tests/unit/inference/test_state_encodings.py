@@ -72,10 +72,11 @@ def test_a_checkpoint_through_memory(pattern, encoding):
     memory.load_checkpoint(pages, 2)
     assert (memory.slots[:2] == 255).all()
 
-    restored, memory.slots = memory.slots, before
+    restored = memory.slots.clone()
+    memory.slots.copy_(before)
     kept = {key: view[1].clone() for key, (view, _) in parts(memory, model).items()}
     hidden = memory.hidden()[1].clone()
-    memory.slots = restored
+    memory.slots.copy_(restored)
     assert torch.equal(memory.hidden()[2], hidden)
     for key, (view, may_be_rounded) in parts(memory, model).items():
         if encoding == "exact" or not may_be_rounded:

@@ -28,7 +28,7 @@ from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics import COUNTERS
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.offload import disk_store, offload
+from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.offload.page_mover import Arrival
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
@@ -352,7 +352,9 @@ def test_a_request_that_waits_can_be_cancelled(slow):
     other = engine.add_request(random_tokens(30, seed=5), greedy(6))
     engine.step()
     engine.cancel(request)
-    assert not engine.offload.is_busy and all(future.cancelled() for future, _ in store.reads)
+    assert not engine.offload.fetches.is_busy and all(
+        future.cancelled() for future, _ in store.reads
+    )
     assert all(not record.pins for record in engine.offload.tiers[0].records())
     store.arrive()
     while not other.closed:
@@ -541,7 +543,7 @@ def test_the_disk_is_read_while_the_slots_are_taken(tmp_path):
 
 
 def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch):
-    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    monkeypatch.setattr(fetch, "MAX_READ_BYTES", 1)
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
     prompts = [random_tokens(60, seed=seed) for seed in range(2)]
     for prompt in prompts:
@@ -551,7 +553,7 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     engine.add_request(random_tokens(30, seed=5), greedy(2))
     requests = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
     engine.step()
-    assert engine.offload._read_bytes > 1
+    assert engine.offload.fetches.read_bytes > 1
     engine.scheduler.waiting.move_to_end(requests[0])  # the other one comes first
     engine.scheduler.max_waiting_looked_at = 1  # and this one is too far behind
     while engine.has_work:
@@ -620,7 +622,7 @@ def test_what_leaves_the_pool_without_memory_for_its_keys_is_counted(monkeypatch
 
 
 def test_what_is_read_from_the_disk_at_a_time_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(offload, "MAX_READ_BYTES", 1)
+    monkeypatch.setattr(fetch, "MAX_READ_BYTES", 1)
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     prompts = [random_tokens(60, seed=seed) for seed in range(3)]
     for prompt in prompts:
@@ -648,11 +650,11 @@ def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
     engine.offload.disk.store.flush()
     sizes = []
     for prompt in prompts:
-        record = engine.offload.find(torch.tensor(prompt).numpy(), "", 0)[1]
+        record = engine.offload.fetches.find(torch.tensor(prompt).numpy(), "", 0)[1]
         sizes.append(sum(each.num_bytes for each in [*record.chain(), record]))
     limit = sizes[0] + sizes[2]
     assert sizes[1] > sizes[2]  # the long one does not fit beside a short one
-    monkeypatch.setattr(offload, "MAX_READ_BYTES", limit)
+    monkeypatch.setattr(fetch, "MAX_READ_BYTES", limit)
     store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
     for prompt in prompts:
         engine.add_request(prompt, greedy(2))
@@ -660,7 +662,7 @@ def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
     engine.step()
     assert engine.stats()["disk_read_bytes"] == limit
     while engine.has_work:
-        assert store.arrive() or not engine.offload.is_busy
+        assert store.arrive() or not engine.offload.fetches.is_busy
         engine.step()
         assert engine.stats()["disk_read_bytes"] <= limit + sizes[1]  # it is first in line now
     assert engine.stats()["fetches"] == 4
@@ -707,9 +709,9 @@ def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
         engine.step()
     else:
         answer(engine, random_tokens(30, seed=5))
-    assert engine.offload.is_busy and engine.cache.allocator.ref_counts.any() == in_pool
+    assert engine.offload.fetches.is_busy and engine.cache.allocator.ref_counts.any() == in_pool
     engine.close()
-    assert not engine.cache.allocator.ref_counts.any() and not engine.offload.is_busy
+    assert not engine.cache.allocator.ref_counts.any() and not engine.offload.fetches.is_busy
     assert all(not record.pins for record in disk.records())
     if not in_pool:
         while not request.closed:
@@ -807,10 +809,10 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
     empty_pool(engine)
     assert answer(engine, prompts[1]).prefix.fetched_tokens == 70
     assert answer(engine, prompts[0]).prefix.fetched_tokens == 0  # left alone for a while
-    monkeypatch.setattr(offload.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: 1e12)
     empty_pool(engine)
     assert answer(engine, prompts[0]).prefix.fetched_tokens == 70
-    assert not engine.offload._fetches
+    assert not engine.offload.fetches._fetches
     engine.close()
 
 

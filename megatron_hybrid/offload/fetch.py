@@ -1,0 +1,386 @@
+"""Fetches: what a tier holds of a prompt, on its way back into the pool.
+
+A fetch is decided here and moved elsewhere. Decisions need the cache's bookkeeping alone: what to
+fetch, when to read it, when the pool has room for it, when others may see it. Bytes are read by the
+tier's store (`RecordStore.get`) and written into the pool by a `PageMover`; no tensor is seen here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE
+from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.offload.prefix_keys import RecentKeys
+from megatron_hybrid.offload.tier import RETRY_SECONDS, Record, Tier
+
+if TYPE_CHECKING:
+    from megatron_hybrid.offload.page_mover import Arrival, HostPages, PageMover
+
+MAX_READ_BYTES = 1 << 30
+"""Most bytes read from the disk and not yet in the pool, save for the first request in line."""
+MAX_WAIT_SECONDS = 0.005
+"""Time that a step without work waits for a read; then its caller may add requests or cancel."""
+
+
+class FetchState(Enum):
+    """How far a fetch is."""
+
+    FOUND = auto()
+    """A tier has it; reading has yet to begin."""
+    READING = auto()
+    """On its way into host memory, or there."""
+    LACKS_ROOM = auto()
+    """In host memory; what runs holds the pool."""
+    LOADING = auto()
+    """On its way from host memory into the pages of its lease."""
+    DONE = auto()
+    """In the pool, for all to use."""
+    FAILED = auto()
+    """Damaged, not to be read, or given up: nothing of it came."""
+
+
+@dataclass
+class FetchStats:
+    """Counters since the engine was made."""
+
+    fetches: int = 0
+    fetched_tokens: int = 0
+    """Prompt tokens that need no computing because a tier had them."""
+    fetches_failed: int = 0
+    """Found, and then damaged or not to be read."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Part of a prompt on its way from a tier into the pool."""
+
+    tokens: np.ndarray  # int32 [p]
+    salt: str
+    tier: Tier
+    record: Record
+    first_block: int  # the blocks before it were in the pool
+    chain: list[Record]
+    skipped_before: int  # tokens that the pool alone would have skipped
+    wanted: list[Record]  # the chain's blocks from first_block on, then the state
+    state: FetchState = FetchState.FOUND
+    num_waiting: int = 0  # requests
+    reads: list[Future[HostPages | None]] = field(default_factory=list)  # of `wanted`
+    read_bytes: int = 0  # host memory that these take
+    lease: Lease | None = None
+    reservation: Reservation | None = None
+    arrival: Arrival | None = None
+
+    @property
+    def position(self) -> int:
+        """p: where a prefill could start when it is there."""
+        return self.record.position
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of it is in host memory, for the pool to take."""
+        is_begun = self.state in (FetchState.READING, FetchState.LACKS_ROOM)
+        return is_begun and all(read.done() for read in self.reads)
+
+    @property
+    def lacks_room(self) -> bool:
+        return self.state is FetchState.LACKS_ROOM
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state is FetchState.FAILED
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (FetchState.DONE, FetchState.FAILED)
+
+
+class Fetches:
+    """The fetches that are under way.
+
+    For each waiting request, in order: `start`, `read`, and when it can start `bring`; `poll` at
+    the beginning of each step. When the request is admitted `count` it, when it is cancelled
+    `leave`.
+
+    Args:
+        cache: the pool's bookkeeping.
+        tiers: where to look, the fastest first; this list may change.
+        keys: of the prefixes that were asked for last.
+        mover: writes into the pool.
+        agree_on_minimum: the smallest of the ranks' values (`ranks.py`).
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tiers: list[Tier],
+        keys: RecentKeys,
+        mover: PageMover,
+        agree_on_minimum: Callable[[int], int],
+    ):
+        self.tiers = tiers
+        self.stats = FetchStats()
+        self.read_bytes = 0
+        """Host memory of what was read and is not in the pool yet."""
+        self._cache = cache
+        self._spec = cache.spec
+        self._keys = keys
+        self._mover = mover
+        self._agree_on_minimum = agree_on_minimum
+        self._fetches: dict[bytes, Fetch] = {}  # by the record's key
+        self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
+
+    # ---- decisions ----
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._fetches)
+
+    def find(self, tokens: np.ndarray, salt: str, skipped: int) -> tuple[Tier, Record] | None:
+        """What a prompt can go on from that is deeper than `skipped` tokens, by a block at least;
+        of two equal ones that in the faster memory."""
+        size = self._spec.block_size_tokens
+        keys = self._keys.of(tokens, salt)
+        best = None
+        for tier in self.tiers:
+            record = tier.find(keys)
+            if record is not None and record.position >= skipped + size:
+                best, skipped = (tier, record), record.position - size + 1
+        return best
+
+    def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
+        """The fetch of what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
+        tier = found = None
+        with suppress(MemoryError):  # then the prompt is computed
+            match, size = self._cache.match(tokens, salt), self._spec.block_size_tokens
+            deeper = self.find(tokens, salt, match.skipped_tokens)
+            if deeper is not None:
+                prefix = tokens[: deeper[1].position].copy()
+                tier, found = deeper
+        if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
+            found = None
+        # The ranks' disks may differ: without agreement nobody fetches.
+        if not self._is_equal(found.position if found is not None else 0) or found is None:
+            return None
+        fetch = self._fetches.get(found.key)
+        if fetch is None:
+            chain = found.chain()
+            first = min(match.shared_tokens // size, len(chain))
+            wanted = chain[first:] + ([found] if found.is_state else [])
+            tier.pin(found)
+            skipped = match.skipped_tokens
+            fetch = Fetch(prefix, salt, tier, found, first, chain, skipped, wanted)
+            self._fetches[found.key] = fetch
+        fetch.num_waiting += 1
+        return fetch
+
+    def leave(self, fetch: Fetch) -> None:
+        """A request that waited for a fetch is cancelled; the last one ends it."""
+        fetch.num_waiting -= 1
+        if not fetch.num_waiting and not fetch.is_over:
+            self._give_up(fetch)
+
+    def count(self, fetch: Fetch, skipped_tokens: int) -> int:
+        """A request that waited for a fetch was admitted; tokens that it skips thanks to it."""
+        if fetch.has_failed:
+            return 0
+        tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
+        self.stats.fetched_tokens += tokens
+        return tokens
+
+    def read(self, fetch: Fetch, *, is_first: bool) -> None:
+        """Begins to read what a fetch wants, if that is not too much with what is read already.
+        is_first: a request waits for it that is the first in line; others must not keep it waiting.
+        """
+        if fetch.state is not FetchState.FOUND:
+            return
+        num_bytes = self.read_bytes + _bytes_to_read(fetch, fetch.wanted)
+        if is_first or num_bytes <= MAX_READ_BYTES:
+            with self._may_fail(fetch):
+                self._read(fetch, fetch.wanted)
+
+    def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
+        """A request that waits for a fetch can start next: brings what is read into the pool, once
+        there is room for the whole request (arguments as in `PrefixCache.acquire`)."""
+        if fetch.state is FetchState.LOADING or not self._is_true_on_all(fetch.is_read):
+            return
+        with self._may_fail(fetch):
+            pages = self._pages_of(fetch)
+            if pages is not None and self._adopt(fetch, capacity_tokens, chunk_tokens):
+                self._load(fetch, pages)
+        self._publish_if_there(fetch)
+        if fetch.state is FetchState.READING:  # of blocks that the pool has evicted meanwhile
+            self.bring(fetch, capacity_tokens, chunk_tokens)
+
+    def poll(self) -> None:
+        """Publishes what has arrived in the pool. Call it before requests start."""
+        for fetch in list(self._fetches.values()):
+            self._publish_if_there(fetch)
+
+    def wait(self) -> None:
+        """Waits until a fetch can go on, but not long."""
+        for fetch in self._fetches.values():
+            if fetch.state is FetchState.READING and not fetch.is_read:
+                wait(fetch.reads, MAX_WAIT_SECONDS)
+                return
+        for fetch in self._fetches.values():
+            if fetch.arrival is not None:
+                fetch.arrival.wait()
+                return
+
+    def give_up_all(self) -> None:
+        """Ends all fetches. What is on its way into the pool arrives."""
+        for fetch in list(self._fetches.values()):
+            self._give_up(fetch)
+
+    def _adopt(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> bool:
+        """Whether the pool has pages for a fetch of which all is in host memory: then it has a
+        lease on them. If not, there is no room, or more has to be read."""
+        size, position = self._spec.block_size_tokens, fetch.position
+        lease = self._cache.adopt(
+            fetch.tokens, fetch.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
+        )
+        if lease is None:
+            fetch.state = FetchState.LACKS_ROOM  # again later
+            return False
+        shared = lease.shared_tokens // size
+        if shared < fetch.first_block:  # the pool has evicted some of what it had: read that too
+            self._cache.release(lease)
+            more = fetch.chain[shared : fetch.first_block]
+            fetch.wanted[:0], fetch.first_block = more, shared
+            self._read(fetch, more)
+            return False
+        fetch.lease = lease
+        if fetch.record.is_state:
+            fetch.reservation = self._cache.reserve_checkpoint(lease, position, wanted=True)
+        return True
+
+    def _targets(self, fetch: Fetch) -> list[np.ndarray]:
+        """Pages of the pool for each wanted record that the pool lacks, int32 [n]."""
+        spec, lease, position = self._spec, fetch.lease, fetch.position
+        shared = lease.shared_tokens // spec.block_size_tokens
+        targets = list(lease.block_table[shared : len(fetch.chain)])
+        if fetch.record.is_state:  # the state, local blocks by group, the partial block
+            own = np.full(spec.checkpoint_pages, NULL_PAGE, dtype=np.int32)
+            parts = [own if fetch.reservation is None else fetch.reservation.pages]
+            for group, table in zip(spec.local_groups, lease.local_tables):
+                parts.append(table[spec.local_blocks(group, position)].ravel())
+            if position % spec.block_size_tokens:
+                parts.append(lease.block_table[position // spec.block_size_tokens])
+            targets.append(np.concatenate(parts))
+        return targets
+
+    def _publish_if_there(self, fetch: Fetch) -> None:
+        if fetch.state is FetchState.LOADING and self._is_true_on_all(fetch.arrival.is_done()):
+            self._publish(fetch)
+
+    def _publish(self, fetch: Fetch) -> None:
+        """All is in the pool: from now on it is found there."""
+        with self._may_fail(fetch):
+            self._cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
+            if fetch.reservation is not None:
+                self._cache.publish_checkpoint(fetch.reservation)
+        if fetch.is_over:
+            return
+        self._cache.release(fetch.lease)
+        fetch.tier.used(fetch.record)
+        self.stats.fetches += 1
+        self._end(fetch, FetchState.DONE)
+
+    @contextmanager
+    def _may_fail(self, fetch: Fetch) -> Iterator[None]:
+        """Around what a fetch needs: if it raises, the fetch has failed; for want of memory nothing
+        else has."""
+        try:
+            yield
+        except Exception as error:
+            if not fetch.is_over:
+                self._fail(fetch)
+            if not is_lack_of_memory(error):
+                raise
+
+    def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
+        """Ends a fetch of which nothing comes: its prompt is computed. retries_later: it is left
+        alone for a while."""
+        lease, fetch.lease = fetch.lease, None
+        self._end(fetch, FetchState.FAILED)
+        self.stats.fetches_failed += 1
+        if retries_later:
+            now = time.monotonic()
+            still = {key: until for key, until in self._unreadable_until.items() if until > now}
+            self._unreadable_until = {**still, fetch.record.key: now + RETRY_SECONDS}
+        if lease is not None:
+            self._cache.release(lease)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """Ends a fetch that nobody wants. What is on its way into the pool arrives."""
+        if fetch.state is FetchState.LOADING:
+            fetch.arrival.wait()
+            self._publish(fetch)
+            return
+        try:
+            for read in fetch.reads:
+                read.cancel()
+        finally:
+            self._end(fetch, FetchState.FAILED)
+
+    def _end(self, fetch: Fetch, state: FetchState) -> None:
+        fetch.state = state
+        self.read_bytes -= fetch.read_bytes
+        fetch.reads, fetch.arrival = [], None  # the request may be held for long, not their bytes
+        fetch.tier.unpin(fetch.record)
+        del self._fetches[fetch.record.key]
+
+    # ---- what ranks agree on ----
+
+    def _is_true_on_all(self, answer: bool) -> bool:
+        return bool(self._agree_on_minimum(int(answer)))
+
+    def _is_equal(self, value: int) -> bool:
+        return self._agree_on_minimum(value) == -self._agree_on_minimum(-value)
+
+    # ---- moving bytes ----
+
+    def _read(self, fetch: Fetch, records: list[Record]) -> None:
+        """Begins to read these, the first of what a fetch wants."""
+        fetch.reads = [fetch.tier.store.get(record) for record in records] + fetch.reads
+        fetch.state = FetchState.READING
+        num_bytes = _bytes_to_read(fetch, records)
+        fetch.read_bytes += num_bytes
+        self.read_bytes += num_bytes
+
+    def _pages_of(self, fetch: Fetch) -> list[HostPages] | None:
+        """What was read, in the order of `wanted`. None: some of it is damaged, or could not be
+        read; the fetch has failed."""
+        failed = any(read.exception() for read in fetch.reads)
+        pages = [None if read.exception() else read.result() for read in fetch.reads]
+        if self._is_true_on_all(all(part is not None for part in pages)):
+            return pages
+        for record, read in zip(fetch.wanted, fetch.reads):
+            if not read.exception() and read.result() is None:  # damaged
+                fetch.tier.remove(record)  # and what follows it
+                break
+        self._fail(fetch, retries_later=failed)  # what is there may be read later
+        return None
+
+    def _load(self, fetch: Fetch, pages: list[HostPages]) -> None:
+        """Starts the way into the pool."""
+        targets = self._targets(fetch)
+        fetch.arrival = self._mover.to_pool(targets, pages[len(pages) - len(targets) :])
+        fetch.state = FetchState.LOADING
+
+
+def _bytes_to_read(fetch: Fetch, records: list[Record]) -> int:
+    if fetch.tier.name == "host":
+        return 0  # it holds its own anyway
+    return sum(record.num_bytes for record in records)
