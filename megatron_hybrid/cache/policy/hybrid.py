@@ -48,6 +48,7 @@ class HybridPolicy(Policy):
     def __init__(self, spec: CacheSpec, **parts: bool):
         self.spec = spec
         self.parts = Parts(**parts)
+        self._needs_state = spec.needs_state
         self.reuse = ReuseModel(spec.needs_state, self.parts)
         self.rung_tokens = NO_RUNG
         if spec.needs_state and self.parts.rungs:
@@ -58,6 +59,7 @@ class HybridPolicy(Policy):
                 spec.block_size_tokens,
             )
         self.answers = AnswerLengths()
+        self._appraised = None, (0.0, 0.0, 0)
         self._sweep = AmortizedSweep(least=4, share=8, at_once=ORDERED_AT_ONCE)
         self._never_saved = {
             kind
@@ -93,48 +95,56 @@ class HybridPolicy(Policy):
     def new_value(self, new: NewState) -> float:
         if not self.parts.price:
             return math.inf
-        start, pages = self._start(new), new.pages
-        if self.spec.needs_state and self.parts.exclusive_kv:
+        rate, work, start = self._appraise(new)
+        pages = new.pages
+        if self._needs_state and self.parts.exclusive_kv:
             pages += kv_pages(max(0, new.position - max(start, new.shared_tokens)), self.spec)
-        return value_per_page(self._new_rate(new), self._new_work(new, start), pages)
+        return value_per_page(rate, work, pages)
 
     def replaces(self, new: NewState) -> bool:
         """Where the state below has no use of its own that is worth more than the tokens between
         them."""
         parts, below = self.parts, new.below
-        if not (parts.price and parts.replacing and self.spec.needs_state and below is not None):
+        if below is None or not (parts.price and parts.replacing and self._needs_state):
             return False
-        start = self._start(new)
+        rate, work, start = self._appraise(new)
         if start > below.position:
             return False
         if parts.own_uses:
-            rate = own_rate(below, new.known, self.reuse)
+            own = own_rate(below, new.known, self.reuse)
         else:
-            rate = self.reuse.rate(below, covered=True)
-        work = rebuild_work(below, below.below(), self.spec) if parts.work else 1.0
-        return self._new_rate(new) * self._new_work(new, start) > rate * work
+            own = self.reuse.rate(below, covered=True)
+        if parts.work:
+            own *= rebuild_work(below, below.below(), self.spec)
+        return rate * work > own
 
-    def _new_rate(self, new: NewState) -> float:
-        if new.known is not None:
-            return self.reuse.rate(new.known)
-        return self.reuse.new_rate(new.kind, new.origin)
-
-    def _new_work(self, new: NewState, start: int) -> float:
-        if not self.spec.needs_state or not self.parts.work:
-            return 1.0
-        return self.spec.work(start, new.position)
+    def _appraise(self, new: NewState) -> tuple[float, float, int]:
+        """Expected uses of a new state, the work that it saves, and the position from which on.
+        `replaces` asks again right after `new_value`: the last answer is kept."""
+        if self._appraised[0] is not new:
+            reuse = self.reuse
+            known, start, work = new.known, self._start(new), 1.0
+            rate = reuse.rate(known) if known else reuse.new_rate(new.kind, new.origin)
+            if self._needs_state and self.parts.work:
+                work = self.spec.work(start, new.position)
+            self._appraised = new, (rate, work, start)
+        return self._appraised[1]
 
     def _start(self, new: NewState) -> int:
         """The position that would serve in place of the new state: that of the state below, or of
         the last one before it that the same forward saves. Guesses (rungs, and tails before any
         prompt was seen to leave another) count for rungs alone: an end may be all that is ever
         used."""
-        saved = new.same_forward if self.parts.same_forward else ()
+        start = new.below.position if new.below is not None else 0
+        if not new.same_forward or not self.parts.same_forward:
+            return start
+        guesses = ()
         if new.kind is not Kind.RUNG:
             guesses = (Kind.RUNG,) if self.reuse.distances.known else (Kind.RUNG, Kind.TAIL)
-            saved = [each for each in saved if each[1] not in guesses]
-        start = max((p for p, _ in saved if p < new.position), default=0)
-        return max(start, new.below.position if new.below is not None else 0)
+        for position, kind in new.same_forward:
+            if start < position < new.position and kind not in guesses:
+                start = position
+        return start
 
     # ---- learning ----
 
@@ -167,7 +177,7 @@ class HybridPolicy(Policy):
         return checkpoint_value(checkpoint, self.spec, self.reuse, ref_counts, self.parts)
 
     def tail_value(self, edge: Edge) -> float | None:
-        return tail_value(edge, self.spec, self.reuse)
+        return None if self._needs_state else tail_value(edge, self.spec, self.reuse)
 
     def equal_start(self, edge: Edge, start: int) -> int:
         return equal_start(edge, start, self.spec, self.reuse)

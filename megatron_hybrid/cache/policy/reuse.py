@@ -89,24 +89,19 @@ def class_of(checkpoint: Checkpoint, covered: bool, own_gap: bool = True) -> int
     if uses >= 2 and own_gap:
         return _REPEATED + 2 * passed + covered
     if uses or passed:
-        return _plain_class(checkpoint.kind, uses > 0, passed, covered)
+        return 8 * checkpoint.kind + 4 * (uses > 0) + 2 * passed + covered
     return _new_class(checkpoint.kind, checkpoint.origin, covered)
-
-
-def _plain_class(kind: int, used: bool, passed: bool, covered: bool) -> int:
-    return 8 * kind + 4 * used + 2 * passed + covered
 
 
 def _new_class(kind: int, origin: Origin, covered: bool) -> int:
     """Of a state that was neither used nor passed. origin: of its request."""
-    if not origin.turns:
-        if origin.mostly_known:
-            return _MOSTLY_KNOWN + 2 * kind + covered
-        return _plain_class(kind, False, False, covered)
+    turns, resumed_from, mostly_known = origin
+    if not turns:
+        return (_MOSTLY_KNOWN + 2 * kind if mostly_known else 8 * kind) + covered
     if kind > Kind.ANSWER_END:
         return _CONTINUED + 2 * kind + covered
-    group = 4 * kind + 2 * origin.resumed_from + covered
-    return _SESSIONS.start + TURN_CLASSES * group + turn_class(origin.turns)
+    group = 4 * kind + 2 * resumed_from + covered
+    return _SESSIONS.start + TURN_CLASSES * group + turn_class(turns)
 
 
 def time_scale(checkpoint: Checkpoint) -> float:

@@ -26,13 +26,14 @@ def kv_pages(tokens: int, spec: CacheSpec) -> int:
 
 
 def tail_value(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> float | None:
-    """What a leaf's last block is worth; None: nothing that is watched resumes from it.
+    """Where KV alone resumes: what a leaf's last block is worth; None: nothing that is watched
+    resumes from it.
 
-    Where KV alone resumes, the last block is worth as much as all of the edge on average: it took
+    The last block is worth as much as all of the edge on average: it took
     the most work, but serves only together with what comes before it. By its own work the ends of
     long prompts would outlive what is worth more, and then go with the rest all the same.
     """
-    beyond = [] if spec.needs_state else rates_beyond(edge, last_block(edge, spec), reuse)
+    beyond = rates_beyond(edge, last_block(edge, spec), reuse)
     if not beyond:
         return None
     work = spec.block_size_tokens * spec.mean_work(edge.start, edge.held_end)
@@ -121,11 +122,8 @@ def checkpoint_value(
     covered, pages, below = reuse.is_covered(checkpoint), checkpoint.num_pages, None
     if spec.needs_state:
         below = checkpoint.below()
-        if (
-            parts.exclusive_kv
-            and not covered
-            and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts))
-        ):
+        alone = not covered and parts.exclusive_kv
+        if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
             pages += kv_pages(exclusive_tokens(checkpoint, below), spec)
     work = rebuild_work(checkpoint, below, spec) if parts.work else 1.0
     return value_per_page(reuse.rate(checkpoint, covered), work, pages)
