@@ -10,7 +10,7 @@ from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import CacheStats, MissReason
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
-from megatron_hybrid.offload.offload import OffloadStats
+from megatron_hybrid.offload.fetch import FetchStats
 
 LINE = re.compile(
     r"# HELP (?P<help>megatron_hybrid_[a-z_]+) [^\\\n]+\.\n"
@@ -63,7 +63,7 @@ def test_every_counter_appears_once_with_its_value(engine):
 
 def test_what_only_grows_is_a_counter(engine):
     _, kinds = parsed(engine.metrics())
-    grows = {field.name for field in [*fields(CacheStats), *fields(OffloadStats)]}
+    grows = {field.name for field in [*fields(CacheStats), *fields(FetchStats)]}
     grows |= {"steps", "forward_tokens", "preemptions", "weight_changes", "lost_tokens"}
     grows |= {"host_records_evicted", "disk_records_evicted", "disk_records_unwritten"}
     grows |= {"host_without_memory", "disk_without_memory"}
