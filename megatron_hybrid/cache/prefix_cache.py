@@ -255,6 +255,7 @@ class PrefixCache:
         )
         if lease is not None:
             lease.report, lease.origin = before.report, before.origin
+            lease.tokens = before.tokens
             lease.next_rung = before.next_rung
             self._want(lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)})
         return lease

@@ -160,7 +160,6 @@ class DynamicInferenceEngine:
                 f"tokens for each of max_requests={config.max_requests}: lower one of them "
                 f"({error})"
             ) from error
-        self.runner = ModelRunner(self.model, self.memory, self.context)
         self._lock = threading.RLock()
         self._fingerprint: dict[str, str] | None = None
         disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
@@ -173,10 +172,12 @@ class DynamicInferenceEngine:
                 config.disk_cache_bytes,
                 agree_on_minimum,
             )
+            load = self.offload.fetches.load
+            self.runner = ModelRunner(self.model, self.memory, self.context, load)
             self.scheduler = Scheduler(
                 self.cache,
-                self.memory,
                 self.offload.fetches,
+                self.memory.slot_bytes,
                 config.max_requests,
                 config.max_tokens,
             )
@@ -308,6 +309,16 @@ class DynamicInferenceEngine:
             if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
+        self._move()
+
+    def _move(self) -> None:
+        """Moves what is due before the next step."""
+        try:
+            if plan := self.scheduler.schedule_moves():
+                self.scheduler.complete(plan, self.runner.run(plan))
+        except BaseException:
+            self.scheduler.abort()
+            raise
 
     def _check_weights(self) -> None:
         """Where the weights have changed, nothing that the old ones computed is used again."""
@@ -444,6 +455,7 @@ class DynamicInferenceEngine:
         if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
         with ExitStack() as ends:  # all of them, whatever one raises
+            ends.callback(self._move)
             for sample_ in reversed(request.samples or [request]):
                 ends.callback(self._cancel_sample, sample_)
         request.siblings = []
@@ -616,9 +628,7 @@ class DynamicInferenceEngine:
             "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
             **self.offload.counters(),
-            "parked_bytes": sum(
-                request.parked.num_bytes for request in self.scheduler.waiting if request.parked
-            ),
+            "parked_bytes": self.runner.parked_bytes,
         }
         return Stats(counts)
 

@@ -112,7 +112,6 @@ def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor
 class ParkedRequest:
     """A preempted request's own bytes in host memory: its KV blocks and its live slot."""
 
-    num_tokens: int
     block_pages: Tensor  # uint8 [blocks, kv_pages_per_block, page_bytes]
     local_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
     slot: Tensor  # uint8 [slot_bytes]
@@ -242,10 +241,6 @@ class CacheMemory:
             state_bytes = self._layout.encode(state_bytes, len(pages) * self.spec.page_bytes)
         self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
 
-    def save_slot(self, slot: int, pages: np.ndarray) -> None:
-        """Encodes a live slot into checkpoint pages."""
-        self.save_checkpoint(self.slots[slot], pages)
-
     def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
         """Decodes checkpoint pages into a live slot."""
         if self._layout.is_exact:
@@ -270,7 +265,6 @@ class CacheMemory:
             indices = np.flatnonzero(table[:num_blocks].any(axis=1))
             local_pages.append((indices, self.pool[self._ids(table[indices])].cpu()))
         return ParkedRequest(
-            num_tokens,
             self.pool[self._ids(block_table[:num_blocks])].cpu(),
             tuple(local_pages),
             self.slots[slot].cpu().clone(),

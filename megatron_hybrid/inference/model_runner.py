@@ -1,41 +1,77 @@
 """ModelRunner: executes plans on the device."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext
-from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
 from megatron_hybrid.inference.sampling import log_probs_of, sample, top_log_probs
 from megatron_hybrid.inference.sampling_params import Draw, Sampled
-from megatron_hybrid.inference.step_plan import Restore, StepPlan, StepResult
+from megatron_hybrid.inference.step_plan import (
+    Park,
+    Restore,
+    Save,
+    StepPlan,
+    StepResult,
+    Unpark,
+)
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 class ModelRunner:
-    """Runs the model over one step's batch, samples, and saves states.
+    """Runs the model over one step's batch, samples, and moves bytes before and after.
 
     Args:
         model: in eval mode.
         memory: pool and live slots.
         context: lays out the batch.
+        load: starts the way of what was fetched into pages of the pool, `Fetches.load`.
     """
 
-    def __init__(self, model: HybridModel, memory: CacheMemory, context: DynamicInferenceContext):
+    def __init__(
+        self,
+        model: HybridModel,
+        memory: CacheMemory,
+        context: DynamicInferenceContext,
+        load: Callable[[bytes, list[np.ndarray]], None],
+    ):
         self.model = model
         self.memory = memory
         self.context = context
+        self._load = load
+        self._parked: dict[int, ParkedRequest] = {}
+
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory of preempted requests."""
+        return sum(parked.num_bytes for parked in self._parked.values())
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Restores, then a forward, then draws, then saves."""
+        """Moves what comes before the forward, in the plan's order; then the forward, the draws and
+        the saves. Only memory for the forward and the draws must be there."""
         result = StepResult()
+        for request_id in plan.drops:
+            self._parked.pop(request_id, None)
+        # First of all, since the pages that the request had may be written by this very step.
+        for park in plan.parks:
+            with optional_work(partial(_note, result.unparked, park.request_id)):
+                self._park(park)
+        for key, targets in plan.loads.items():
+            with optional_work(partial(_note, result.unloaded, key)):
+                self._load(key, targets)
         for restore in plan.restores:
             with optional_work(partial(_note, result.unrestored, restore.request_id)):
-                self._restore(restore)
+                if isinstance(restore, Unpark):
+                    self._unpark(restore)
+                else:
+                    self._restore(restore)
         if result.unrestored:
             plan = replace(
                 plan,
@@ -47,13 +83,28 @@ class ModelRunner:
             result.sampled = self.sample(plan, logits_nV)
             result.prompt_log_probs = self.score(plan, logits_nV)
             self._save(plan, result)
+        for save in plan.saves:
+            self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
         return result
 
+    def _park(self, park: Park) -> None:
+        blocks, *local = park.tables
+        self._parked[park.request_id] = self.memory.park(blocks, local, park.num_tokens, park.slot)
+
+    def _unpark(self, unpark: Unpark) -> None:
+        parked = self._parked.pop(unpark.request_id, None)
+        if parked is None:
+            raise MemoryError(f"request {unpark.request_id} found no host memory to be parked in")
+        blocks, *local = unpark.tables
+        self.memory.unpark(parked, blocks, local, unpark.first_block, unpark.slot)
+
     def _restore(self, restore: Restore) -> None:
-        if restore.checkpoint_pages is None:
-            self.memory.clear_slot(restore.slot)
-        else:
+        if restore.source_slot is not None:
+            self.memory.copy_slot(restore.source_slot, restore.slot)
+        elif restore.checkpoint_pages is not None:
             self.memory.load_checkpoint(restore.checkpoint_pages, restore.slot)
+        else:
+            self.memory.clear_slot(restore.slot)
         if len(restore.sources):
             self.memory.copy_pages(restore.sources, restore.targets)
 
@@ -109,9 +160,11 @@ class ModelRunner:
                 # The state at the end is the live slot itself.
                 is_end = save.position == work.end
                 state = self.memory.slots[work.slot] if is_end else next(captured)
-                place = work.request_id, save.position
-                with optional_work(partial(_note, result.unsaved, place)):
-                    self.memory.save_checkpoint(state, save.pages)
+                self._save_state(state, save, work.request_id, result)
+
+    def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
+        with optional_work(partial(_note, result.unsaved, (request_id, save.position))):
+            self.memory.save_checkpoint(state, save.pages)
 
 
 def _note(failed: dict, key, error: Exception) -> None:

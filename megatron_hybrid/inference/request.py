@@ -12,8 +12,7 @@ from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 
-if TYPE_CHECKING:  # they import torch, and the scheduler does not
-    from megatron_hybrid.inference.memory import ParkedRequest
+if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
 
 _WIDTH = 80
@@ -23,9 +22,8 @@ class RequestStatus(StrEnum):
     WAITING = "waiting"  # in the queue: new, or preempted
     PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
     DECODE = "decode"  # every token but the newest is computed
-    CLOSING = "closing"  # answered; its last token still runs so that its state can be kept
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
+    CLOSING = "closing"  # answered or cancelled; its last state is yet to be kept
+    FINISHED = "finished"  # gone from the engine
 
 
 @dataclass
@@ -124,7 +122,7 @@ class Request:
     looked_up_at: int | None = None  # in the memories below, after so many evictions from the pool
     fetch: "Fetch | None" = None  # what they had of it
     lacks_memory: bool = False  # for the state that it would go on from: it is computed
-    parked: "ParkedRequest | None" = None
+    parked_tokens: int = 0  # preempted after so many, whose bytes wait in host memory
     lease_before: Lease | None = None  # released; a parked request goes on with what it wanted
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only
@@ -154,7 +152,7 @@ class Request:
     @property
     def closed(self) -> bool:
         """Done, and gone from the engine."""
-        return self.status in (RequestStatus.FINISHED, RequestStatus.CANCELLED)
+        return self.status is RequestStatus.FINISHED
 
     def mark_first_token(self) -> None:
         if self.first_token_at is None:

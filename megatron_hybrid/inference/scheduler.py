@@ -1,8 +1,9 @@
 """Which tokens of which requests run next.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-new requests, all under one token budget. `Scheduler.complete` files what a step computed. Every
-decision follows from the order of requests and from numbers equal on all ranks.
+new requests, all under one token budget. `Scheduler.complete` files what a step computed. No byte
+moves here: what has to move is in the plan. Every decision follows from the order of requests and
+from numbers equal on all ranks.
 """
 
 from bisect import insort
@@ -10,7 +11,7 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,35 +22,23 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Draw
-from megatron_hybrid.inference.step_plan import Ready, Restore, Save, StepPlan, StepResult, Work
+from megatron_hybrid.inference.step_plan import (
+    Park,
+    Ready,
+    Restore,
+    Save,
+    SlotSave,
+    StepPlan,
+    StepResult,
+    Unpark,
+    Work,
+)
 
-if TYPE_CHECKING:  # they import torch, and this module does not
-    from megatron_hybrid.inference.memory import ParkedRequest
+if TYPE_CHECKING:  # it imports torch, and this module does not
     from megatron_hybrid.offload.fetch import Fetches
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
-
-
-class DeviceMemory(Protocol):
-    """What the scheduler has moved between two steps, at once; see `CacheMemory`."""
-
-    slot_bytes: int
-
-    def copy_slot(self, source: int, target: int) -> None: ...
-    def save_slot(self, slot: int, pages: np.ndarray) -> None: ...
-    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
-    def park(
-        self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
-    ) -> "ParkedRequest": ...
-    def unpark(
-        self,
-        parked: "ParkedRequest",
-        block_table: np.ndarray,
-        local_tables: list[np.ndarray],
-        first_block: int,
-        slot: int,
-    ) -> None: ...
 
 
 @dataclass
@@ -71,7 +60,7 @@ class _Chunk:
             self.start,
             request.tokens[self.start : self.end],
             lease.shared_tokens,
-            [lease.block_table, *lease.local_tables],
+            _tables(lease),
             saves=[
                 Save(reservation.position, reservation.pages) for reservation in self.reservations
             ],
@@ -85,6 +74,11 @@ class _Chunk:
             last = min(self.end, request.num_prompt_tokens - 1)
             work.scored = request.tokens[work.first_scored : last + 1].tolist()
         return work
+
+
+def _tables(lease: Lease) -> list[np.ndarray]:
+    """As `Work.tables`."""
+    return [lease.block_table, *lease.local_tables]
 
 
 def _copies(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +101,11 @@ class _Draft:
 
     chunks: list[_Chunk] = field(default_factory=list)
     ready: list[Request] = field(default_factory=list)
-    restores: dict[Request, Restore] = field(default_factory=dict)
+    restores: dict[Request, Restore | Unpark] = field(default_factory=dict)
+    parks: dict[Request, Park] = field(default_factory=dict)
+    drops: list[int] = field(default_factory=list)
+    ending: dict[Request, Reservation] = field(default_factory=dict)
+    """Requests that end with the step, and where their last state goes."""
     num_tokens: int = 0
 
     def add(self, chunk: _Chunk) -> None:
@@ -120,6 +118,22 @@ class _Draft:
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]
         self.restores.pop(request, None)
+        self.ending.pop(request, None)
+
+    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+        return StepPlan(
+            number,
+            self.drops,
+            list(self.parks.values()),
+            loads,
+            list(self.restores.values()),
+            [chunk.work() for chunk in self.chunks],
+            [Ready(r.request_id, r.slot, _draws(r)) for r in self.ready],
+            [
+                SlotSave(saved.position, saved.pages, r.request_id, r.slot)
+                for r, saved in self.ending.items()
+            ],
+        )
 
 
 class Scheduler:
@@ -127,9 +141,8 @@ class Scheduler:
 
     Args:
         cache: decides what is shared and kept.
-        memory: told which bytes to move between two steps: of forks, of requests that lose their
-            place and come back, and of states behind answers.
         fetches: from the memories below the pool.
+        slot_bytes: size of a live slot.
         max_requests: live slots.
         max_tokens: tokens of one forward pass.
     """
@@ -137,24 +150,24 @@ class Scheduler:
     def __init__(
         self,
         cache: PrefixCache,
-        memory: DeviceMemory,
         fetches: "Fetches",
+        slot_bytes: int,
         max_requests: int,
         max_tokens: int,
     ):
         self.cache = cache
-        self.memory = memory
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
         # The states of one forward take as much memory on their way as the KV that it writes (as
         # rungs do) and the live slots at most.
-        state_bytes, kv_bytes = memory.slot_bytes, cache.spec.kv_bytes_per_token
-        self.max_captures = max(MIN_CAPTURES, max_requests) + max_tokens * kv_bytes // state_bytes
+        kv_bytes = max_tokens * cache.spec.kv_bytes_per_token
+        self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // slot_bytes
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # the first in line first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._draft = _Draft()  # of the plan that runs
+        self._next = _Draft()  # of the plan after it
         self._num_plans = 0
         self.num_preemptions = 0
         self.num_forward_tokens = 0
@@ -170,17 +183,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans one step. An empty plan means that there is nothing to do."""
-        draft = _Draft()
+        draft = self._begin()
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
-        self.fetches.poll()
-        blocked = False
+        blocked, num_coming = False, 0
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
-            can_start = not blocked and bool(self.free_slots) and self._budget(draft) > 0
+            has_slot = len(self.free_slots) > num_coming
+            can_start = has_slot and not blocked and self._budget(draft) > 0
             # Also asked of requests that cannot start yet: it is the running prefill that must know
             # early where they will part from it, and what is on the disk is read meanwhile.
             if self._waits_for_other(request):
@@ -189,14 +202,22 @@ class Scheduler:
             # is fetched for it.
             if self._waits_for_fetch(draft, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
+                num_coming += request.fetch.is_coming  # it starts when that is there
             else:
                 blocked = not can_start or not self._admit(draft, request)
+        self.fetches.poll()
         self._reserve_checkpoints(draft)
-        self._draft = draft
+        return draft.plan(self._num_plans, self.fetches.take_loads())
+
+    def schedule_moves(self) -> StepPlan:
+        """Plans what is due between two steps: forks of samples, and the last states of requests
+        that end, whose slots and pages others wait for."""
+        return self._begin().plan(self._num_plans, {})
+
+    def _begin(self) -> _Draft:
+        self._draft, self._next = self._next, _Draft()
         self._num_plans += 1
-        ready = [Ready(r.request_id, r.slot, _draws(r)) for r in draft.ready]
-        work = [chunk.work() for chunk in draft.chunks]
-        return StepPlan(self._num_plans, list(draft.restores.values()), work, ready)
+        return self._draft
 
     def _budget(self, draft: _Draft) -> int:
         return self.max_tokens - draft.num_tokens
@@ -234,14 +255,15 @@ class Scheduler:
     def _make_room(self, draft: _Draft, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
         while not self.cache.extend(request.lease, end):
+            if self.fetches.poll():
+                continue  # what has arrived can be evicted now
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
-            is_there = victim not in draft.restores
-            draft.drop(victim)
             if closing:
+                draft.drop(victim)
                 self._retire(victim)  # answered: it only wants its last state kept
             else:
-                self._preempt(victim, is_there)
+                self._preempt(draft, victim)
             if victim is request:
                 return False
         return True
@@ -263,8 +285,8 @@ class Scheduler:
 
     def _try_to_admit(self, draft: _Draft, request: Request) -> bool:
         tokens = request.tokens[: request.num_tokens]
-        if request.parked is not None:
-            if not self._resume_parked(request, self._budget(draft)):
+        if request.parked_tokens:
+            if not self._resume_parked(draft, request):
                 return False
             self._plan_work(draft, request)
             return True
@@ -286,7 +308,7 @@ class Scheduler:
         del self.waiting[request]
         self._start(request, lease)
         draft.restores[request] = Restore(
-            request.request_id, request.slot, lease.checkpoint_pages, *_copies(lease)
+            request.request_id, request.slot, *_copies(lease), lease.checkpoint_pages
         )
         request.num_computed = lease.skipped_tokens
         if request.num_computed == request.num_tokens:
@@ -316,7 +338,7 @@ class Scheduler:
         It is read ahead, and goes into the pool when the request can start: earlier it would push
         out what was fetched for those before it, and be pushed out itself.
         """
-        if not self.fetches.tiers or request.parked or request.params.needs_prompt_logits:
+        if not self.fetches.tiers or request.parked_tokens or request.params.needs_prompt_logits:
             return False
         tokens = request.tokens[: request.num_tokens]
         while True:
@@ -343,7 +365,9 @@ class Scheduler:
     def _waits_for_other(self, request: Request) -> bool:
         """Whether a running prefill will soon make a position restorable that is deeper than what
         this request can resume from now; then it is not computed twice."""
-        if self.cache.mode != "restore" or request.parked or request.params.needs_prompt_logits:
+        if self.cache.mode != "restore" or request.parked_tokens:
+            return False
+        if request.params.needs_prompt_logits:
             return False
         if request.waits_for is not None:
             other, position = request.waits_for
@@ -396,29 +420,27 @@ class Scheduler:
         draft, self._draft = self._draft, _Draft()
         if plan.number != self._num_plans:
             raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
+        for request in draft.parks:
+            if request.request_id in result.unparked:
+                request.parked_tokens = 0
+        for key in result.unloaded:
+            self.fetches.fail(key)
         self._note_restored(draft, result)
         self.num_forward_tokens += draft.num_tokens
         for chunk in draft.chunks:
             request = chunk.request
-            saved = []
-            for reservation in chunk.reservations:
-                position = reservation.position
-                if (request.request_id, position) in result.unsaved:
-                    self.cache.decline(request.lease, [position])
-                else:
-                    saved.append(reservation)
             request.num_computed = chunk.end
             request.prompt_log_probs += result.prompt_log_probs.get(request.request_id, [])
             self.cache.commit(request.lease, request.tokens, chunk.end)
-            for reservation in saved:
-                with self._optional(request.lease, reservation.position):
-                    self.cache.publish_checkpoint(reservation)
-            while request.lease.reservations:
-                self.cache.abandon(request.lease.reservations[0])
+            self._publish(request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
+        for request, reservation in draft.ending.items():
+            self._commit_last(request)
+            self._publish(request, [reservation], result)
+            self._retire(request)
         owners = []
         for request in (*(chunk.request for chunk in draft.chunks), *draft.ready):
             if request.request_id in result.sampled:
@@ -426,18 +448,41 @@ class Scheduler:
         return owners
 
     def _note_restored(self, draft: _Draft, result: StepResult) -> None:
-        """Unpins what was restored from. A request that could not be, for want of memory, is
-        computed later; alone, whoever runs the step is told."""
-        for request in list(draft.restores):
+        """Unpins what was restored from. A request that could not be, for want of memory, starts
+        later, from what is cached, or, where it did that, from its first token; alone, whoever
+        runs the step is told."""
+        for request, restore in list(draft.restores.items()):
             if request.request_id not in result.unrestored:
                 self.cache.restored(request.lease)
+                if isinstance(restore, Unpark):
+                    self.cache.commit(
+                        request.lease, request.tokens, request.num_computed, flush=True
+                    )
                 continue
-            request.lacks_memory = True
-            if len(self.running) == 1:
-                raise MemoryError(result.unrestored[request.request_id])
+            if isinstance(restore, Restore) and restore.source_slot is None:
+                request.lacks_memory = True
+                if len(self.running) == 1:
+                    raise MemoryError(result.unrestored[request.request_id])
             draft.drop(request)
             self._end_lease(request)
-            self._requeue(request)
+            if request.done:
+                request.status = RequestStatus.FINISHED
+            else:
+                self._requeue(request)
+
+    def _publish(
+        self, request: Request, reservations: list[Reservation], result: StepResult
+    ) -> None:
+        """Makes saved states visible to others, and gives back the room of those that are not."""
+        for reservation in reservations:
+            position = reservation.position
+            if (request.request_id, position) in result.unsaved:
+                self.cache.decline(request.lease, [position])
+                continue
+            with self._optional(request.lease, position):
+                self.cache.publish_checkpoint(reservation)
+        while request.lease.reservations:
+            self.cache.abandon(request.lease.reservations[0])
 
     def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
         """Around what saves a state: without memory it is not saved, and counted."""
@@ -465,11 +510,9 @@ class Scheduler:
                     queued.append(sibling)
                     continue
                 self._start(sibling, lease)
-                sources, targets = _copies(lease)
-                if len(sources):
-                    self.memory.copy_pages(sources, targets)
-                self.cache.restored(lease)
-                self.memory.copy_slot(request.slot, sibling.slot)
+                self._next.restores[sibling] = Restore(
+                    sibling.request_id, sibling.slot, *_copies(lease), source_slot=request.slot
+                )
                 sibling.num_computed = request.num_computed
                 sibling.status = RequestStatus.DECODE
                 started.append(sibling)
@@ -482,6 +525,14 @@ class Scheduler:
         """A step failed, anywhere between its plan and its samples. What it had not yet filed does
         not count: pages and live slots may be half written. All running requests go back to the
         queue and start from what is cached."""
+        failed, drops = self._draft, self._next.drops
+        for request in failed.parks:
+            request.parked_tokens = 0
+        # Of those that were to be parked or to come back the bytes may be there, or not.
+        unparked = [r for r, restore in failed.restores.items() if isinstance(restore, Unpark)]
+        drops += failed.drops + [request.request_id for request in (*failed.parks, *unparked)]
+        self._draft, self._next = _Draft(), _Draft(drops=drops)
+        self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
         for request in running:
@@ -497,49 +548,49 @@ class Scheduler:
         self.retire_closing()
         self.abort()
         for request in self.waiting:
-            request.parked = request.lease_before = None
+            self._drop_parked(request)
             if not request.num_generated:
                 request.prompt_log_probs = []
 
     def finish(self, request: Request) -> None:
         """The request is answered. Its last state is kept, if need be after one more forward pass
         for its last token; then its lease ends."""
-        keeps_state = self.cache.mode == "restore" and request.lease is not None
-        if keeps_state and request.num_computed < request.num_tokens:
-            request.status = RequestStatus.CLOSING
-            return
-        if keeps_state:
-            self._save_live_slot(request, answered=True)
-        self._retire(request)
-
-    def _save_live_slot(self, request: Request, *, answered: bool) -> None:
-        """Keeps the state after the tokens that are computed, if it is worth its room."""
-        done = request.num_computed
-        if not done:
-            return
-        with self._optional(request.lease, done):
-            reservation = self.cache.reserve_checkpoint(request.lease, done)
-            if reservation is not None:
-                self.memory.save_slot(request.slot, reservation.pages)
-                self.cache.commit(
-                    request.lease, request.tokens, done, flush=True, answered=answered
-                )
-                self.cache.publish_checkpoint(reservation)
+        request.status = RequestStatus.CLOSING
+        if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
+            self._end(request)
 
     def cancel(self, request: Request) -> None:
         """Takes the request out; what it computed stays cached, with its last state if that is
         worth its room."""
         self.waiting.pop(request, None)
-        request.parked = None
+        self._drop_parked(request)
         try:
             if request.fetch is not None:
                 self.fetches.leave(request.fetch)
-            if request.lease is not None:
-                self._save_live_slot(request, answered=False)
         finally:
-            request.status = RequestStatus.CANCELLED
-            if request.lease is not None:
-                self._give_up_lease(request)
+            if request.lease is None:
+                request.status = RequestStatus.FINISHED
+            else:
+                request.status = RequestStatus.CLOSING
+                self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Ends a running request as it is; with the next plan, if its state is worth its room."""
+        if request in self._next.restores:  # forked, and nothing of it is there yet
+            self._next.drop(request)
+            self._end_lease(request)
+            request.status = RequestStatus.FINISHED
+            return
+        reservation, done = None, request.num_computed
+        try:
+            if done:
+                with self._optional(request.lease, done):
+                    reservation = self.cache.reserve_checkpoint(request.lease, done)
+        finally:
+            if reservation is None:
+                self._retire(request)
+            else:
+                self._next.ending[request] = reservation
 
     @property
     def closing(self) -> list[Request]:
@@ -549,6 +600,7 @@ class Scheduler:
     def retire_closing(self) -> None:
         """Ends them as they are."""
         for request in self.closing:
+            self._next.drop(request)
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
@@ -560,15 +612,15 @@ class Scheduler:
 
     def _give_up_lease(self, request: Request) -> None:
         try:
-            self.cache.commit(
-                request.lease,
-                request.tokens,
-                request.num_computed,
-                flush=True,
-                answered=request.done and request.num_computed == request.num_tokens,
-            )
+            self._commit_last(request)
         finally:
             self._end_lease(request)
+
+    def _commit_last(self, request: Request) -> None:
+        """Makes all that it has computed visible to others."""
+        done = request.num_computed
+        answered = request.done and done == request.num_tokens
+        self.cache.commit(request.lease, request.tokens, done, flush=True, answered=answered)
 
     def _end_lease(self, request: Request) -> None:
         self.cache.release(self._take_lease(request))
@@ -583,25 +635,32 @@ class Scheduler:
 
     # Preemption --------------------------------------------------------------------------------
 
-    def _preempt(self, request: Request, is_there: bool) -> None:
+    def _preempt(self, draft: _Draft, request: Request) -> None:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
         goes on where it was. Without memory for them, or where they are not there yet, it starts
         from what is cached."""
         self.num_preemptions += 1
+        restore, lease, done = draft.restores.get(request), request.lease, request.num_computed
+        draft.drop(request)
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
-        if is_there and 0 < request.num_computed < request.num_tokens:
-            with optional_work(lambda error: None):
-                request.parked = self.memory.park(
-                    request.lease.block_table,
-                    request.lease.local_tables,
-                    request.num_computed,
-                    request.slot,
-                )
-                request.lease_before = request.lease
+        if isinstance(restore, Unpark):
+            request.parked_tokens, request.lease_before = done, lease  # it stays parked
+        elif restore is None and 0 < done < request.num_tokens:
+            request.parked_tokens, request.lease_before = done, lease
+            draft.parks[request] = Park(request.request_id, request.slot, done, _tables(lease))
         try:
-            self._give_up_lease(request)
+            if restore is None:
+                self._give_up_lease(request)
+            else:
+                self._end_lease(request)
         finally:
             self._requeue(request)
+
+    def _drop_parked(self, request: Request) -> None:
+        """Its parked bytes, if there are any, are not wanted any more."""
+        if request.parked_tokens:
+            self._next.drops.append(request.request_id)
+        request.parked_tokens, request.lease_before = 0, None
 
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -611,29 +670,24 @@ class Scheduler:
         self.waiting[request] = None
         self.waiting.move_to_end(request, last=False)
 
-    def _resume_parked(self, request: Request, chunk_tokens: int) -> bool:
+    def _resume_parked(self, draft: _Draft, request: Request) -> bool:
         """Re-admits a preempted request at the very token where it stopped. False: no room."""
-        parked = request.parked
-        done = parked.num_tokens
+        done = request.parked_tokens
         lease = self.cache.resume(
             request.lease_before,
             request.tokens[:done],
             capacity_tokens=request.num_tokens,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=self._budget(draft),
         )
         if lease is None:
             return False
         del self.waiting[request]
         self._start(request, lease)
-        request.parked = request.lease_before = None  # if this fails it starts from what is cached
-        self.memory.unpark(
-            parked,
-            lease.block_table,
-            lease.local_tables,
-            first_block=lease.shared_tokens // self.cache.spec.block_size_tokens,
-            slot=request.slot,
+        request.parked_tokens, request.lease_before = 0, None
+        first_block = lease.shared_tokens // self.cache.spec.block_size_tokens
+        draft.restores[request] = Unpark(
+            request.request_id, request.slot, first_block, _tables(lease)
         )
-        self.cache.commit(lease, request.tokens, done, flush=True)
         request.num_computed = done
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:
             request.status = RequestStatus.DECODE

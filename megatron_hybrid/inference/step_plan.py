@@ -22,17 +22,43 @@ class Save:
 
 
 @dataclass
+class Park:
+    """A preempted request's bytes, to be copied to host memory."""
+
+    request_id: int
+    slot: int
+    num_tokens: int
+    """Tokens whose KV is copied."""
+    tables: list[np.ndarray]
+    """As `Work.tables`."""
+
+
+@dataclass
+class Unpark:
+    """The parked bytes of a request that runs again."""
+
+    request_id: int
+    slot: int
+    first_block: int
+    """KV of full attention is copied from this block on; those before it are shared."""
+    tables: list[np.ndarray]
+    """As `Work.tables`."""
+
+
+@dataclass
 class Restore:
     """What a newly admitted request starts from; its sources stay pinned until it is there."""
 
     request_id: int
     slot: int
-    checkpoint_pages: np.ndarray | None
-    """int32 [checkpoint_pages]; None: the live slot starts from zeros."""
     sources: np.ndarray
     """int32 [n]: pages of blocks that are shared in part."""
     targets: np.ndarray
     """int32 [n]: the request's own, to which they are copied."""
+    checkpoint_pages: np.ndarray | None = None
+    """int32 [checkpoint_pages]: goes into the live slot."""
+    source_slot: int | None = None
+    """The live slot that it is forked from. Without this and a checkpoint it starts from zeros."""
 
 
 @dataclass
@@ -75,17 +101,34 @@ class Ready:
 
 
 @dataclass
+class SlotSave(Save):
+    """The state of a request that ends, as its live slot has it."""
+
+    request_id: int
+    slot: int
+
+
+@dataclass
 class StepPlan:
-    """One step, in batch order."""
+    """One step, in the order in which it is executed; requests in batch order. One without work has
+    no forward.
+    """
 
     number: int = 0
-    restores: list[Restore] = field(default_factory=list)
-    """To be executed before the forward."""
+    drops: list[int] = field(default_factory=list)
+    """Request ids whose parked bytes nobody wants any more."""
+    parks: list[Park] = field(default_factory=list)
+    loads: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
+    """By the key of a fetch: pages for each of its records, int32 [n]. Others see them once the
+    fetch has arrived."""
+    restores: list[Restore | Unpark] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
+    saves: list[SlotSave] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.restores or self.work or self.ready)
+        moves = self.drops or self.parks or self.loads or self.restores or self.saves
+        return bool(moves or self.work or self.ready)
 
     def tokens_digest(self) -> int:
         """Of the tokens that the step computes; the same in every process."""
@@ -101,6 +144,10 @@ class StepResult:
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
     """By request id."""
+    unparked: dict[int, str] = field(default_factory=dict)
+    """Requests whose bytes found no host memory, and why."""
+    unloaded: dict[bytes, str] = field(default_factory=dict)
+    """Fetches, by key, for which memory was short, and why."""
     unrestored: dict[int, str] = field(default_factory=dict)
     """Requests that lacked the memory for what they start from, which were left out, and why."""
     prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 A fetch is decided here and moved elsewhere. Decisions need the cache's bookkeeping alone: what to
 fetch, when to read it, when the pool has room for it, when others may see it. Bytes are read by the
-tier's store (`RecordStore.get`) and written into the pool by a `PageMover`; no tensor is seen here.
+tier's store (`RecordStore.get`) and, when the step runs that was planned, written into the pool by
+a `PageMover`; no tensor is seen here.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class FetchState(Enum):
     """On its way into host memory, or there."""
     LACKS_ROOM = auto()
     """In host memory; what runs holds the pool."""
+    PLANNED = auto()
+    """The pool has pages for it; the step that loads them is yet to run."""
     LOADING = auto()
     """On its way from host memory into the pages of its lease."""
     DONE = auto()
@@ -97,6 +100,11 @@ class Fetch:
         return self.state is FetchState.LACKS_ROOM
 
     @property
+    def is_coming(self) -> bool:
+        """Whether the pool has pages for it, in which it arrives without fail."""
+        return self.state in (FetchState.PLANNED, FetchState.LOADING)
+
+    @property
     def has_failed(self) -> bool:
         return self.state is FetchState.FAILED
 
@@ -108,9 +116,9 @@ class Fetch:
 class Fetches:
     """The fetches that are under way.
 
-    For each waiting request, in order: `start`, `read`, and when it can start `bring`; `poll` at
-    the beginning of each step. When the request is admitted `count` it, when it is cancelled
-    `leave`.
+    For each waiting request, in order: `start`, `read`, and when it can start `bring`; then `poll`.
+    The step runs what `take_loads` gives it with `load`; if it fails, `abort`. When the request is
+    admitted `count` it, when it is cancelled `leave`.
 
     Args:
         cache: the pool's bookkeeping.
@@ -138,6 +146,7 @@ class Fetches:
         self._mover = mover
         self._agree_on_minimum = agree_on_minimum
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
+        self._planned: dict[bytes, list[np.ndarray]] = {}
         self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
 
     # ---- decisions ----
@@ -210,22 +219,49 @@ class Fetches:
                 self._read(fetch, fetch.wanted)
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
-        """A request that waits for a fetch can start next: brings what is read into the pool, once
-        there is room for the whole request (arguments as in `PrefixCache.acquire`)."""
-        if fetch.state is FetchState.LOADING or not self._is_true_on_all(fetch.is_read):
+        """A request that waits for a fetch can start next: plans to load what is read, once there
+        is room for the whole request (arguments as in `PrefixCache.acquire`), and publishes what
+        has arrived."""
+        if fetch.is_coming:
+            self._publish_if_there(fetch)
+        if fetch.lease is not None or not self._is_true_on_all(fetch.is_read):
             return
         with self._may_fail(fetch):
-            pages = self._pages_of(fetch)
-            if pages is not None and self._adopt(fetch, capacity_tokens, chunk_tokens):
-                self._load(fetch, pages)
-        self._publish_if_there(fetch)
+            if self._is_sound(fetch) and self._adopt(fetch, capacity_tokens, chunk_tokens):
+                self._planned[fetch.record.key] = self._targets(fetch)
+                fetch.state = FetchState.PLANNED
         if fetch.state is FetchState.READING:  # of blocks that the pool has evicted meanwhile
             self.bring(fetch, capacity_tokens, chunk_tokens)
 
-    def poll(self) -> None:
-        """Publishes what has arrived in the pool. Call it before requests start."""
+    def take_loads(self) -> dict[bytes, list[np.ndarray]]:
+        """What the step that is planned is to `load`: pages for each record, by key."""
+        loads, self._planned = self._planned, {}
+        return loads
+
+    def load(self, key: bytes, targets: list[np.ndarray]) -> None:
+        """Starts the way of what was read into pages of the pool, int32 [n] for each record. If it
+        raises, nothing is on its way."""
+        fetch = self._fetches[key]
+        pages = [read.result() for read in fetch.reads]
+        # The pool may have got the first blocks meanwhile.
+        fetch.arrival = self._mover.to_pool(targets, pages[len(pages) - len(targets) :])
+        fetch.state = FetchState.LOADING
+
+    def fail(self, key: bytes) -> None:
+        """There was no memory to load it."""
+        self._fail(self._fetches[key])
+
+    def abort(self) -> None:
+        """The step failed: what it has not begun to load fails."""
         for fetch in list(self._fetches.values()):
-            self._publish_if_there(fetch)
+            if fetch.state is FetchState.PLANNED:
+                self._fail(fetch)
+
+    def poll(self) -> bool:
+        """Publishes what has arrived in the pool, so that it can be evicted; whether there was
+        any."""
+        fetches = list(self._fetches.values())
+        return any([self._publish_if_there(fetch) for fetch in fetches])
 
     def wait(self) -> None:
         """Waits until a fetch can go on, but not long."""
@@ -280,9 +316,12 @@ class Fetches:
             targets.append(np.concatenate(parts))
         return targets
 
-    def _publish_if_there(self, fetch: Fetch) -> None:
-        if fetch.state is FetchState.LOADING and self._is_true_on_all(fetch.arrival.is_done()):
-            self._publish(fetch)
+    def _publish_if_there(self, fetch: Fetch) -> bool:
+        is_loading = fetch.state is FetchState.LOADING
+        if not is_loading or not self._is_true_on_all(fetch.arrival.is_done()):
+            return False
+        self._publish(fetch)
+        return True
 
     def _publish(self, fetch: Fetch) -> None:
         """All is in the pool: from now on it is found there."""
@@ -292,7 +331,6 @@ class Fetches:
                 self._cache.publish_checkpoint(fetch.reservation)
         if fetch.is_over:
             return
-        self._cache.release(fetch.lease)
         fetch.tier.used(fetch.record)
         self.stats.fetches += 1
         self._end(fetch, FetchState.DONE)
@@ -312,15 +350,12 @@ class Fetches:
     def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
         """Ends a fetch of which nothing comes: its prompt is computed. retries_later: it is left
         alone for a while."""
-        lease, fetch.lease = fetch.lease, None
         self._end(fetch, FetchState.FAILED)
         self.stats.fetches_failed += 1
         if retries_later:
             now = time.monotonic()
             still = {key: until for key, until in self._unreadable_until.items() if until > now}
             self._unreadable_until = {**still, fetch.record.key: now + RETRY_SECONDS}
-        if lease is not None:
-            self._cache.release(lease)
 
     def _give_up(self, fetch: Fetch) -> None:
         """Ends a fetch that nobody wants. What is on its way into the pool arrives."""
@@ -340,6 +375,10 @@ class Fetches:
         fetch.reads, fetch.arrival = [], None  # the request may be held for long, not their bytes
         fetch.tier.unpin(fetch.record)
         del self._fetches[fetch.record.key]
+        self._planned.pop(fetch.record.key, None)
+        lease, fetch.lease = fetch.lease, None
+        if lease is not None:
+            self._cache.release(lease)
 
     # ---- what ranks agree on ----
 
@@ -359,25 +398,18 @@ class Fetches:
         fetch.read_bytes += num_bytes
         self.read_bytes += num_bytes
 
-    def _pages_of(self, fetch: Fetch) -> list[HostPages] | None:
-        """What was read, in the order of `wanted`. None: some of it is damaged, or could not be
-        read; the fetch has failed."""
+    def _is_sound(self, fetch: Fetch) -> bool:
+        """Whether all could be read, undamaged; if not, the fetch has failed."""
         failed = any(read.exception() for read in fetch.reads)
-        pages = [None if read.exception() else read.result() for read in fetch.reads]
-        if self._is_true_on_all(all(part is not None for part in pages)):
-            return pages
+        is_sound = not failed and all(read.result() is not None for read in fetch.reads)
+        if self._is_true_on_all(is_sound):
+            return True
         for record, read in zip(fetch.wanted, fetch.reads):
             if not read.exception() and read.result() is None:  # damaged
                 fetch.tier.remove(record)  # and what follows it
                 break
         self._fail(fetch, retries_later=failed)  # what is there may be read later
-        return None
-
-    def _load(self, fetch: Fetch, pages: list[HostPages]) -> None:
-        """Starts the way into the pool."""
-        targets = self._targets(fetch)
-        fetch.arrival = self._mover.to_pool(targets, pages[len(pages) - len(targets) :])
-        fetch.state = FetchState.LOADING
+        return False
 
 
 def _bytes_to_read(fetch: Fetch, records: list[Record]) -> int:

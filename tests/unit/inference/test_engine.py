@@ -527,7 +527,7 @@ def test_a_sample_cancelled_before_its_fork_never_runs():
     cancelled = request.samples[1]
     engine.cancel(cancelled)
     finish(engine, *request.samples)
-    assert cancelled.status is RequestStatus.CANCELLED and not cancelled.generated_tokens
+    assert cancelled.closed and not cancelled.generated_tokens
     reasons = [sample.finish_reason for sample in request.samples]
     assert reasons == ["length", "cancelled", "length"]
     assert not engine.has_work
@@ -570,10 +570,10 @@ def test_the_next_turn_resumes_where_an_answer_was_cancelled(answered):
 def test_cancel_a_preempted_request():
     engine = small_pool_engine("restore")
     requests = [engine.add_request(random_tokens(20, seed=s), greedy(40)) for s in range(4)]
-    while not any(request.parked for request in requests):
+    while not any(request.parked_tokens for request in requests):
         engine.step()
-    parked = next(request for request in requests if request.parked)
-    assert engine.stats()["parked_bytes"] == parked.parked.num_bytes > 0
+    parked = next(request for request in requests if request.parked_tokens)
+    assert engine.stats()["parked_bytes"] > 0
     engine.cancel(parked)
     assert engine.stats()["parked_bytes"] == 0
     finish(engine, *requests)
@@ -653,9 +653,9 @@ def test_a_request_preempted_in_its_prefill_forks_as_ever(pattern):
     while not first.num_generated:
         engine.step()
     request = engine.add_request(random_tokens(64), greedy(4), n=2)
-    while not request.parked:
+    while not request.parked_tokens:
         engine.step()
-    assert 0 < request.parked.num_tokens < 64
+    assert 0 < request.parked_tokens < 64
     finish(engine, first, *request.samples)
     for sample in request.samples:
         check_answer(model, sample)

@@ -173,7 +173,6 @@ def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks, model):
     expected = memory.pool[torch.from_numpy(table)], memory.pool[torch.from_numpy(local)]
     slot = memory.slots[0].clone()
     parked = memory.park(table, [local], num_tokens, slot=0)
-    assert parked.num_tokens == num_tokens
     assert parked.num_bytes == slot.numel() + memory.spec.page_bytes * (
         blocks * columns + blocks - rolled
     )

@@ -132,9 +132,9 @@ def test_a_preempted_prefill_still_knows_what_its_states_are():
     while not first.num_generated:
         engine.step()
     request = engine.add_request(random_tokens(64), greedy(4), cache_breakpoints=[56])
-    while not request.parked:
+    while not request.parked_tokens:
         engine.step()
-    assert 0 < request.parked.num_tokens < engine.cache.policy.rung_tokens == 48
+    assert 0 < request.parked_tokens < engine.cache.policy.rung_tokens == 48
     while engine.has_work:
         engine.step()
     expected = {48: Kind.RUNG, 56: Kind.JUNCTION, 64: Kind.PROMPT_END}
@@ -155,7 +155,7 @@ def test_a_preempted_answer_goes_on_saving_rungs():
     while engine.has_work:
         engine.step()
         engine.check_integrity()
-        preempted |= {request for request in engine.scheduler.waiting if request.parked}
+        preempted |= {request for request in engine.scheduler.waiting if request.parked_tokens}
     assert preempted
     for request in requests:
         check_answer(model, request)

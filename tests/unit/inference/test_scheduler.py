@@ -12,43 +12,29 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler
-from megatron_hybrid.inference.step_plan import StepPlan, StepResult
+from megatron_hybrid.inference.step_plan import Restore, StepPlan, StepResult
 
 BLOCK = 16
 SPEC = CacheSpec(BLOCK, (KVGroup(1, 64),), state_bytes=2048, hidden_bytes=256)
 
 
-class RecordingMemory:
-    """Notes what it is told to move."""
-
-    slot_bytes = SPEC.state_bytes + SPEC.hidden_bytes
-
-    def __init__(self):
-        self.moves = []
-
-    def __getattr__(self, name):
-        def move(*arguments, **named):
-            self.moves.append((name, *arguments))
-            return Parked(arguments[2]) if name == "park" else None
-
-        return move
-
-
-class Parked:
-    def __init__(self, num_tokens: int):
-        self.num_tokens = num_tokens
-
-
 class NoTiers:
     tiers = ()
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
+        return False
+
+    def abort(self) -> None:
         pass
+
+    def take_loads(self) -> dict:
+        return {}
 
 
 def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
     cache = PrefixCache(SPEC, num_pages)
-    return Scheduler(cache, RecordingMemory(), NoTiers(), max_requests, max_tokens)
+    slot_bytes = SPEC.state_bytes + SPEC.hidden_bytes
+    return Scheduler(cache, NoTiers(), slot_bytes, max_requests, max_tokens)
 
 
 def request(request_id: int, length: int, answer: int = 8, seed: int | None = None) -> Request:
@@ -70,6 +56,7 @@ def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
         if owner.num_generated == owner.params.num_tokens_to_generate:
             owner.mark_answered("length")
             scheduler.finish(owner)
+    scheduler.complete(scheduler.schedule_moves(), StepResult())
     scheduler.cache.check_integrity()
     return [(work.request_id, work.start, work.end, bool(work.draws)) for work in plan.work] + [
         (ready.request_id, -1, -1, True) for ready in plan.ready
@@ -162,7 +149,66 @@ def test_samples_are_drawn_with_the_first_and_forked_from_it():
     assert list(plan.work[0].draws) == [0, 1, 2]
     owners = each.complete(plan, StepResult({i: Sampled(1) for i in range(3)}))
     assert [owner.request_id for owner in owners] == [0, 1, 2]
-    assert [move[0] for move in each.memory.moves].count("copy_slot") == 2
+    moves = each.schedule_moves()
+    assert [(copy.request_id, copy.source_slot) for copy in moves.restores] == [
+        (1, one.slot),
+        (2, one.slot),
+    ]
+    # The partial last block is copied, too, and stays pinned until it is.
+    sources = np.concatenate([copy.sources for copy in moves.restores])
+    assert sources.tolist() == 2 * one.lease.block_table[1].tolist()
+    assert (each.cache.allocator.ref_counts[sources] > 1).all()
+    each.complete(moves, StepResult())
+    each.cache.check_integrity()
+
+
+def test_a_sample_that_lacks_memory_for_its_fork_starts_from_the_cache():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0)]
+    each.add(one)
+    owners = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    for owner in owners:
+        owner.num_tokens += 1
+    each.complete(each.schedule_moves(), StepResult(unrestored={1: "no memory"}))
+    assert [waiting.request_id for waiting in each.waiting] == [1]
+    assert run(each) == [(0, 20, 21, True), (1, 20, 21, True)]
+
+
+def test_a_sample_that_is_cancelled_before_its_fork_leaves_nothing_behind():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0)]
+    each.add(one)
+    _, sibling = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    each.cancel(sibling)
+    assert not each.schedule_moves() and sibling.closed and each.running == [one]
+    each.cache.check_integrity()
+
+
+def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
+    each, one = scheduler(max_requests=1), request(0, 20)
+    each.add(one)
+    run(each)
+    each.complete(each.schedule(), StepResult({0: Sampled(7)}))
+    one.mark_answered("stop")  # token 7 is no part of the answer
+    each.finish(one)
+    assert not one.closed and not each.free_slots
+    moves = each.schedule_moves()
+    assert [(save.request_id, save.slot, save.position) for save in moves.saves] == [(0, 0, 21)]
+    assert each.cache.match(one.tokens[:22]).skipped_tokens == 20
+    each.complete(moves, StepResult())
+    assert one.closed and each.free_slots == [0]
+    assert each.cache.match(one.tokens[:22]).skipped_tokens == 21
+    each.cache.check_integrity()
+
+
+def test_a_request_that_ends_without_memory_for_its_state_ends():
+    each, one = scheduler(), request(0, 20)
+    each.add(one)
+    run(each)
+    each.cancel(one)
+    each.complete(each.schedule_moves(), StepResult(unsaved={(0, 20): "no memory"}))
+    assert one.closed and not each.has_work
+    assert not each.cache.allocator.ref_counts.any()
 
 
 def test_nothing_is_visible_before_the_step_is_completed():
@@ -238,21 +284,82 @@ def test_a_request_that_lacks_memory_when_alone_fails_its_step():
     assert run(each) == [(1, 0, 20, True)]
 
 
-def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
+def preempted() -> tuple[Scheduler, list[Request], StepPlan]:
+    """Three requests, and the plan for which the last of them makes room."""
     each = scheduler(num_pages=10)
     requests = [request(i, 30, answer=40) for i in range(3)]
     for one in requests:
         each.add(one)
-    parked = None
-    while each.num_preemptions == 0:
-        run(each)
-    parked = next(one for one in requests if one.parked)
+    while True:
+        plan = each.schedule()
+        if each.num_preemptions:
+            return each, requests, plan
+        drawn = {i: Sampled(1) for work in plan.work for i in work.draws}
+        for owner in each.complete(plan, StepResult(drawn)):
+            owner.num_tokens += 1
+
+
+def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
+    each, requests, plan = preempted()
+    parked = requests[-1]
+    (park,) = plan.parks
     done = parked.num_computed
-    assert parked.status is RequestStatus.WAITING and parked is requests[-1]
-    while parked.status is RequestStatus.WAITING:
-        plan = run(each)
-    assert (parked.request_id, done, done + 1, True) in plan
-    assert "unpark" in [move[0] for move in each.memory.moves]
+    assert parked.status is RequestStatus.WAITING
+    assert (park.request_id, park.num_tokens) == (2, done) and parked.parked_tokens == done
+    owners = each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    assert [owner.request_id for owner in owners] == [0, 1]
+    each.cancel(requests[0])
+    each.complete(each.schedule_moves(), StepResult())
+    plan = each.schedule()
+    (unpark,) = plan.restores
+    assert (unpark.request_id, unpark.slot) == (2, parked.slot)
+    (again,) = [work for work in plan.work if work.request_id == 2]
+    assert (again.start, again.end, list(again.draws)) == (done, done + 1, [2])
+    assert all(mine is its for mine, its in zip(unpark.tables, again.tables, strict=True))
+    # Others see its blocks when its bytes are there.
+    own = parked.tokens[:done]
+    assert each.cache.match(own).shared_tokens < done
+    each.complete(plan, StepResult({i: Sampled(1) for i in (1, 2)}))
+    assert each.cache.match(own).shared_tokens == done
+    each.cache.check_integrity()
+
+
+def test_a_request_that_cannot_be_parked_starts_from_the_cache():
+    each, requests, plan = preempted()
+    result = StepResult({i: Sampled(1) for i in (0, 1)}, unparked={2: "no memory"})
+    each.complete(plan, result)
+    each.cancel(requests[0])
+    each.complete(each.schedule_moves(), StepResult())
+    plan = each.schedule()
+    (restore,) = plan.restores
+    assert isinstance(restore, Restore) and restore.request_id == 2
+
+
+def test_parked_bytes_are_dropped_when_nobody_wants_them():
+    each, requests, plan = preempted()
+    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    each.cancel(requests[2])
+    moves = each.schedule_moves()
+    assert moves.drops == [2]
+    each.complete(moves, StepResult())
+    assert not each.schedule_moves()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_parked_bytes_are_dropped_after_a_failed_step(comes_back):
+    each, requests, plan = preempted()
+    if comes_back:
+        each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+        each.cancel(requests[0])
+        each.complete(each.schedule_moves(), StepResult())
+        plan = each.schedule()
+        assert [unpark.request_id for unpark in plan.restores] == [2]
+    each.abort()
+    assert not requests[2].parked_tokens
+    plan = each.schedule()
+    assert plan.drops.count(2) == 1
+    each.abort()  # once more, before it was executed
+    assert 2 in each.schedule().drops
 
 
 def test_a_failed_step_leaves_all_requests_in_line():

@@ -216,7 +216,7 @@ def test_preempted_requests_are_computed_anew():
     model = fresh_model("M*-")
     engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
     requests = [engine.add_request(random_tokens(60, seed=i), greedy(60)) for i in range(4)]
-    while not any(request.parked for request in requests):
+    while not any(request.parked_tokens for request in requests):
         engine.step()
     before = [request.generated_tokens for request in requests]
     write_in_place(model)
