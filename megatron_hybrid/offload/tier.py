@@ -107,7 +107,7 @@ class Tier:
         spec: sizes.
         capacity_bytes: most bytes of all records together.
         store: holds their bytes.
-        leaves: called with each record that has to make room, before it goes.
+        on_evict: called with each record before it is evicted.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Tier:
         spec: CacheSpec,
         capacity_bytes: int,
         store: RecordStore,
-        leaves: Callable[[Record], None] = lambda record: None,
+        on_evict: Callable[[Record], None] = lambda record: None,
     ):
         self.name = name
         self.capacity_bytes = capacity_bytes
@@ -127,7 +127,7 @@ class Tier:
         """Times that the bytes to be kept found no memory."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
-        self._leaves = leaves
+        self._on_evict = on_evict
         self._records: dict[bytes, Record] = {}
         self._clock = 0.0
         self._queue = LazyHeap(self._key)
@@ -318,7 +318,7 @@ class Tier:
         record.pins += 1
 
     def unpin(self, record: Record) -> None:
-        """It may go again; what it led to may have gone meanwhile."""
+        """Unpin a record. If its last child was evicted meanwhile, it becomes evictable."""
         record.pins -= 1
         if record.pins or record.num_children or not self._holds(record):
             return
@@ -374,10 +374,10 @@ class Tier:
             self._recount(record)
         try:
             while going and missing <= 0:
-                self._leaves(going[0])
+                self._on_evict(going[0])
                 self.num_evicted += 1
                 self.remove(going.pop(0))
-        finally:  # also when `leaves` raises
+        finally:  # also when `on_evict` raises
             for record in going:
                 self._queue.add(record)
         if missing > 0:

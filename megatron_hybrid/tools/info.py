@@ -35,10 +35,10 @@ def backends() -> dict[str, str]:
         ValueError: the environment forces a backend that no op has.
     """
     dispatch.check_forced()
-    return {name: _told(op.refusals()) for name, op in sorted(dispatch.OPS.items())}
+    return {name: _summary(op.refusals()) for name, op in sorted(dispatch.OPS.items())}
 
 
-def _told(reasons: dict[str, str | None]) -> str:
+def _summary(reasons: dict[str, str | None]) -> str:
     serving = [name for name, reason in reasons.items() if reason is None]
     refusing = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     return "; ".join([", then ".join(serving), *refusing])

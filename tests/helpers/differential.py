@@ -43,7 +43,7 @@ PATTERNS = (
 
 
 class LogitsRecorder:
-    """Keeps every row of logits that an engine computes, with the tokens that led to it."""
+    """Keeps every row of logits that an engine computes, with the tokens before it."""
 
     def __init__(self, engine):
         self.rows: list[tuple[Request, int, torch.Tensor]] = []  # request, position, logits [V]

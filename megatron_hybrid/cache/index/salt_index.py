@@ -1,9 +1,8 @@
-"""Who else came with this prompt? Which salt last used a first block of tokens.
+"""SaltIndex: which salt last used a first block of tokens.
 
-Prefixes are never shared between salts. That they could have been is worth knowing to who runs the
-engine, and to nobody else: a tenant who learns that a prompt of his is known elsewhere could guess
-other tenants' prompts, block by block. So a request's own report never says it; counters and
-`explain` do.
+Prefixes are never shared between salts. Only the operator may learn that they could have been: a
+tenant who sees that his prompt is known under another salt could guess other tenants' prompts,
+block by block. So counters and `explain` say it, a request's own report does not.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections import OrderedDict
 
 import numpy as np
 
-MAX_FIRST_BLOCKS = 4096
-"""First blocks that are remembered; the longest unused goes first."""
+MAX_SALT_ENTRIES = 4096
+"""First blocks that are remembered; the least recently used is dropped first."""
 
 
 class SaltIndex:
-    """The salt under which each first block was last used. One look-up, however many salts there
-    are. It may be wrong about what is known by now: ask the tree."""
+    """The salt under which each first block was last used: one look-up for any number of salts.
+    The tokens may have been forgotten since; only the tree knows."""
 
     def __init__(self, block_size_tokens: int):
         self._block_size = block_size_tokens
@@ -29,7 +28,7 @@ class SaltIndex:
         key = tokens[: self._block_size].tobytes()
         self._salts[key] = salt
         self._salts.move_to_end(key)
-        if len(self._salts) > MAX_FIRST_BLOCKS:
+        if len(self._salts) > MAX_SALT_ENTRIES:
             self._salts.popitem(last=False)
 
     def other_salt(self, tokens: np.ndarray, salt: str) -> str | None:

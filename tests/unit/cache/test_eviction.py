@@ -183,7 +183,7 @@ class TestEvictor:
         room.save(part(64, 64_000), rate=0.1)  # stored since the last look
         assert room.make_room(1, below=(1, 5.0, 0))  # 0.1 * 64 / (2 + 4); the others 8 and 19
         assert room.stored() == {32, 48}
-        assert room.make_room(4)  # the blocks that only led to it
+        assert room.make_room(4)  # the blocks that nothing else needs
         assert not room.make_room(1, below=nothing)
         room.rates.now += 1
         room.rates.rates[room.walk(part(32, 32_000)).deepest_checkpoint()] = 9.0

@@ -316,7 +316,7 @@ def test_salt_whatever_the_cut_of_the_prefill(chunk):
 
 
 def test_a_first_block_in_use_stays_known(monkeypatch):
-    monkeypatch.setattr(salts, "MAX_FIRST_BLOCKS", 2)
+    monkeypatch.setattr(salts, "MAX_SALT_ENTRIES", 2)
     sim = simulator()
     for seed in (0, 1, 0, 2):
         sim.run(tokens(40, seed), salt="a")
@@ -340,7 +340,7 @@ def test_what_was_cleared_is_not_known_elsewhere():
 
 
 def test_salts_are_bounded(monkeypatch):
-    monkeypatch.setattr(salts, "MAX_FIRST_BLOCKS", 3)
+    monkeypatch.setattr(salts, "MAX_SALT_ENTRIES", 3)
     blocks = salts.SaltIndex(16)
     for seed in (0, 1, 2, 0, 3):  # 1 is the longest unused
         blocks.note(tokens(20, seed), "a")

@@ -546,7 +546,7 @@ def test_a_new_folder_on_a_full_disk_is_refused(tmp_path, full):
     open_tier(tmp_path / "cache").store.close()
 
 
-@pytest.mark.parametrize("by", ["time", "mend"])
+@pytest.mark.parametrize("by", ["time", "recover"])
 def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by):
     tier = open_tier(filled)
     log = (filled / "index.log").read_bytes()
@@ -565,7 +565,7 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
     # A crash now would find what was there before.
     tier.store._wait_for_jobs()
     assert (filled / "index.log").read_bytes() == log
-    if by == "mend":
+    if by == "recover":
         tier.store.recover()
     else:
         later = time.monotonic() + disk_store.RETRY_SECONDS

@@ -763,7 +763,7 @@ def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
             engine.step()
         assert request.generated_tokens == expected
         assert request.result().prefix.fetched_tokens == 0
-        assert engine.save_cache(tmp_path).states  # into the folder that it has let go
+        assert engine.save_cache(tmp_path).states  # into the folder that it has released
     engine.check_integrity()
 
 

@@ -278,7 +278,7 @@ def test_a_tier_below_that_fails_costs_nothing_but_its_records():
         keep(tier, [token] * 40, spec, saved=1)
     with pytest.raises(ValueError, match="a disk"):
         keep(tier, [3] * 40, spec, saved=10)
-    tier._leaves = lambda record: None
+    tier._on_evict = lambda record: None
     assert keep(tier, [4] * 72, spec, saved=1000)  # both can still go
     assert tier.num_states == 1
 

@@ -228,12 +228,12 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
 
 
 @pytest.mark.parametrize(
-    ("uses", "missed", "expected"),
+    ("uses", "served_count", "expected"),
     [
         (0, None, 0.1),  # no record: as others that are covered
         (1, 1, 0.1),
         (300, None, 0.1),  # nothing is known of the deeper position
-        (300, 0, 0.1),  # nothing came in for it
+        (300, 0, 0.1),  # no use of the deeper one was served by this one
         (2, 1, 0.8 * 1.5 / 2.5),
         (2, 2, 0.8 * 0.5 / 2.5),
         (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
@@ -241,17 +241,18 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         (300, 30, 0.8 * 270.5 / 300.5),
     ],
 )
-def test_own_rate(uses, missed, expected):
+def test_own_rate(uses, served_count, expected):
     on, rates = edge(0, 64, (32, 48)), Rates()
-    state, deeper = on.checkpoints[32], on.checkpoints[48] if missed is not None else None
+    state = on.checkpoints[32]
+    deeper = on.checkpoints[48] if served_count is not None else None
     on.stored.remove(48)  # it is only known
     on.num_stored -= 1
     rates.rates[state], rates.if_covered = 0.8, 0.125
     state.uses = uses
-    if missed:
-        deeper.served_by, deeper.served_count = 32, missed
+    if served_count:
+        deeper.served_by, deeper.served_count = 32, served_count
     assert own_rate(state, deeper, rates) == pytest.approx(expected)
-    if missed:
+    if served_count:
         deeper.served_by = 16  # another one did
         assert own_rate(state, deeper, rates) == pytest.approx(0.1)
 
