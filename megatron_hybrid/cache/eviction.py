@@ -195,21 +195,21 @@ class Evictor:
     def _heap_of(self, item: Edge | Checkpoint) -> LazyHeap:
         return self.checkpoints if isinstance(item, Checkpoint) else self.tails
 
-    def stored(self, checkpoint: Checkpoint) -> None:
+    def on_store(self, checkpoint: Checkpoint) -> None:
         """A state was published: the KV up to there is no tail any more, and the state below it on
         its path is worth less."""
         self.checkpoints.add(checkpoint)
-        self.tails.changed(checkpoint.edge)
+        self.tails.update(checkpoint.edge)
         below = checkpoint.below()
         if below is not None:
-            self.checkpoints.changed(below)
+            self.checkpoints.update(below)
 
-    def released(self, path: Path) -> None:
+    def on_release(self, path: Path) -> None:
         """A request released the KV on its path: evicting the last state there frees more now."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
         if checkpoint is not None:
-            self.checkpoints.changed(checkpoint)
+            self.checkpoints.update(checkpoint)
 
     def num_values(self) -> int:
         """Items in the longest of the heaps whose values change."""

@@ -20,7 +20,7 @@ class LazyHeap:
     """A heap of items whose keys change behind its back.
 
     An item's `queued` is the key of its one valid entry. A key that rose is noticed when the
-    entry surfaces; one that fell has to be told (`changed`), or waits for `refresh`.
+    entry surfaces; one that fell has to be told (`update`), or waits for `refresh`.
 
     Args:
         key: of an item; None: it cannot go.
@@ -49,7 +49,7 @@ class LazyHeap:
         if item.queued is None:
             self._push(item, self.key(item))
 
-    def changed(self, item) -> None:
+    def update(self, item) -> None:
         """The item's key may be lower than when it was entered, or it may not go any more."""
         key = self.key(item)
         if key is None or item.queued is None or key < item.queued:

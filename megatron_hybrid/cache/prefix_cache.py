@@ -195,7 +195,7 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         if self.mode == "restore":
-            self._place(lease, known, declared, messages)
+            self._choose_positions(lease, known, declared, messages)
         if readmitted:
             return lease
         self._stats.count(lease.report)
@@ -488,7 +488,7 @@ class PrefixCache:
             if below is not None:
                 self.policy.on_change(below)  # it is covered from now on
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
-            self._evictor.stored(checkpoint)
+            self._evictor.on_store(checkpoint)
             self._stats.checkpoints_saved += 1
             lease.report.checkpoints_saved += 1
         else:
@@ -523,13 +523,13 @@ class PrefixCache:
             self.policy.on_finish(lease.done - lease.prompt_tokens)
         if not self._is_miscounted:  # else pages are counted anew without it
             with suppress(MemoryError):
-                self._give_back(lease, reservations)
+                self._release_pages(lease, reservations)
 
     @rolled_back
-    def _give_back(self, lease: Lease, reservations: list[Reservation]) -> None:
+    def _release_pages(self, lease: Lease, reservations: list[Reservation]) -> None:
         self._drop_pages(*reservations)
         self._pages.release(lease)
-        self._evictor.released(lease.path)
+        self._evictor.on_release(lease.path)
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
@@ -704,7 +704,7 @@ class PrefixCache:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
-        if not self.allocator.can_free(needed) or (is_new_request and not self._pays(needed)):
+        if not self.allocator.can_free(needed) or (is_new_request and not self._pays_off(needed)):
             self._pages.release(lease)
             return None
         self._tick += 1
@@ -720,7 +720,7 @@ class PrefixCache:
         self._open(lease, capacity_tokens, end)
         return lease
 
-    def _pays(self, num_pages: int) -> bool:
+    def _pays_off(self, num_pages: int) -> bool:
         """Admission test: evict only what is worth less than one more concurrent request."""
         running = len(self._leases)
         if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
@@ -792,7 +792,7 @@ class PrefixCache:
         else:
             self._saving.pop(lease, None)
 
-    def _place(
+    def _choose_positions(
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
     ) -> None:
         """Choose the positions of a prefill whose state is worth saving."""

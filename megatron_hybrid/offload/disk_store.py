@@ -111,7 +111,7 @@ class DiskStore:
         self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
         """What was damaged and left out, and what could not be read or written, the last of it;
         logged too."""
-        self._made_for = self._hash_head()
+        self._head_hash = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log = DiskLog(self.folder / _LOG, page_bytes, self._warn)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
@@ -214,7 +214,7 @@ class DiskStore:
         try:
             self._compact()
         except OSError as error:
-            self._failed(error)
+            self._note_failure(error)
         self._writer.start()
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
@@ -376,7 +376,7 @@ class DiskStore:
 
     def _checksum(self, record: Record, pages: np.ndarray) -> str:
         """Of a record's bytes, its key, and what it is good for."""
-        digest = blake2b(record.key, digest_size=16, key=self._made_for)
+        digest = blake2b(record.key, digest_size=16, key=self._head_hash)
         digest.update(np.ascontiguousarray(pages))
         return digest.hexdigest()
 
@@ -394,9 +394,9 @@ class DiskStore:
                     return
                 operation, record, data = self._jobs[0]
             try:
-                is_done = self._do(operation, record, data)
+                is_done = self._run_job(operation, record, data)
             except Exception as error:  # without this thread nobody could wait for it either
-                self._failed(error)
+                self._note_failure(error)
                 is_done = False
             with self._changed:
                 self._jobs.popleft()
@@ -409,7 +409,7 @@ class DiskStore:
                         del self._waiting[record.key]
                 self._changed.notify_all()
 
-    def _do(self, operation: str, record: Record, data: HostPages | None) -> bool:
+    def _run_job(self, operation: str, record: Record, data: HostPages | None) -> bool:
         """Whether a job could be done: after a failure nothing is put for a while."""
         if operation == "drop":
             self._forget(record)
@@ -424,7 +424,7 @@ class DiskStore:
             self._compact()
         return True
 
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         """Writing failed: nothing is written until `_compact` was possible. What the files say
         stays true meanwhile, for no page is used again."""
         self._error = error
@@ -475,7 +475,7 @@ class DiskStore:
         """
         self._wait_for_jobs()
         self._head.update(fingerprint)
-        self._made_for = self._hash_head()
+        self._head_hash = self._hash_head()
         self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
@@ -498,7 +498,7 @@ class DiskStore:
                     self._placed[key] = replace(placed, slots=slots)
             self._compact()
         except OSError as error:
-            self._failed(error)
+            self._note_failure(error)
 
     def recover(self) -> None:
         """Starts to write again if that had failed.
@@ -515,7 +515,7 @@ class DiskStore:
         try:
             self._compact()
         except OSError as error:
-            self._failed(error)
+            self._note_failure(error)
             raise self._write_error(error) from error
         self._error = self._retry_at = None
 

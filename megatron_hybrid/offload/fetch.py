@@ -331,7 +331,7 @@ class Fetches:
                 self._cache.publish_checkpoint(fetch.reservation)
         if fetch.is_over:
             return
-        fetch.tier.used(fetch.record)
+        fetch.tier.count_use(fetch.record)
         self.stats.fetches += 1
         self._end(fetch, FetchState.DONE)
 

@@ -158,7 +158,7 @@ class Offload:
 
     def _optional(self) -> AbstractContextManager[None]:
         """Around what keeps something in a tier: without memory it is not kept, and counted."""
-        return optional_work(lambda error: self.tiers[0].lacks_memory(error))
+        return optional_work(lambda error: self.tiers[0].note_lack_of_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
         """Offers a stored state, with the KV before it, to tiers, until one takes it."""

@@ -197,7 +197,7 @@ class Tier:
         while known < len(blocks) and blocks[known] in self._records:
             known += 1
         if known == len(blocks) and (state is None or state in self._records):
-            self.used(self._records[state or blocks[-1]])
+            self.count_use(self._records[state or blocks[-1]])
             return True
         if not self.store.accepts():
             return False
@@ -221,7 +221,7 @@ class Tier:
                 self._clock += value * cost / self.capacity_bytes
                 return False
             data = None
-            with optional_work(self.lacks_memory):
+            with optional_work(self.note_lack_of_memory):
                 state_data = source.state() if state is not None else None
                 data = list(source.blocks(missing))
             if data is None:
@@ -279,7 +279,7 @@ class Tier:
                     self.remove(record)
         self._make_room(0, float("inf"))
 
-    def used(self, record: Record) -> None:
+    def count_use(self, record: Record) -> None:
         """A prompt goes on from this record."""
         record.uses += 1
         for each in [record] if self._spec.needs_state else record.chain():
@@ -329,7 +329,7 @@ class Tier:
 
     # ---- within ----
 
-    def lacks_memory(self, error: Exception) -> None:
+    def note_lack_of_memory(self, error: Exception) -> None:
         """What leaves the memory above is not kept here for want of memory to copy it."""
         self.num_without_memory += 1
         if self.num_without_memory == 1:

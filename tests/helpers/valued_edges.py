@@ -51,7 +51,7 @@ class Rates:
         factor = self.if_covered if covered else 1.0
         return factor * self.rates.get(checkpoint, 1.0)
 
-    def changes(self, checkpoint):
+    def count_exposure(self, checkpoint):
         self.changed.append(checkpoint)
 
 

@@ -133,7 +133,7 @@ class Clairvoyant:
         self._now = index
         for place in path:
             if place.state is not None:
-                self._states.changed(place.state)  # its next use lies further on
+                self._states.update(place.state)  # its next use lies further on
         self._pin(path, 1)
         if not self._hold(path):
             self._pin(path, -1)
@@ -176,7 +176,7 @@ class Clairvoyant:
         for place in path:
             place.pins += count
         for place in path:
-            self._tails.changed(place)
+            self._tails.update(place)
 
     def _hold(self, path: list[Place]) -> bool:
         """Hold the KV of a pinned path; False, and no KV more, if there is no room."""
@@ -200,7 +200,7 @@ class Clairvoyant:
             self._states.add(place.state)
             below = nearest_stored(place.parent)
             if below is not None:
-                self._states.changed(below.state)  # it is covered now
+                self._states.update(below.state)  # it is covered now
             self._make_room(0)
 
     def _count(self, place: Place | None, count: int) -> None:
@@ -220,7 +220,7 @@ class Clairvoyant:
                 place = self._states.pop().place
                 place.state = None
                 self._count(place, -1)
-                self._tails.changed(place)
+                self._tails.update(place)
             else:
                 return False
         return True
@@ -231,8 +231,8 @@ class Clairvoyant:
         self.num_tokens -= dropped
         if place.held_end == place.start and place.parent is not None:
             place.parent.held_children -= 1
-            self._tails.changed(place.parent)
-        self._tails.changed(place)
+            self._tails.update(place.parent)
+        self._tails.update(place)
 
     def _tail_key(self, place: Place) -> tuple | None:
         """Of KV that no state needs: what is needed last goes first."""

@@ -158,7 +158,7 @@ class PrefixIndex:
             last = path.edges[-1] = self._split(last, path.known)
         for edge in path.edges:
             if edge.held_end < edge.end:
-                self._hold_again(edge, tokens, pages)
+                self._restore_kv(edge, tokens, pages)
         if path.known < n:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
@@ -197,7 +197,7 @@ class PrefixIndex:
             path.edges.append(self._new_edge(last, tokens[known:], pages[first:]))
         self.num_tokens += n - known
         self.num_held_tokens += n - known
-        self._fades(path.edges[-1])
+        self._update_forgettable(path.edges[-1])
 
     def _new_edge(self, parent: Edge, tokens: np.ndarray, pages: np.ndarray) -> Edge:
         edge = Edge(parent, parent.end, tokens.copy(), pages.copy())
@@ -217,7 +217,7 @@ class PrefixIndex:
         leaf.end += len(tokens)
         leaf.held_end = leaf.end
 
-    def _hold_again(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
+    def _restore_kv(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Take the pages of what an edge knows but does not hold, from those of a whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
         if isinstance(edge._tokens, PackedTokens):
@@ -226,7 +226,7 @@ class PrefixIndex:
         self.num_held_tokens += edge.end - edge.held_end
         edge.parent.num_held_children += edge.held_end == edge.start
         edge.held_end = edge.end
-        self._fades(edge)
+        self._update_forgettable(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
         """Rows from block `first` on, behind those that are there. Where the last one was partial,
@@ -312,7 +312,7 @@ class PrefixIndex:
         checkpoint.pages, checkpoint.local_pages = pages, local_pages
         insort(checkpoint.edge.stored, checkpoint.position)
         self._count_stored(checkpoint.edge, 1)
-        self._fades(checkpoint.edge)
+        self._update_forgettable(checkpoint.edge)
 
     # ---- shrinking ----
 
@@ -327,7 +327,7 @@ class PrefixIndex:
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self.on_tail(edge)
-        self._fades(edge)
+        self._update_forgettable(edge)
 
     def _count_stored(self, edge: Edge, more: int) -> None:
         self.num_checkpoints += more
@@ -352,12 +352,12 @@ class PrefixIndex:
         edge.held_end = new_end
         edge.parent.num_held_children -= new_end == edge.start
         edge.pack()
-        self._fades(edge)
+        self._update_forgettable(edge)
         self.on_tail(edge)
         if edge.parent.parent is not None:
             self.on_tail(edge.parent)
 
-    def _fades(self, edge: Edge) -> None:
+    def _update_forgettable(self, edge: Edge) -> None:
         """Note whether the end of an edge may be forgotten."""
         if edge.parent is None or edge.children or self._needed_end(edge) == edge.end:
             self._forgettable.pop(edge, None)
@@ -413,7 +413,7 @@ class PrefixIndex:
             (child,) = parent.children.values()
             if child.last_access == parent.last_access:
                 self._join([parent, child])
-        self._fades(parent)
+        self._update_forgettable(parent)
         self.on_tail(parent)
 
     def _join(self, run: list[Edge]) -> None:
@@ -450,7 +450,7 @@ class PrefixIndex:
             edge._tokens, edge._pages = nothing, edge._pages[:0]
             edge.end = edge.held_end = edge.start
             self._forgettable.pop(edge, None)
-        self._fades(last)
+        self._update_forgettable(last)
         self.on_tail(last)
 
     def recover(self) -> None:
@@ -465,7 +465,7 @@ class PrefixIndex:
                 run.append(child)
             if edge.parent is not None:
                 self._join(run)
-                self._fades(run[-1])
+                self._update_forgettable(run[-1])
                 self.on_tail(run[-1])
 
     def _forget_old_roots(self) -> None:

@@ -114,7 +114,7 @@ class Checkpoint:
             return True
         return bool(edge.stored) and edge.stored[-1] > self.position
 
-    def goes_on(self) -> bool:
+    def is_continued(self) -> bool:
         """Whether tokens are known beneath it."""
         return self.position < self.edge.end or bool(self.edge.children)
 

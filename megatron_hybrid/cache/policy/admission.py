@@ -11,7 +11,7 @@ STEP_TOKENS = 200
 """Tokens that can be computed in the time that a step takes in any case, in which it reads all
 weights: FLOP per byte of memory traffic of accelerators, bf16 (A100 312 T / 2.0 T = 156, H200 989 T
 / 4.8 T = 206, H100 989 T / 3.35 T = 295)."""
-_AT_FIRST = 128.0
+_PRIOR_MEAN = 128.0
 """Tokens of an answer before any is known."""
 _MEMORY = 64
 """Answers that the mean is taken over."""
@@ -29,7 +29,7 @@ class AnswerLengths:
     """How long answers are, learnt from those that ended."""
 
     def __init__(self):
-        self.mean = _AT_FIRST
+        self.mean = _PRIOR_MEAN
         """Tokens."""
 
     def observe(self, tokens: int) -> None:

@@ -10,9 +10,9 @@ from megatron_hybrid.cache.index.tree import Checkpoint
 FIRST_AGE = 8
 """Requests from the last use of a checkpoint to the first visit; the next ones come as its age
 doubles."""
-_AT_ONCE = 2048
+_COMPACTED_GROUPS = 2048
 """Groups (checkpoints of one last use) that one call of `compact` looks at."""
-_GONE = 64
+_MAX_STALE = 64
 """Stale entries (of checkpoints that were used again since, or are forgotten) beyond a quarter of
 the others, from which on they are dropped."""
 
@@ -46,9 +46,9 @@ class ExposureClock:
     def compact(self, num_watched: int) -> None:
         """Now and then: so many are watched. What is not any more, and what was used since, goes
         where it is too much, a part at a time."""
-        if self._num <= 5 * num_watched // 4 + _GONE:
+        if self._num <= 5 * num_watched // 4 + _MAX_STALE:
             return
-        for last_use in list(islice(self._used_at, _AT_ONCE)):
+        for last_use in list(islice(self._used_at, _COMPACTED_GROUPS)):
             kept = self._all_of(last_use)
             self._num += len(kept) - len(self._used_at.pop(last_use))
             if kept:

@@ -34,12 +34,12 @@ def age_class(age: float) -> int:
     return _CLASS_OF[int(age)] if age < len(_CLASS_OF) else bisect_right(BOUNDS, age, 0, AGES) - 1
 
 
-def counted(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
+def count_by_age(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
     """How many there are of each class and age class, [C, A]."""
     return _summed(class_N, _age_classes(age_N), None, num_classes)
 
 
-def beyond(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
+def exposure_beyond(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
     """Requests that lie beyond these ages, summed by class and age class, [C, A]."""
     at_N = _age_classes(age_N)
     whole_CA = np.cumsum(_summed(class_N, at_N, None, num_classes), 1) * WIDTH_A

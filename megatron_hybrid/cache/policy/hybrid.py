@@ -30,7 +30,7 @@ from megatron_hybrid.cache.policy.values import (
     value_per_page,
 )
 
-ORDERED_AT_ONCE = 512
+MAX_REFRESHED = 512
 """Values of states, and where KV alone resumes as many of tails, that one request computes anew at
 most: two to four milliseconds."""
 
@@ -60,7 +60,7 @@ class HybridPolicy(Policy):
             )
         self.answers = AnswerLengths()
         self._appraised = None, (0.0, 0.0, 0)
-        self._sweep = AmortizedSweep(least=4, share=8, at_once=ORDERED_AT_ONCE)
+        self._sweep = AmortizedSweep(least=4, share=8, at_once=MAX_REFRESHED)
         self._never_saved = {
             kind
             for kind, saved in (
@@ -157,13 +157,13 @@ class HybridPolicy(Policy):
         self.reuse.watch(checkpoint)
 
     def on_change(self, checkpoint: Checkpoint) -> None:
-        self.reuse.changes(checkpoint)
+        self.reuse.count_exposure(checkpoint)
 
     def on_finish(self, answer_tokens: int) -> None:
         self.answers.observe(answer_tokens)
 
     def maintain(self, evictable: Evictable, num_watched: int) -> None:
-        self.reuse.keep_up(num_watched)
+        self.reuse.maintain(num_watched)
         part = self._sweep.due(self.reuse.now, evictable.num_values())
         if part and self.parts.refresh:
             evictable.refresh(part)

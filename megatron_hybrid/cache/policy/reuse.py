@@ -25,8 +25,8 @@ from megatron_hybrid.cache.policy.hazards import (
     LEAST,
     age_class,
     best_rates,
-    beyond,
-    counted,
+    count_by_age,
+    exposure_beyond,
     hazards,
     ordered_sum,
     shrink_to_prior,
@@ -40,9 +40,9 @@ from megatron_hybrid.cache.policy.sessions import (
 )
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
-_AT_FIRST = 1e-3
+_PRIOR_RATE = 1e-3
 """Uses per request of a state before anything is known."""
-_TYPICAL_GAP = 100.0
+_PRIOR_GAP = 100.0
 """Requests between uses that a state which was used once is credited with."""
 _CLASS_WEIGHT = 0.6
 """Uses that speak for a class being like the one that differs only in being covered."""
@@ -55,7 +55,7 @@ _NO_FADING = 10**9
 _NO_OWN_WAITS = 1e9
 """The same, and `OWN_WEIGHT`, where these parts are left out."""
 
-_LEARNING = 16, 128
+_REFIT_INTERVAL = 16, 128
 """Requests from one time that rates are brought up to date to the next: at first, and at most; in
 between a sixteenth of all so far."""
 
@@ -109,7 +109,7 @@ def time_scale(checkpoint: Checkpoint) -> float:
     that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
     if checkpoint.uses < 2:
         return 1.0
-    return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _TYPICAL_GAP)
+    return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _PRIOR_GAP)
 
 
 class ReuseModel:
@@ -122,7 +122,7 @@ class ReuseModel:
     """
 
     def __init__(self, needs_state: bool = True, parts: Parts = ALL_PARTS):
-        self.is_covered = Checkpoint.is_covered if needs_state else Checkpoint.goes_on
+        self.is_covered = Checkpoint.is_covered if needs_state else Checkpoint.is_continued
         """Whether something deeper than a checkpoint serves those who go past it."""
         self.now = 0
         """Requests admitted so far."""
@@ -135,7 +135,7 @@ class ReuseModel:
             )
         if not parts.own_gap:
             self._time_scale = lambda checkpoint: 1.0
-        self._learnt = 0
+        self._fitted = 0
         self._clock = ExposureClock()
         self._uses_CA, self._risk_CA = np.zeros((2, CLASSES, AGES))
         # Yet to be counted, flat: (class, age) and (class, from age, to age).
@@ -143,7 +143,7 @@ class ReuseModel:
         self._spans: list[float] = []
         self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
         self._rate_CA: list[list[float]] = []  # it is looked up one by one, numpy is slow at that
-        self.learn()
+        self.refit()
 
     def observe(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
@@ -175,15 +175,15 @@ class ReuseModel:
         for checkpoint in known:
             beyond = checkpoint.position - start
             if checkpoint is deepest or checkpoint is resumed:
-                self.used(checkpoint, resumed)
+                self.count_use(checkpoint, resumed)
                 continue
             if beyond > 0 and parts.fork_uses and checkpoint.is_fork():
-                self.used(checkpoint, resumed)
+                self.count_use(checkpoint, resumed)
                 if checkpoint.uses >= 2 and parts.lost_forks:
                     saved = self.rate(checkpoint) * beyond
                     if saved > most:
                         lost_fork, most = checkpoint.position, saved
-            self.passed(checkpoint)
+            self.mark_passed(checkpoint)
         return self._origin(deepest, 2 * path.known > prompt_tokens), lost_fork
 
     def _origin(self, deepest: Checkpoint, mostly_known: bool) -> Origin:
@@ -225,10 +225,10 @@ class ReuseModel:
         """Uses per request to be expected of a state that is about to be saved."""
         return self._rate_CA[_new_class(kind, origin, False)][0]
 
-    def used(self, checkpoint: Checkpoint, resumed: Checkpoint | None = None) -> None:
+    def count_use(self, checkpoint: Checkpoint, resumed: Checkpoint | None = None) -> None:
         """A request resumed from it, or would have, had it been stored. resumed: what it did resume
         from."""
-        self.changes(checkpoint)
+        self.count_exposure(checkpoint)
         cls = self._class_of(checkpoint, self.is_covered(checkpoint))
         # It came between two whole ages, the later of which ends its time at risk.
         age = (self.now - checkpoint.last_use - 0.5) * self._time_scale(checkpoint)
@@ -245,13 +245,13 @@ class ReuseModel:
         """It is new."""
         self._clock.add(checkpoint)
 
-    def passed(self, checkpoint: Checkpoint) -> None:
+    def mark_passed(self, checkpoint: Checkpoint) -> None:
         """A request went past it."""
         if not checkpoint.passed and self._parts.passed:
-            self.changes(checkpoint)
+            self.count_exposure(checkpoint)
             checkpoint.passed = True
 
-    def changes(self, checkpoint: Checkpoint) -> None:
+    def count_exposure(self, checkpoint: Checkpoint) -> None:
         """Call it before its class changes: its time at risk so far is counted."""
         self._count(checkpoint, self.now)
 
@@ -266,7 +266,7 @@ class ReuseModel:
         self._spans += (cls, start, end)
         checkpoint.counted = until
 
-    def keep_up(self, num_watched: int) -> None:
+    def maintain(self, num_watched: int) -> None:
         """Once per request: count the time at risk of those whose turn it is, and learn now and
         then. num_watched: how many checkpoints are watched."""
         for age, checkpoints in self._clock.due(self.now):
@@ -274,18 +274,18 @@ class ReuseModel:
             # advance: then what is counted of all together is neither late nor early.
             for checkpoint in checkpoints:
                 self._count(checkpoint, self.now + age // 2)
-        first, most = _LEARNING
-        if self.now - self._learnt >= min(max(first, self.now // 16), most):
+        first, most = _REFIT_INTERVAL
+        if self.now - self._fitted >= min(max(first, self.now // 16), most):
             self._clock.compact(num_watched)
             with suppress(MemoryError):  # the next request tries again
-                self.learn()
+                self.refit()
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
         """Raises RuntimeError unless the time at risk of each of these will be counted. watched:
         all that are in the tree."""
         self._clock.check_integrity(watched)
 
-    def learn(self) -> None:
+    def refit(self) -> None:
         """Bring the rates up to date with what was counted."""
         uses_CA, counted_CA = self.counts()
         # What is taken back may weigh more by now than when it was counted in advance.
@@ -303,18 +303,19 @@ class ReuseModel:
         rate_CA = best_rates(hazard_CA) if self._parts.gittins else hazard_CA
         self._rate_CA = rate_CA.tolist()
         memory = _MEMORY if self._parts.fading else _NO_FADING
-        kept = memory / (memory + self.now - self._learnt)
+        kept = memory / (memory + self.now - self._fitted)
         uses_CA *= kept
         counted_CA *= kept
-        self._learnt = self.now
+        self._fitted = self.now
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Uses, and time at risk in requests, [C, A] each. They are the model's own: those of long
         ago count less."""
         uses, spans = np.array(self._uses).reshape(-1, 2), np.array(self._spans).reshape(-1, 3)
-        class_N = spans[:, 0].astype(int)
-        at_risk = beyond(class_N, spans[:, 1], CLASSES) - beyond(class_N, spans[:, 2], CLASSES)
-        used = counted(uses[:, 0].astype(int), uses[:, 1], CLASSES)
+        class_N, start_N, end_N = spans[:, 0].astype(int), spans[:, 1], spans[:, 2]
+        at_risk = exposure_beyond(class_N, start_N, CLASSES)
+        at_risk -= exposure_beyond(class_N, end_N, CLASSES)
+        used = count_by_age(uses[:, 0].astype(int), uses[:, 1], CLASSES)
         self._uses_CA += used
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
@@ -333,7 +334,7 @@ def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
         ordered_sum(ordered_sum(counts_CA.T)) - ordered_sum(ordered_sum(counts_CA[_OWN_GAPS].T))
         for counts_CA in (uses_CA, risk_CA)
     )
-    return float(shrink_to_prior(uses, risk, _AT_FIRST, 1))
+    return float(shrink_to_prior(uses, risk, _PRIOR_RATE, 1))
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:

@@ -30,7 +30,7 @@ _SHARES = np.append(
     [0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999],
 )
 """Values of s_k that are compared; between them it is interpolated."""
-_ENOUGH = 3
+_MIN_USES = 3
 """Uses from which on turns are told apart."""
 _WAIT_WEIGHT = 6.0
 """Uses that speak for the hazard of shorter waits in that of longer ones."""
@@ -70,10 +70,10 @@ def session_hazards(
         The hazards, and back_KA anew.
     """
     uses_A = ordered_sum(uses_KA, -2)
-    unknown = (ordered_sum(uses_A, -1) < _ENOUGH)[..., None, None]
+    unknown = (ordered_sum(uses_A, -1) < _MIN_USES)[..., None, None]
     back_KA = np.where(unknown, 1.0, back_KA)
-    wait_A = _waits(uses_A, ordered_sum(risk_KA * back_KA, -2), mean)
-    back_JA, longer_A = _will_be_back(_SHARES, wait_A)
+    wait_A = _wait_hazards(uses_A, ordered_sum(risk_KA * back_KA, -2), mean)
+    back_JA, longer_A = _returning(_SHARES, wait_A)
     hazard_JA = back_JA * wait_A[..., None, :]
     share = _shares(
         uses_A[..., None, :], ordered_sum(risk_KA, -2)[..., None, :], back_JA, hazard_JA
@@ -81,12 +81,12 @@ def session_hazards(
     # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
     # all who come back had come.
     away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
-    came_A = away_A * _will_be_back(share, wait_A)[0][..., 0, :] * wait_A
+    came_A = away_A * _returning(share, wait_A)[0][..., 0, :] * wait_A
     more = _TURN_WEIGHT / ordered_sum(came_A, -1)[..., None]
     uses_more_KA = uses_KA + (more * came_A)[..., None, :]
     risk_more_KA = risk_KA + (more * away_A)[..., None, :]
     shares_K = _shares(uses_more_KA, risk_more_KA, back_JA, hazard_JA)
-    known_KA, _ = _will_be_back(shares_K, wait_A)
+    known_KA, _ = _returning(shares_K, wait_A)
     expected_KA = np.maximum(known_KA * wait_A[..., None, :], LEAST)
     hazard_KA = shrink_to_prior(uses_KA, risk_KA, expected_KA, own_weight)
     return (
@@ -95,13 +95,13 @@ def session_hazards(
     )
 
 
-def _waits(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
+def _wait_hazards(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.ndarray:
     """h: the hazard of waits, [..., A]. mean: as in `session_hazards`."""
     own_mean = shrink_to_prior(ordered_sum(uses_A, -1), ordered_sum(risk_A, -1), mean, 1)
     return hazards(uses_A, risk_A, own_mean, _WAIT_WEIGHT)
 
 
-def _will_be_back(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _returning(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The part of those away that will be back, over each age class [..., K, A], and G at the start
     of each, [..., A]."""
     shorter_A = 1 - exp_minus(wait_A * WIDTH_A)

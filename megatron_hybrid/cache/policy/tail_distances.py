@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 _WINDOW = 256
 """Observed distances that are remembered."""
-_AT_FIRST = (0, 32, 128, 512)
+_PRIOR_DISTANCES = (0, 32, 128, 512)
 """Distances that are reckoned with before any was observed, a quarter of an observation each."""
 
 
@@ -21,8 +21,8 @@ class TailDistances:
 
     def __init__(self):
         self._recent: deque[int] = deque()
-        self._counts: dict[int, float] = dict.fromkeys(_AT_FIRST, 0.25)
-        self._distances: list[int] = sorted(_AT_FIRST)  # the keys of _counts
+        self._counts: dict[int, float] = dict.fromkeys(_PRIOR_DISTANCES, 0.25)
+        self._distances: list[int] = sorted(_PRIOR_DISTANCES)  # the keys of _counts
 
     @property
     def known(self) -> bool:
@@ -47,7 +47,7 @@ class TailDistances:
 
     def weights(self) -> Iterator[tuple[int, float]]:
         """(distance, share of the prompts that part there or later), ascending distances."""
-        total = len(self._recent) + 0.25 * len(_AT_FIRST)
+        total = len(self._recent) + 0.25 * len(_PRIOR_DISTANCES)
         share = 0.0
         for distance in self._distances:
             share += self._counts[distance] / total

@@ -107,7 +107,7 @@ class Room:
         pages = self.pool.allocate(2)
         self.index.store(checkpoint, pages, [])
         self.pool.release(pages)
-        self.evictor.stored(checkpoint)
+        self.evictor.on_store(checkpoint)
         return checkpoint
 
     def stored(self):
@@ -203,7 +203,7 @@ class TestEvictor:
         assert room.make_room(4)
         assert room.stored() == set()
 
-    def test_kv_let_go_goes_with_its_state_again(self):
+    def test_unpinned_kv_is_evicted_with_its_state(self):
         room = Room()
         for start, rate in ((0, 1.0), (1000, 0.9)):
             pages = room.add(part(320, start))
@@ -214,7 +214,7 @@ class TestEvictor:
         room.add(part(320, 2000))
         room.save(part(320, 2000), 1.0)
         room.pool.release(pages)
-        room.evictor.released(room.walk(part(320, 1000)))
+        room.evictor.on_release(room.walk(part(320, 1000)))
         assert room.make_room(1) and not room.walk(part(320, 1000)).deepest_checkpoint()
         assert room.walk(part(320, 2000)).deepest_checkpoint()
 
@@ -317,7 +317,7 @@ class TestEvictor:
         assert not room.evictor.make_room_for(11, 1e9)  # there are not as many
         assert room.stats.checkpoints_evicted == 1
 
-    def test_dropping_a_state_closes_the_books_on_it_and_on_the_one_below(self):
+    def test_a_dropped_state_and_the_one_below_change_their_class(self):
         """Their classes change: one is not stored any more, the other not covered."""
         room = Room()
         room.add(part(96, 0))

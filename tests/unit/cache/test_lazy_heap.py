@@ -35,7 +35,7 @@ class TestLazyHeap:
     def test_a_key_that_fell_is_told(self):
         queue, (a, b) = self.make(2.0, 1.0)
         a.key = (0, 0.5, 0)
-        queue.changed(a)
+        queue.update(a)
         assert drain(queue) == [a, b]
 
     def test_an_item_that_is_none_any_more_is_dropped_and_may_come_back(self):
@@ -76,7 +76,7 @@ class TestLazyHeap:
     def test_refresh_comes_once_to_an_item_whose_key_went_and_came_back(self):
         queue, (a, b) = self.make(2.0, 3.0)
         a.key = (0, 0.5, 0)
-        queue.changed(a)
+        queue.update(a)
         a.key = (0, 2.0, 0)
         assert queue.least() == (0, 2.0, 0)
         queue.refresh(99)
@@ -86,7 +86,7 @@ class TestLazyHeap:
     def test_refresh_does_not_bring_back_what_was_taken_out(self):
         queue, (a, b) = self.make(2.0, 3.0)
         a.key = (0, 0.5, 0)
-        queue.changed(a)  # its first entry stays behind
+        queue.update(a)  # its first entry stays behind
         assert queue.least() == (0, 0.5, 0)
         assert queue.pop() is a
         queue.refresh(99)
@@ -117,7 +117,7 @@ class TestLazyHeap:
             item = items[fall % 1000]
             item.key = (0, item.key[1] - 1e-6, 0)
             before = len(queue._heap) + len(queue._old)
-            queue.changed(item)
+            queue.update(item)
             steps.append(before + 1 - len(queue._heap) - len(queue._old))
             assert queue.least() == min(item.key for item in items)
         assert max(steps) == CLEANED_AT_ONCE  # entries that went
@@ -127,7 +127,7 @@ class TestLazyHeap:
         queue, (a, b, c) = self.make(1.0, 2.0, 3.0)
         a.key = None
         for item in (a, a, b):
-            queue.changed(item)
+            queue.update(item)
         assert len(queue) == 2 and drain(queue) == [b, c]
 
     def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):

@@ -762,7 +762,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """However much is known, a request looks at so many states at most, and still each has its turn
     in time."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
-    monkeypatch.setattr(hybrid, "ORDERED_AT_ONCE", 64)
+    monkeypatch.setattr(hybrid, "MAX_REFRESHED", 64)
     for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "_count")):
         call = getattr(where, name)
         monkeypatch.setattr(

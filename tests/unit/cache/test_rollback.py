@@ -137,14 +137,14 @@ def tokens(length: int) -> np.ndarray:
     ("part", "method"),
     [
         (ReuseModel, "observe"),
-        (ReuseModel, "keep_up"),
+        (ReuseModel, "maintain"),
         (PrefixIndex, "touch"),
         (LeasePages, "hold"),
         (LeasePages, "grow"),
         (LeasePages, "open"),
         (PageAllocator, "allocate"),
         (PageAllocator, "retain"),
-        (PrefixCache, "_place"),
+        (PrefixCache, "_choose_positions"),
         (SaltIndex, "note"),
     ],
 )

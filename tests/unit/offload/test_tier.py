@@ -116,7 +116,7 @@ class TierMachine(RuleBasedStateMachine):
         salt, tokens = self.prefixes[which % len(self.prefixes)]
         record = self.tier.find(PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16))
         if record is not None:
-            self.tier.used(record)
+            self.tier.count_use(record)
             if pin:
                 self.tier.pin(record)
                 self.pinned.append(record)
@@ -249,7 +249,7 @@ def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
     kept = []
     for token in range(100, 400):
         if token % 10 == 0:
-            tier.used(tier.find(PrefixKeys(np.full(40, 0, dtype=np.int32), "", 16)))
+            tier.count_use(tier.find(PrefixKeys(np.full(40, 0, dtype=np.int32), "", 16)))
         if keep(tier, [token] * 40, spec, saved=10):
             kept.append(token)
     assert 110 < kept[0] < 160
@@ -288,7 +288,7 @@ def test_what_is_used_stays_longer_and_time_passes():
     tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
     keep(tier, [1] * 40, spec, saved=10)
     keep(tier, [2] * 40, spec, saved=10)
-    tier.used(tier.find(PrefixKeys(np.full(40, 1, dtype=np.int32), "", 16)))
+    tier.count_use(tier.find(PrefixKeys(np.full(40, 1, dtype=np.int32), "", 16)))
     keep(tier, [3] * 40, spec, saved=10)
     assert (find(tier, [1] * 40), find(tier, [2] * 40)) == (40, 0)
     for token in range(4, 20):  # nobody comes back for it

@@ -32,7 +32,7 @@ def test_what_each_one_more_saves_adds_up_to_what_all_save():
     assert saved == pytest.approx(300 * STEP_TOKENS * (1 - 1 / 50))
 
 
-def test_answer_lengths_are_learnt():
+def test_answer_lengths_are_fitted():
     lengths = AnswerLengths()
     for _ in range(1000):
         lengths.observe(700)

@@ -10,9 +10,9 @@ from megatron_hybrid.cache.policy.hazards import (
     WIDTH_A,
     age_class,
     best_rates,
-    beyond,
-    counted,
+    count_by_age,
     exp_minus,
+    exposure_beyond,
     hazards,
     ordered_sum,
 )
@@ -51,14 +51,13 @@ def test_counts_and_spans_against_loops(scale):
             last = np.inf if k == AGES - 1 else BOUNDS[k + 1]
             risk[c, k] += max(0.0, min(b, last) - max(a, BOUNDS[k]))
     assert set(BOUNDS) & set(start) and start.max() > BOUNDS[AGES - 1]  # both edges are met
-    assert counted(cls, start, 6).tolist() == uses.tolist()
-    found = beyond(cls, start, 6) - beyond(cls, end, 6)
+    assert count_by_age(cls, start, 6).tolist() == uses.tolist()
+    found = exposure_beyond(cls, start, 6) - exposure_beyond(cls, end, 6)
     assert found == pytest.approx(risk, rel=1e-9, abs=1e-6)
     assert not found[5].any()
     none = np.empty(0)
-    assert (
-        not counted(none.astype(int), none, 2).any() and not beyond(none.astype(int), none, 2).any()
-    )
+    for count in (count_by_age, exposure_beyond):
+        assert not count(none.astype(int), none, 2).any()
 
 
 def fates(rate_at, n, seed, until=3000):

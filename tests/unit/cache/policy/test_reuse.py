@@ -243,14 +243,14 @@ def test_time_at_risk_equals_a_loop_over_requests():
     ]
     model.now = 7
     for state in states:
-        model.changes(state)
+        model.count_exposure(state)
     for state in states:
         cls = fate(state)
         expected += naive_risk((0, 7), cls, time_scale(state))
     assert risk_of(model) == pytest.approx(expected)
     model.now = 300
     for state in states:
-        model.changes(state)
+        model.count_exposure(state)
     for state in states:
         cls = fate(state)
         expected += naive_risk((7, 300), cls, time_scale(state))
@@ -259,10 +259,10 @@ def test_time_at_risk_equals_a_loop_over_requests():
     model.now = 2000
     for state in states:
         cls = fate(state)
-        model.changes(state)
+        model.count_exposure(state)
         expected += naive_risk((300, 2000), cls, time_scale(state))
     assert risk_of(model) == pytest.approx(expected)
-    model.changes(states[0])  # counted already
+    model.count_exposure(states[0])  # counted already
     assert risk_of(model) == pytest.approx(expected)
     assert sum(risk_of(model)[fate(states[0])]) == pytest.approx(2000)
 
@@ -270,7 +270,7 @@ def test_time_at_risk_equals_a_loop_over_requests():
 def test_the_oldest_age_has_no_end():
     model, old = ReuseModel(), checkpoint()
     model.now = 1_000_000
-    model.changes(old)
+    model.count_exposure(old)
     assert np.sum(risk_of(model)) == pytest.approx(1_000_000)
     assert risk_of(model)[0][-1] == pytest.approx(1_000_000 - BOUNDS[AGES - 1])
 
@@ -279,18 +279,18 @@ def test_a_use_is_counted_in_the_class_and_at_the_age_that_it_had():
     model, state = ReuseModel(), checkpoint(Kind.TAIL, now=0)
     before = fate(state)
     model.now = 11
-    model.used(state)
+    model.count_use(state)
     assert age_class(10.5) != age_class(11)
     assert uses_of(model)[before][age_class(10.5)] == 1  # between its ages 10 and 11
     assert sum(risk_of(model)[before]) == pytest.approx(11)
     assert (state.uses, state.last_use, state.counted) == (1, 11, 11)
     model.now = 14
-    model.passed(state)
+    model.mark_passed(state)
     assert sum(risk_of(model)[before + 4]) == pytest.approx(3)
     model.now = 15
-    model.passed(state)  # that it was passed is known: nothing changes, nothing is counted
+    model.mark_passed(state)  # that it was passed is known: nothing changes, nothing is counted
     assert state.counted == 14
-    model.used(state)
+    model.count_use(state)
     assert uses_of(model)[before + 4 + 2][age_class(3.5)] == 1
     assert np.sum(uses_of(model)) == 2
     assert state.uses == 2
@@ -303,7 +303,7 @@ def test_uses_that_another_state_served_are_counted_while_it_is_the_same_one():
     seen = []
     for resumed in (None, far, far, state, far, near, near, None, near):
         model.now += 1
-        model.used(state, resumed)
+        model.count_use(state, resumed)
         seen.append((state.served_by, state.served_count))
     assert seen == [(0, 0), (20, 1), (20, 2), (20, 2), (20, 3), (40, 1), (40, 2), (40, 2), (40, 3)]
     assert state.uses == 9
@@ -313,9 +313,9 @@ def test_learning_counts_half_after_a_thousand_requests():
     model = ReuseModel()
     model._uses_CA[0][3], model._risk_CA[0][3] = 8, 800
     model.now = 1000
-    model.learn()
+    model.refit()
     assert (model._uses_CA[0][3], model._risk_CA[0][3]) == (4, 400)
-    model.learn()
+    model.refit()
     assert model._uses_CA[0][3] == 4
 
 
@@ -325,7 +325,7 @@ def test_new_traffic_is_learnt_however_much_is_known():
     for _ in range(30_000):
         model.now += 1
         model.watch(checkpoint(Kind.PROMPT_END, now=model.now))
-        model.keep_up(model.now)
+        model.maintain(model.now)
     assert model.new_rate(Kind.TAIL, STRANGER) < 1e-3
     documents = []
     for _ in range(200):
@@ -333,8 +333,8 @@ def test_new_traffic_is_learnt_however_much_is_known():
         documents.append(checkpoint(Kind.TAIL, now=model.now))
         model.watch(documents[-1])
         for state in documents[-6:-5]:
-            model.used(state)
-        model.keep_up(30_000)
+            model.count_use(state)
+        model.maintain(30_000)
     assert model.new_rate(Kind.TAIL, STRANGER) > 0.02
 
 
@@ -343,7 +343,7 @@ def test_time_at_risk_is_neither_late_nor_early():
     much as there was, where all is counted; before that, within a few per cent, also of each age
     that many have left behind."""
     model, states = ReuseModel(), []
-    model.learn = lambda: None  # which fades what was counted long ago
+    model.refit = lambda: None  # which fades what was counted long ago
     chance = np.random.default_rng(0)
     for _ in range(2000):
         model.now += 1
@@ -351,11 +351,11 @@ def test_time_at_risk_is_neither_late_nor_early():
         model.watch(states[-1])
         state = states[int(chance.integers(len(states)))]
         if not state.uses:
-            model.used(state)
-        model.keep_up(len(states))
+            model.count_use(state)
+        model.maintain(len(states))
     before = risk_of(model).copy()
     for state in states:
-        model.changes(state)
+        model.count_exposure(state)
     exact = risk_of(model)
     assert np.all(exact >= 0)
     assert np.sum(exact) == pytest.approx(sum(range(2000)))
@@ -373,7 +373,7 @@ def test_a_request_visits_the_more_the_longer_is_known_but_by_octaves():
         model.watch(checkpoint(Kind.RUNG, now=model.now))
         model.now += 1
         before = len(model._spans)
-        model.keep_up(model.now)
+        model.maintain(model.now)
         most = max(most, (len(model._spans) - before) // 3)
     assert most == 12  # ages of 8 to 8 * 2^11 = 16,384
 
@@ -398,7 +398,7 @@ def test_learning_tells_turns_apart_by_who_goes_on():
         sessions_of(model, after_answer(turns), share, 20) for turns, share in ((2, 1.0), (4, 0.1))
     )
     for _ in range(5):
-        model.learn()
+        model.refit()
     rates = model._rate_CA
     assert rates[early][0] == pytest.approx(1 / 20, rel=0.25)
     assert rates[late][0] < 0.2 * rates[early][0]
@@ -415,7 +415,7 @@ def test_what_sessions_go_on_from_is_learnt_apart():
         sessions_of(model, after_answer(turns), share, 100) for turns, share in ((2, 0.9), (3, 0.3))
     ]
     for _ in range(5):
-        model.learn()
+        model.refit()
     for row in from_prompts:
         assert model._rate_CA[row][0] == pytest.approx(1 / 5, rel=0.25)
     for row in from_answers:
@@ -429,7 +429,7 @@ def test_what_sessions_go_on_from_is_learnt_apart():
 def test_sessions_that_were_never_seen_are_expected_like_all_others():
     model = ReuseModel()
     model._uses_CA[8][4], model._risk_CA[8][4] = 500, 5000
-    model.learn()
+    model.refit()
     never = fate(checkpoint(Kind.ANSWER_END, after_answer(2)))
     assert model._rate_CA[never][0] == pytest.approx(model._rate_CA[16][0], rel=0.5)
     assert model._rate_CA[never][0] > 0.03
@@ -688,8 +688,8 @@ def after_chats(num_pages):
     cache = PrefixCache(SPEC, num_pages)
     chats(cache, 60, seed=1)
     for state in cache._index.checkpoints():
-        cache.policy.reuse.changes(state)
-    cache.policy.reuse.learn()
+        cache.policy.reuse.count_exposure(state)
+    cache.policy.reuse.refit()
     cache.check_integrity()
     return cache
 
