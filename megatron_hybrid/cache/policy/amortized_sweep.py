@@ -1,14 +1,13 @@
-"""When upkeep is due."""
+"""AmortizedSweep: upkeep of many items, a part per request."""
 
 
 class AmortizedSweep:
-    """What has to be done for many things now and then is done in rounds, at a constant cost per
-    request however many they are, and a part at a time: no request waits while all are done.
+    """Schedules sweeps over all items so that each request handles a bounded part of a sweep.
 
     Args:
-        least: requests from the beginning of one round to that of the next, at least.
-        share: a round begins when 1 / share of as many requests came as the last one had things.
-        at_once: things that are done in one request at most.
+        least: least requests from the start of one sweep to the start of the next.
+        share: after a sweep of n items the next one starts no sooner than n / share requests.
+        at_once: most items handled in one request.
     """
 
     def __init__(self, least: int, share: int, at_once: int):
@@ -17,10 +16,10 @@ class AmortizedSweep:
         self._at_once = at_once
         self._next = 0
         self.left = 0
-        """Things of this round that are still to be done."""
+        """Items of this sweep not handled yet."""
 
     def due(self, now: int, number: int) -> int:
-        """How many things are to be done at request `now`. number: of all of them."""
+        """Number of items to handle at request `now`. number: of all items."""
         if not self.left and now >= self._next:
             self.left = number
             self._next = now + max(self._least, self.left // self._share)

@@ -1,7 +1,7 @@
-"""Hazards: uses per request at risk, by age, and the rate of uses that follows from them.
+"""Hazards: uses per request of exposure, by age, and the rate of uses that follows from them.
 
-Ranks decide alike because they compute alike: sums are taken in one order and exponentials by
-products here, since numpy's own differ in the last bit from CPU to CPU.
+All ranks must get the same bits. numpy's sums and exponentials differ in the last bit between CPUs,
+so here sums are taken in a fixed order and exponentials are products.
 
 Shape letters: C classes, A ages.
 """
@@ -15,18 +15,18 @@ import numpy as np
 AGES = 34
 BOUNDS = [float(age) for age in range(4)]
 BOUNDS += [float(round(2 ** (age / 2))) for age in range(4, AGES + 1)]
-"""Requests where each age class starts: 0 to 3, then two per octave. Whole numbers, as ages are:
-every class has its share of them. The last class has no end, and is reckoned with as if it had."""
+"""Requests at which each age class starts: 0 to 3, then two per octave; whole numbers, as ages are.
+The last class is open, but has a width as if it ended."""
 WIDTH_A = np.diff(BOUNDS)
-"""Requests that each class lasts."""
+"""Requests from the start of each age class to its end."""
 _CLASS_OF = [bisect_right(BOUNDS, age, 0, AGES) - 1 for age in range(1024)]
-"""The usual ones, to be looked up."""
+"""Age classes of small ages, as a table."""
 _HORIZON = 16
-"""Age classes that the search for the best moment looks ahead."""
+"""Age classes that the search for the best moment to give up looks ahead."""
 _FADE = 0.8
-"""What the hazard is multiplied with from age class to age class where nobody has been yet."""
+"""Factor of the hazard from one age class to the next where nothing was observed."""
 LEAST = 1e-9
-"""The least hazard that is reckoned with."""
+"""Lower bound of a hazard."""
 
 
 def age_class(age: float) -> int:
@@ -35,12 +35,12 @@ def age_class(age: float) -> int:
 
 
 def count_by_age(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
-    """How many there are of each class and age class, [C, A]."""
+    """Number of items by class and age class, [C, A]."""
     return _summed(class_N, _age_classes(age_N), None, num_classes)
 
 
 def exposure_beyond(class_N: np.ndarray, age_N: np.ndarray, num_classes: int) -> np.ndarray:
-    """Requests that lie beyond these ages, summed by class and age class, [C, A]."""
+    """Requests beyond these ages, summed by class and age class, [C, A]."""
     at_N = _age_classes(age_N)
     whole_CA = np.cumsum(_summed(class_N, at_N, None, num_classes), 1) * WIDTH_A
     return whole_CA - _summed(class_N, at_N, age_N - np.take(BOUNDS, at_N), num_classes)
@@ -59,16 +59,16 @@ def _summed(
 
 
 def shrink_to_prior(uses, risk, prior, weight: float):
-    """Uses / time at risk (numbers or arrays), smoothed: a Gamma prior of `weight` uses at the rate
-    of the prior."""
+    """Uses / exposure (numbers or arrays), smoothed by a Gamma prior of `weight` uses at the rate
+    `prior`."""
     return (uses + weight) / (risk + weight / prior)
 
 
 def hazards(
     uses_CA: np.ndarray, risk_CA: np.ndarray, mean_C: np.ndarray, weight: float
 ) -> np.ndarray:
-    """Uses / time at risk by class and age, [..., A], where few observations lean on what is known
-    of younger ones of the class, and these on a mean. weight: uses that speak for the younger."""
+    """Uses / exposure by class and age, [..., A]. The prior of each age is the hazard of the next
+    younger one, that of the first age a mean. weight: of the prior, in uses."""
     younger_C = mean_C
     hazard_CA = np.empty_like(uses_CA)
     for age in range(AGES):
@@ -80,7 +80,7 @@ def hazards(
 
 
 def best_rates(hazard_CA: np.ndarray) -> np.ndarray:
-    """Per class and age, the largest rate of uses per request over all moments of giving up:
+    """Per class and age, the largest rate of uses per request over all moments to give up:
     max over k of P(used within the next k age classes) / E[time until then], [C, A]."""
     hazard_AC = np.ascontiguousarray(hazard_CA.T)
     used_AC = 1 - exp_minus(hazard_AC * WIDTH_A[:, None])

@@ -1,4 +1,4 @@
-"""The policy of this project: what is learnt online says where states go and what is evicted."""
+"""HybridPolicy: placement and eviction by expected uses, which are learnt online."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from megatron_hybrid.cache.policy.values import (
 )
 
 MAX_REFRESHED = 512
-"""Values of states, and where KV alone resumes as many of tails, that one request computes anew at
-most: two to four milliseconds."""
+"""Most values of states, and in pure attention of tails, that one request recomputes: two to four
+milliseconds."""
 
 
 class HybridPolicy(Policy):
-    """Value = expected uses per request x work to be done again / pages, for all that is kept.
+    """Value of a candidate = expected uses per request x work to be done again / pages.
 
     Args:
         spec: what one token and one sequence cost, and what a token sees.
-        parts: by name (`Parts`), False for each that is left out.
+        parts: by name (`Parts`); False leaves a part out.
     Raises:
-        TypeError: there is no such part.
+        TypeError: there is no part of that name.
     """
 
     def __init__(self, spec: CacheSpec, **parts: bool):
@@ -83,7 +83,7 @@ class HybridPolicy(Policy):
             tail = tail_position(length, skipped, self.reuse.distances.weights())
         if not self.spec.needs_state:
             saved = {length: Kind.PROMPT_END} if skipped < length else {}
-            # No state is saved there; but what is used of the KV that leads there is learnt.
+            # No state is saved there, but the uses of the KV before these positions are counted.
             watched = ((tail, Kind.TAIL), (known, Kind.JUNCTION))
             return saved, {p: kind for p, kind in watched if known <= p < length and p}
         declared = [*prompt.declared, prompt.lost_fork]
@@ -102,8 +102,7 @@ class HybridPolicy(Policy):
         return value_per_page(rate, work, pages)
 
     def replaces(self, new: NewState) -> bool:
-        """Where the state below has no use of its own that is worth more than the tokens between
-        them."""
+        """Whether the own uses of the state below are worth less than the tokens between both."""
         parts, below = self.parts, new.below
         if below is None or not (parts.price and parts.replacing and self._needs_state):
             return False
@@ -119,8 +118,8 @@ class HybridPolicy(Policy):
         return rate * work > own
 
     def _appraise(self, new: NewState) -> tuple[float, float, int]:
-        """Expected uses of a new state, the work that it saves, and the position from which on.
-        `replaces` asks again right after `new_value`: the last answer is kept."""
+        """Expected uses of a new state, the work that it saves, and the position where that work
+        starts. The last answer is kept: `replaces` asks right after `new_value`."""
         if self._appraised[0] is not new:
             reuse = self.reuse
             known, start, work = new.known, self._start(new), 1.0
@@ -131,10 +130,9 @@ class HybridPolicy(Policy):
         return self._appraised[1]
 
     def _start(self, new: NewState) -> int:
-        """The position that would serve in place of the new state: that of the state below, or of
-        the last one before it that the same forward saves. Guesses (rungs, and tails before any
-        prompt was seen to leave another) count for rungs alone: an end may be all that is ever
-        used."""
+        """The position that would serve without the new state: of the state below, or of the last
+        state before it in the same forward. Guesses (rungs, and tails before a distance was
+        observed) count for rungs only, since the end may be the only position ever used."""
         start = new.below.position if new.below is not None else 0
         if not new.same_forward or not self.parts.same_forward:
             return start

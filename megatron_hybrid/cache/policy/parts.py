@@ -1,4 +1,4 @@
-"""The parts of the policy, each of which can be left out: what it brings is measured so."""
+"""The parts of the policy. Each can be left out, to measure its contribution."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Parts:
-    """What `HybridPolicy` reckons with. benchmarks/replay/ablations.py leaves out one by one."""
+    """Parts of `HybridPolicy`; benchmarks/replay/ablations.py leaves them out one by one."""
 
     # eviction
     work: bool = True
-    """What takes longer to compute again is worth more."""
+    """Candidates that take more work to recompute are worth more."""
     exclusive_kv: bool = True
-    """A state is charged for the KV that leads to it alone."""
+    """A state is charged for KV that no other state needs."""
     held_kv: bool = True
     """A state is not charged for KV that a running request holds."""
     refresh: bool = True
-    """Values are computed anew in rotation."""
+    """Values are recomputed in rotation."""
     price: bool = True
-    """A new state takes the place of what is worth less, or is not saved."""
+    """A new state evicts only candidates of a lesser value, or is not saved."""
     replacing: bool = True
-    """Or it takes the place of the state below it."""
+    """A new state that finds no room may replace the state below it."""
     own_uses: bool = True
-    """Uses in which that one only stood in for it do not count."""
+    """For that, only the own uses of the state below count."""
     same_forward: bool = True
-    """What a forward saves further up counts as there."""
+    """States that the same forward saves before a position count as stored."""
     # placement
     junctions: bool = True
-    """States where a prompt leaves a known one."""
+    """States at junctions."""
     lost_forks: bool = True
     """States saved again at forks that lost theirs."""
     tails: bool = True
-    """States as far before the end of a prompt as successors leave it."""
+    """States at the usual distance before the end of a prompt at which successors leave it."""
     prompt_ends: bool = True
     """States at the ends of prompts."""
     rungs: bool = True
-    """States at a distance in long prompts and answers."""
+    """States at equal distances in long prompts and answers."""
     # likelihood of reuse
     known_tokens: bool = True
-    """Tokens stay known when their KV goes."""
+    """Tokens stay known after their KV is evicted."""
     fork_uses: bool = True
     """A fork that could have served counts as used."""
     own_gap: bool = True
-    """What was used repeatedly is judged by its own mean gap."""
+    """States that were used repeatedly are judged by their own mean gap."""
     passed: bool = True
     """States are told apart by whether requests went past them."""
     covered: bool = True
     """States are told apart by whether a deeper one is stored."""
     turns: bool = True
-    """Sessions are told apart by turns, and by what they went on from."""
+    """Sessions are told apart by turns, and by the kind of end that they resume."""
     resumed_from: bool = True
-    """Sessions are told apart by what they went on from."""
+    """Sessions are told apart by the kind of end that they resume."""
     mostly_known: bool = True
-    """Requests are told apart by whether they found more than they brought."""
+    """Requests are told apart by whether more of their tokens were known than new."""
     own_waits: bool = True
-    """A turn has its own waits beside those of all turns."""
+    """A turn has its own distribution of waits beside that of all turns."""
     gittins: bool = True
-    """The best moment to give up (Gittins) counts, not the hazard now."""
+    """The rate up to the best moment to give up (Gittins index), not the present hazard."""
     fading: bool = True
-    """What was seen long ago counts less."""
+    """Old observations count less."""
 
 
 ALL_PARTS = Parts()

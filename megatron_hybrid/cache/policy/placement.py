@@ -1,6 +1,6 @@
-"""Which positions of a prompt deserve a checkpoint, and when to wait for another's. Pure functions.
+"""Placement: positions of a prompt that are worth a state, and when to wait for another request.
 
-p: tokens skipped, q: tokens that are known, L: tokens of the prompt.
+Pure functions. p: skipped tokens, L: tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from collections.abc import Iterable, Mapping
 from megatron_hybrid.cache.index.tree import Kind
 
 NO_RUNG = 1 << 62
-"""The distance of rungs where there are none: the first one lies beyond all tokens."""
+"""Distance of rungs where there are none: the first one lies beyond all tokens."""
 MESSAGE_GAIN = 16
-"""Tokens behind the state that a prompt goes on from, or behind the start of another message, below
-which the start of a message is not worth a state of its own: each turn of a chat starts right
-behind the last answer."""
+"""Least tokens between the start of a message with a state of its own and the resumed state, or the
+last such start: each turn of a chat starts right behind the last answer."""
 
 
 def tail_position(
     prompt_tokens: int, skipped_tokens: int, weights: Iterable[tuple[int, float]]
 ) -> int:
-    """The position near the end of a prompt that saves its successors most.
+    """The position near the end of a prompt where a state saves its successors most tokens.
 
-    weights: `TailDistances.weights`. A state d tokens before the end serves the share of them that
-    part at most d before it, and saves each the tokens from p to there.
+    weights: `TailDistances.weights`. A state d tokens before the end serves the successors that
+    part at most d tokens before the end, and saves each of them the tokens from p to the state.
     """
     best, position = 0.0, prompt_tokens
     for distance, share in weights:
@@ -42,11 +41,10 @@ def prefill_positions(
     tail: int,
     rung_tokens: int,
 ) -> dict[int, Kind]:
-    """Positions in (p, L] whose state a prefill from p to L should save, and what they are.
+    """Positions in (p, L] whose state a prefill from p to L should save, with their kinds.
 
-    The prompt's end; the junction where this prompt leaves what is known (known_tokens); what the
-    caller declared; where messages of a chat start; the place near the end where its successors
-    are likely to leave it (`tail_position`); rungs (`next_rung`), for those that part earlier.
+    The prompt's end; the junction (known_tokens); positions declared by the caller; starts of
+    messages; the tail (`tail_position`); rungs (`next_rung`), for prompts that part earlier.
     """
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
@@ -63,8 +61,8 @@ def prefill_positions(
 
 
 def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
-    """At most `limit` of these positions, ascending: ends and junctions before the others, the deep
-    before the shallow. wanted: what they are; rungs where it does not say."""
+    """At most `limit` of these positions, ascending: ends and junctions before other kinds, deep
+    ones before shallow ones. wanted: kinds by position; a missing one is a rung."""
     kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.RUNG) > Kind.JUNCTION, -p))
     return sorted(kept[:limit])
 
@@ -79,9 +77,9 @@ def rung_distance(
 ) -> int:
     """Tokens between rungs, whole blocks. `NO_RUNG` where there is no KV to compare with.
 
-    Their states cost no more memory than the KV of full attention that they make usable, and of
-    local KV they keep each block once at most: they are no closer than the most tokens that a token
-    sees there (local_reach; 0: there is none).
+    The states of rungs take no more memory than the full-attention KV between them, and hold each
+    block of local KV at most once: they are no closer than local_reach, the most tokens that a
+    token sees in a local group (0: there is none).
     """
     if not kv_bytes_per_token:
         return NO_RUNG
@@ -95,11 +93,10 @@ def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:
 
 
 def worth_waiting(own_resume: int, other_done: int, other_position: int) -> bool:
-    """Single flight: whether to wait for a running request that shares this prompt.
+    """Single flight: whether to wait for a running request with the same prefix.
 
-    own_resume: the position at which this prompt could start now. other_done: how far the other
-    has computed. other_position: the deepest position of the shared part that it will make
-    restorable. Waiting pays when the other is at least as far as this prompt could start, so that
-    it needs no more forwards to get there, and will get further than that.
+    own_resume: position at which this prompt could start now. other_done: tokens that the other
+    request has computed. other_position: the deepest shared position that it will make restorable.
+    Waiting pays if the other request has already reached own_resume and will get further.
     """
     return other_done >= own_resume and other_position > own_resume

@@ -1,12 +1,12 @@
-"""How likely is a state used again? Learnt while serving, from what became of states like it.
+"""ReuseModel: expected uses of a state, learnt while serving from the fate of similar states.
 
-Time is counted in admitted requests. Every position whose state is saved, was saved or might have
-been is watched for as long as its tokens are known (`Checkpoint`, stored or not): each request that
-it would serve is a use, all the time in between is time at risk. Uses / time at risk by class and
-age is a hazard rate. From the hazards of a class follows, for each age, the best rate of uses per
-request that holding such a state from now on can bring, if it is given up at the best moment (the
-Gittins index of its waiting time, Gittins 1979; hit density by age and class as in LHD, Beckmann et
-al. 2018). Where sessions end is learnt turn by turn (sessions.py).
+Time is counted in admitted requests. Every position whose state is, was or could have been saved is
+watched as long as its tokens are known (`Checkpoint`, stored or not; without a state it is a ghost
+entry). Each request that it would serve is a use, the time in between is exposure (time at risk).
+Uses / exposure by class and age is a hazard rate. From the hazards of a class follows, for each
+age, the largest rate of uses per request up to any moment of giving up (the Gittins index of the
+waiting time, Gittins 1979; hit density by age and class as in LHD, Beckmann et al. 2018). The ends
+of sessions are learnt turn by turn (sessions.py).
 
 Shape letters: C classes, A ages; G groups of sessions, K classes of turns.
 """
@@ -41,14 +41,14 @@ from megatron_hybrid.cache.policy.sessions import (
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
 _PRIOR_RATE = 1e-3
-"""Uses per request of a state before anything is known."""
+"""Prior of the uses per request of a state."""
 _PRIOR_GAP = 100.0
-"""Requests between uses that a state which was used once is credited with."""
+"""Prior of the requests between two uses of one state."""
 _CLASS_WEIGHT = 0.6
-"""Uses that speak for a class being like the one that differs only in being covered."""
+"""Weight, in uses, of the prior that a class is like the one that differs only in `covered`."""
 _AGE_WEIGHT = 3.0
-"""Uses that speak, at each age, for what is expected there: from younger ones, and from the class
-that differs only in being covered."""
+"""Weight, in uses, of the prior at each age: from younger ages, and from the class that differs
+only in `covered`."""
 _MEMORY = 1000
 """Requests after which an observation counts half."""
 _NO_FADING = 10**9
@@ -56,34 +56,33 @@ _NO_OWN_WAITS = 1e9
 """The same, and `OWN_WEIGHT`, where these parts are left out."""
 
 _REFIT_INTERVAL = 16, 128
-"""Requests from one time that rates are brought up to date to the next: at first, and at most; in
-between a sixteenth of all so far."""
+"""Requests between two fits of the rates, at least and at most; in between a sixteenth of all
+requests so far."""
 
 _MOSTLY_KNOWN = 8 * len(Kind)
 _CONTINUED = _MOSTLY_KNOWN + 2 * len(Kind)
 _REPEATED = _CONTINUED + 2 * len(Kind)
-"""Where classes begin. From 0 on by kind, whether used, passed and covered; what was neither used
-nor passed by kind and covered, of requests that found more than they brought, and of those that go
-on from another (their ends have classes of their own: `_SESSIONS`); what was used repeatedly."""
+"""First classes of each section. From 0 on: by kind, used, passed and covered. Of states neither
+used nor passed: by kind and covered, of requests whose tokens were mostly known, and of those that
+continue a session (their ends have classes of their own: `_SESSIONS`). Of states used repeatedly:
+by passed and covered."""
 _OWN_GAPS = slice(_REPEATED, _REPEATED + 4)
 _SESSION_GROUPS = 8
 _SESSIONS = slice(_OWN_GAPS.stop, _OWN_GAPS.stop + _SESSION_GROUPS * TURN_CLASSES)
-"""Ends: by kind, what their request went on from, covered; within each such group by number of
-turns."""
+"""Ends in sessions: groups by kind, kind of end resumed and covered; in each by number of turns."""
 CLASSES = _SESSIONS.stop
 
 
 def class_of(checkpoint: Checkpoint, covered: bool, own_gap: bool = True) -> int:
-    """States of one class are expected to have one fate. covered: whether a deeper state is, or
-    shall be, stored beneath it (`ReuseModel.is_covered`). own_gap: as in `Parts`.
+    """States of one class share their hazards. covered: whether a deeper state is, or shall be,
+    stored beneath it (`ReuseModel.is_covered`). own_gap: as in `Parts`.
 
-    Used once or never: by kind, whether used, whether a later request went past it, and whether a
-    deeper state is stored beneath it. Those that were neither used nor passed also by whether their
-    request brought more than it found (a document that others will ask) or less (a question to a
-    known one), or went on from another request. Ends of prompts and answers then also by the turns
-    before them, and by where their request went on from: who continues prompts, not answers (a chat
-    that drops its thinking) does it again. Used more often: its own rate tells more than what it
-    is; see `time_scale`.
+    Used at most once: by kind, used, passed by a later request, and covered. Neither used nor
+    passed: also by whether its request brought more tokens than were known (a document that others
+    will ask about) or fewer (a question about a known one), or continued a session. Then ends of
+    prompts and answers also by the number of turns, and by the kind of end resumed: a client that
+    continues prompts and not answers (a chat that drops its thinking) will do so again. Used more
+    often: by its own rate; see `time_scale`.
     """
     uses, passed = checkpoint.uses, checkpoint.passed
     if uses >= 2 and own_gap:
@@ -94,7 +93,7 @@ def class_of(checkpoint: Checkpoint, covered: bool, own_gap: bool = True) -> int
 
 
 def _new_class(kind: int, origin: Origin, covered: bool) -> int:
-    """Of a state that was neither used nor passed. origin: of its request."""
+    """Class of a state that was neither used nor passed. origin: of its request."""
     turns, resumed_from, mostly_known = origin
     if not turns:
         return (_MOSTLY_KNOWN + 2 * kind if mostly_known else 8 * kind) + covered
@@ -105,25 +104,25 @@ def _new_class(kind: int, origin: Origin, covered: bool) -> int:
 
 
 def time_scale(checkpoint: Checkpoint) -> float:
-    """Ages of states that were used repeatedly are measured in their own mean gap (times 32), so
-    that frequent and rare ones share what is learnt. The gap is the mean of a Gamma posterior."""
+    """Factor of the ages of a state that was used repeatedly: they are measured in its own mean gap
+    / 32, so that frequent and rare states share one class. The gap is the mean of a Gamma
+    posterior."""
     if checkpoint.uses < 2:
         return 1.0
     return 32.0 * (checkpoint.uses + 1) / (checkpoint.last_use - checkpoint.born + _PRIOR_GAP)
 
 
 class ReuseModel:
-    """Uses and time at risk by class and age, and the rates that follow.
+    """Uses and exposure by class and age, and the rates that follow.
 
     Args:
-        needs_state: False: KV alone resumes, so every position that a request ended at or forked
-            off stands for the KV that leads there.
-        parts: what is learnt, and what is left out.
+        needs_state: False: KV alone resumes, so each watched position stands for the KV before it.
+        parts: of the policy.
     """
 
     def __init__(self, needs_state: bool = True, parts: Parts = ALL_PARTS):
         self.is_covered = Checkpoint.is_covered if needs_state else Checkpoint.is_continued
-        """Whether something deeper than a checkpoint serves those who go past it."""
+        """Whether a deeper position than a checkpoint serves requests that continue past it."""
         self.now = 0
         """Requests admitted so far."""
         self.distances = TailDistances()
@@ -138,26 +137,26 @@ class ReuseModel:
         self._fitted = 0
         self._clock = ExposureClock()
         self._uses_CA, self._risk_CA = np.zeros((2, CLASSES, AGES))
-        # Yet to be counted, flat: (class, age) and (class, from age, to age).
+        # Not counted yet, flat: (class, age) and (class, from age, to age).
         self._uses: list[float] = []
         self._spans: list[float] = []
         self._back_GKA = np.ones((_SESSION_GROUPS, TURN_CLASSES, AGES))
-        self._rate_CA: list[list[float]] = []  # it is looked up one by one, numpy is slow at that
+        self._rate_CA: list[list[float]] = []  # a list: single look-ups in numpy are slow
         self.refit()
 
     def observe(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
     ) -> tuple[Origin, int]:
-        """A prompt was admitted. Counts which states it used or would have used, and how far before
-        the end of another prompt it left that one. Call it before the path changes.
+        """A prompt was admitted. Counts the states that it used or would have used, and its
+        distance from the end of the prompt that it leaves. Call it before the path changes.
 
         Counterfactual credit: the deepest known position, and every fork above the resumed one,
-        count as used. A system prompt's, say, behind which every chat lost its own state.
+        count as used (such as a system prompt, when every chat behind it lost its own state).
 
         Args:
-            path: what is known of the prompt.
+            path: the known tokens of the prompt.
             resumed: the state that it is restored from.
-            prompt_tokens: how long it is.
+            prompt_tokens: its length.
 
         Returns:
             The origin of the request, and the position of the most valuable fork that lost its
@@ -187,7 +186,7 @@ class ReuseModel:
         return self._origin(deepest, 2 * path.known > prompt_tokens), lost_fork
 
     def _origin(self, deepest: Checkpoint, mostly_known: bool) -> Origin:
-        """Of a request whose deepest known position this is."""
+        """Origin of a request with this deepest known position."""
         parts = self._parts
         if deepest.kind > Kind.ANSWER_END:
             return Origin(mostly_known=mostly_known and parts.mostly_known)
@@ -197,8 +196,8 @@ class ReuseModel:
         return Origin(deepest.origin.turns + 1, resumed_from)
 
     def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
-        """Where the prompt leaves another between two of its tokens, that one's end may lie beyond
-        forks: the newest way on leads to one."""
+        """Observe how far before the nearest end of a known prompt this one leaves it. The end may
+        lie beyond forks: the newest branch leads to one."""
         edge = path.edges[-1]
         ends = prompt_ends(edge, path.known)
         if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
@@ -211,7 +210,7 @@ class ReuseModel:
             self.distances.observe(min(ends) - path.known)
 
     def rate(self, checkpoint: Checkpoint, covered: bool | None = None) -> float:
-        """Uses per request to be expected of it. covered: as in `class_of` (default: as it is)."""
+        """Expected uses per request. covered: as in `class_of` (default: as it is now)."""
         if covered is None:
             covered = self.is_covered(checkpoint)
         rate_A = self._rate_CA[self._class_of(checkpoint, covered)]
@@ -222,15 +221,15 @@ class ReuseModel:
         return rate_A[age_class(age * scale)] * scale
 
     def new_rate(self, kind: Kind, origin: Origin) -> float:
-        """Uses per request to be expected of a state that is about to be saved."""
+        """Expected uses per request of a state that is about to be saved."""
         return self._rate_CA[_new_class(kind, origin, False)][0]
 
     def count_use(self, checkpoint: Checkpoint, resumed: Checkpoint | None = None) -> None:
-        """A request resumed from it, or would have, had it been stored. resumed: what it did resume
-        from."""
+        """A request resumed from this checkpoint, or would have if its state were stored. resumed:
+        the checkpoint that it did resume from."""
         self.count_exposure(checkpoint)
         cls = self._class_of(checkpoint, self.is_covered(checkpoint))
-        # It came between two whole ages, the later of which ends its time at risk.
+        # The use came between two whole ages; the exposure ends at the later one.
         age = (self.now - checkpoint.last_use - 0.5) * self._time_scale(checkpoint)
         self._uses += (cls, age)
         checkpoint.uses += 1
@@ -242,21 +241,21 @@ class ReuseModel:
         self._clock.add(checkpoint)
 
     def watch(self, checkpoint: Checkpoint) -> None:
-        """It is new."""
+        """A checkpoint is new."""
         self._clock.add(checkpoint)
 
     def mark_passed(self, checkpoint: Checkpoint) -> None:
-        """A request went past it."""
+        """A request went past this checkpoint."""
         if not checkpoint.passed and self._parts.passed:
             self.count_exposure(checkpoint)
             checkpoint.passed = True
 
     def count_exposure(self, checkpoint: Checkpoint) -> None:
-        """Call it before its class changes: its time at risk so far is counted."""
+        """Count the exposure of a checkpoint up to now. Call it before its class changes."""
         self._count(checkpoint, self.now)
 
     def _count(self, checkpoint: Checkpoint, until: int) -> None:
-        """Count its time at risk from when it was counted until; what is too much is taken back."""
+        """Count the exposure since the last count. `until` before that takes exposure back."""
         if checkpoint.counted == until:
             return
         cls = self._class_of(checkpoint, self.is_covered(checkpoint))
@@ -267,11 +266,11 @@ class ReuseModel:
         checkpoint.counted = until
 
     def maintain(self, num_watched: int) -> None:
-        """Once per request: count the time at risk of those whose turn it is, and learn now and
-        then. num_watched: how many checkpoints are watched."""
+        """Once per request: count the exposure of the checkpoints that are due, and refit now and
+        then. num_watched: number of watched checkpoints."""
         for age, checkpoints in self._clock.due(self.now):
-            # The next visit comes after as many requests again. Half of them are counted in
-            # advance: then what is counted of all together is neither late nor early.
+            # The next visit comes after `age` more requests. Half of them are counted in advance,
+            # so that the sum over all checkpoints is neither late nor early.
             for checkpoint in checkpoints:
                 self._count(checkpoint, self.now + age // 2)
         first, most = _REFIT_INTERVAL
@@ -281,14 +280,14 @@ class ReuseModel:
                 self.refit()
 
     def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
-        """Raises RuntimeError unless the time at risk of each of these will be counted. watched:
-        all that are in the tree."""
+        """Raises RuntimeError unless the exposure of each of these will be counted. watched: all
+        checkpoints in the tree."""
         self._clock.check_integrity(watched)
 
     def refit(self) -> None:
-        """Bring the rates up to date with what was counted."""
+        """Compute the rates from the counts."""
         uses_CA, counted_CA = self.counts()
-        # What is taken back may weigh more by now than when it was counted in advance.
+        # Exposure taken back may weigh more now than when it was counted in advance.
         risk_CA = np.maximum(counted_CA, 0)
         mean = mean_rate(uses_CA, risk_CA)
         hazard_CA, plain = np.empty_like(uses_CA), slice(_OWN_GAPS.stop)
@@ -309,8 +308,8 @@ class ReuseModel:
         self._fitted = self.now
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Uses, and time at risk in requests, [C, A] each. They are the model's own: those of long
-        ago count less."""
+        """Uses, and exposure in requests, float64 [C, A] each: the model's own arrays, in which old
+        counts have faded."""
         uses, spans = np.array(self._uses).reshape(-1, 2), np.array(self._spans).reshape(-1, 3)
         class_N, start_N, end_N = spans[:, 0].astype(int), spans[:, 1], spans[:, 2]
         at_risk = exposure_beyond(class_N, start_N, CLASSES)
@@ -323,13 +322,13 @@ class ReuseModel:
 
 
 def prompt_ends(edge: Edge, start: int) -> list[int]:
-    """Where prompts ended on an edge, from a position on."""
+    """Positions on an edge, from `start` on, where prompts ended."""
     ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
     return [position for position in ends if position >= start]
 
 
 def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
-    """Uses per request at risk of all states whose ages are in requests."""
+    """Uses / exposure of all states whose ages are in requests."""
     uses, risk = (
         ordered_sum(ordered_sum(counts_CA.T)) - ordered_sum(ordered_sum(counts_CA[_OWN_GAPS].T))
         for counts_CA in (uses_CA, risk_CA)
@@ -338,10 +337,9 @@ def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:
 
 
 def class_hazards(uses_CA: np.ndarray, risk_CA: np.ndarray, mean: float) -> np.ndarray:
-    """Uses per request at risk, [C, A]. How it changes with age is told by a class together with
-    the one that differs only in being covered; by how much it is higher or lower than in both, by
-    the class alone (proportional hazards, Cox 1972); where that has seen many uses or much time of
-    one age, they speak for themselves."""
+    """Hazards, uses per request, [C, A]. A class and the one that differs only in `covered` share
+    the shape over ages; the class alone determines the factor (proportional hazards, Cox 1972).
+    Both together are the prior of the class's own counts at each age."""
     other_C = np.arange(len(uses_CA)) ^ 1
     both_uses_CA, both_risk_CA = uses_CA + uses_CA[other_C], risk_CA + risk_CA[other_C]
     base_C = np.full(len(uses_CA), mean)

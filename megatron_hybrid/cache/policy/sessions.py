@@ -1,10 +1,10 @@
-"""Do sessions go on, and when? Hazards of the ends of their prompts and answers, turn by turn.
+"""Sessions: hazards of the ends of their prompts and answers, turn by turn.
 
-A chat or an agent makes another request after its k-th with probability s_k, and then after a wait
-whose hazard h_a at age a is the same for all k. Of those that have been away for as long as that,
-the part s_k G_a / (1 - s_k + s_k G_a) will be back, where G_a is the part of the waits that is
-longer: the mixture cure model (Boag 1949; Farewell 1982). So what one turn teaches about waits
-serves all of them, and of each turn there is one number to learn.
+A chat or an agent makes another request after its k-th with probability s_k (its share), after a
+wait whose hazard h_a at age a is the same for all k. Of the sessions of age a the part
+s_k G_a / (1 - s_k + s_k G_a) will return, where G_a is the part of the waits that are longer: the
+mixture cure model (Boag 1949; Farewell 1982). So all turns share the waits, and each turn adds one
+number.
 
 Shape letters: K classes of turns, A ages, J shares; dots stand for groups of sessions, if any.
 """
@@ -29,16 +29,16 @@ _SHARES = np.append(
     [0.001, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9],
     [0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999],
 )
-"""Values of s_k that are compared; between them it is interpolated."""
+"""Grid of s_k; between its values the likelihood is interpolated."""
 _MIN_USES = 3
-"""Uses from which on turns are told apart."""
+"""Uses from which on turns are distinguished."""
 _WAIT_WEIGHT = 6.0
-"""Uses that speak for the hazard of shorter waits in that of longer ones."""
+"""Weight, in uses, of the prior of a wait's hazard: the hazard of shorter waits."""
 _TURN_WEIGHT = 2.0
-"""Uses that speak for the mean of all turns in the share of one."""
+"""Weight, in uses, of the prior of a turn's share: the mean of all turns."""
 OWN_WEIGHT = 40.0
-"""Uses that speak for the hazard that follows from waits and shares, beside those of a turn itself:
-where long waits and short ones mix, some turns have more of the one than others."""
+"""Weight, in uses, of the hazard that follows from waits and shares, as the prior of a turn's own
+counts: where long and short waits mix, turns differ in the mix."""
 
 
 def turn_class(turns: int) -> int:
@@ -57,17 +57,16 @@ def session_hazards(
     mean: float,
     own_weight: float = OWN_WEIGHT,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Uses per request at risk by turn and age.
+    """Uses per request by turn and age.
 
     Args:
-        uses_KA, risk_KA: uses and time at risk, as counted, [..., K, A]: sessions of any number of
-            groups, which share nothing.
-        back_KA: which part of that time was that of sessions that will be back, as estimated
-            before; ones at first. Each call with the same counts brings it closer.
-        mean: uses per request at risk of all states, which stands in until sessions are known.
+        uses_KA, risk_KA: counted uses and exposure, [..., K, A]; leading axes: separate groups.
+        back_KA: estimated part of the exposure that belongs to sessions that will return; ones at
+            first. Each call with the same counts improves it.
+        mean: uses per request of all states, the prior until sessions are known.
         own_weight: as `OWN_WEIGHT`.
     Returns:
-        The hazards, and back_KA anew.
+        The hazards [..., K, A], and the next back_KA.
     """
     uses_A = ordered_sum(uses_KA, -2)
     unknown = (ordered_sum(uses_A, -1) < _MIN_USES)[..., None, None]
@@ -78,8 +77,8 @@ def session_hazards(
     share = _shares(
         uses_A[..., None, :], ordered_sum(risk_KA, -2)[..., None, :], back_JA, hazard_JA
     )
-    # As if a few uses more had been seen at each turn, of sessions of the mean share, until nearly
-    # all who come back had come.
+    # A prior of a few uses at each turn, of sessions of the mean share, until nearly all that
+    # return have returned.
     away_A = (1 - share * (1 - longer_A)) * WIDTH_A * (longer_A > 1e-3)
     came_A = away_A * _returning(share, wait_A)[0][..., 0, :] * wait_A
     more = _TURN_WEIGHT / ordered_sum(came_A, -1)[..., None]
@@ -102,8 +101,8 @@ def _wait_hazards(uses_A: np.ndarray, risk_A: np.ndarray, mean: float) -> np.nda
 
 
 def _returning(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The part of those away that will be back, over each age class [..., K, A], and G at the start
-    of each, [..., A]."""
+    """The part of the pending sessions that will return, by age class [..., K, A], and G at the
+    start of each age class, [..., A]."""
     shorter_A = 1 - exp_minus(wait_A * WIDTH_A)
     longer_A = np.cumprod(1 - shorter_A, -1)
     longer_A = np.concatenate([np.ones_like(longer_A[..., :1]), longer_A[..., :-1]], -1)
@@ -115,12 +114,12 @@ def _returning(shares_K: np.ndarray, wait_A: np.ndarray) -> tuple[np.ndarray, np
 def _shares(
     uses_KA: np.ndarray, risk_KA: np.ndarray, back_JA: np.ndarray, hazard_JA: np.ndarray
 ) -> np.ndarray:
-    """The most likely shares s, [..., K].
+    """The maximum-likelihood shares s, [..., K].
 
-    With hazard_JA = h_a s G_a / (1 - s + s G_a), the derivative of the logarithm of the likelihood
-    by s is that of (uses - risk x hazard) / (s (1 - s + s G_a)) summed over ages. Who is still away
-    when nearly all who come back have come says most, and that nobody is says as much, however long
-    it took. back_JA: s G_a / (1 - s + s G_a).
+    With hazard_JA = h_a s G_a / (1 - s + s G_a), the derivative of the log-likelihood by s is
+    (uses - risk x hazard) / (s (1 - s + s G_a)) summed over ages. Sessions still pending when
+    nearly all that return have returned weigh most. If no session is pending, the continuation rate
+    is 1. back_JA: s G_a / (1 - s + s G_a).
     """
     score_KJ = np.zeros((*uses_KA.shape[:-1], len(_SHARES)))
     for age in range(AGES):

@@ -1,4 +1,4 @@
-"""How far before the end of a prompt its successors leave it, learnt from the last ones."""
+"""TailDistances: how far before the end of a prompt its successors leave it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Iterator
 _WINDOW = 256
 """Observed distances that are remembered."""
 _PRIOR_DISTANCES = (0, 32, 128, 512)
-"""Distances that are reckoned with before any was observed, a quarter of an observation each."""
+"""Prior distances, a quarter of an observation each."""
 
 
 class TailDistances:
-    """How far before the end of a prompt its successors leave it: 0 where they go on from there.
+    """Histogram of the distances before the end of a prompt at which successors leave it; 0: they
+    continue from the end.
 
-    A question behind a document, a last block that never returns: a state at the very end of such
-    prompts serves nobody, one that lies the usual distance before it serves most.
+    Where a different question follows a document each time, a state at the very end serves no other
+    prompt; one at the usual distance before the end serves most.
     """
 
     def __init__(self):
@@ -26,11 +27,11 @@ class TailDistances:
 
     @property
     def known(self) -> bool:
-        """Whether one was observed."""
+        """Whether a distance was observed."""
         return bool(self._recent)
 
     def observe(self, distance: int) -> None:
-        """One prompt left another so many tokens before that one's end."""
+        """A prompt left another one `distance` tokens before the end of that one."""
         self._recent.append(distance)
         self._count(distance, 1)
         if len(self._recent) > _WINDOW:
@@ -46,7 +47,7 @@ class TailDistances:
             self._distances.remove(distance)
 
     def weights(self) -> Iterator[tuple[int, float]]:
-        """(distance, share of the prompts that part there or later), ascending distances."""
+        """(distance, share of the prompts that part at it or later), ascending distances."""
         total = len(self._recent) + 0.25 * len(_PRIOR_DISTANCES)
         share = 0.0
         for distance in self._distances:

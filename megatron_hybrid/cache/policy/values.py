@@ -1,8 +1,8 @@
-"""What states and tails of KV are worth per page and request. Pure functions.
+"""Values of states and of tails of KV. Pure functions.
 
-The uses to be expected per request (`ReuseModel`) x the work to be done again without it
-(`CacheSpec.work`: tokens, those with a long context for more) / the pages that go with it: of a
-state its own and those of the KV that only leads to it, unless a running request holds that.
+value = expected uses per request (`ReuseModel`) x work to be done again without it
+(`CacheSpec.work`) / pages that are freed with it: those of a state and of KV that no other state
+needs, unless a running request holds that KV.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ def value_per_page(rate: float, work: float, pages: int) -> float:
 
 
 def kv_pages(tokens: int, spec: CacheSpec) -> int:
-    """Pages of full-attention KV of so many tokens, rounded."""
+    """Pages of full-attention KV of `tokens` tokens, rounded down."""
     return tokens * spec.kv_pages_per_block // spec.block_size_tokens
 
 
 def tail_value(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> float | None:
-    """Where KV alone resumes: what a leaf's last block is worth; None: nothing that is watched
-    resumes from it.
+    """Value of a leaf's last block in pure attention; None: no watched position needs it.
 
-    The last block is worth as much as all of the edge on average: it took
-    the most work, but serves only together with what comes before it. By its own work the ends of
-    long prompts would outlive what is worth more, and then go with the rest all the same.
+    Its work is that of an average block of the edge: it took the most work, but serves only
+    together with the blocks before it.
     """
     beyond = rates_beyond(edge, last_block(edge, spec), reuse)
     if not beyond:
@@ -41,13 +39,13 @@ def tail_value(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> float | None:
 
 
 def last_block(edge: Edge, spec: CacheSpec) -> int:
-    """Where the last block begins that an edge holds KV of."""
+    """First position of the last block that an edge holds KV of."""
     return (edge.held_end - 1) // spec.block_size_tokens * spec.block_size_tokens
 
 
 def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
-    """Uses per request to be expected of what is watched on an edge beyond a position: where KV
-    alone resumes, a block serves those who go on from anywhere beyond its start."""
+    """Expected uses per request of the watched positions on an edge beyond `position`: in pure
+    attention a block serves every request that resumes beyond its start."""
     return [
         reuse.rate(checkpoint)
         for watched, checkpoint in edge.checkpoints.items()
@@ -56,8 +54,8 @@ def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
 
 
 def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> int:
-    """How far back, `start` at most, the blocks at a leaf's end are worth no more than the last one
-    (where KV alone resumes): so far they may go at once."""
+    """The position, `start` or later, from which on the blocks of a leaf are worth no more than the
+    last one, in pure attention: these may be dropped at once."""
     block = last_block(edge, spec)
     inner = sorted([p for p in edge.checkpoints if start < p <= block], reverse=True)
     rate = max(rates_beyond(edge, block, reuse), default=0.0) if inner else 0.0
@@ -69,15 +67,15 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
 
 
 def rebuild_work(checkpoint: Checkpoint, below: Checkpoint | None, spec: CacheSpec) -> float:
-    """Work to get to its position without it. below: `checkpoint.below()`."""
+    """Work to compute a checkpoint's state again. below: `checkpoint.below()`."""
     if not spec.needs_state:
-        return 1.0  # KV alone resumes; what is missing is the last hidden state
+        return 1.0  # KV alone resumes; only the last hidden state is missing
     return spec.work(below.position if below else 0, checkpoint.position)
 
 
 def exclusive_tokens(checkpoint: Checkpoint, below: Checkpoint | None) -> int:
-    """Tokens whose KV only leads to this state, beneath which none is stored: back to `below`, the
-    next one, or to a fork with another."""
+    """Tokens whose KV no other state needs, for a state with none beneath it: back to `below`, the
+    next state above, or to a fork that leads to another state."""
     edge = checkpoint.edge
     start = below.edge if below else None
     while edge is not start:
@@ -90,11 +88,11 @@ def exclusive_tokens(checkpoint: Checkpoint, below: Checkpoint | None) -> int:
 
 
 def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseModel) -> float:
-    """Uses per request that a state keeps if a deeper one on its path is stored. deeper: what is
-    known of that position.
+    """Expected uses per request of a state if a deeper one on its path is stored. deeper: the
+    record of that position.
 
-    If it served in place of the deeper one, its own uses are the others (as if half a use more had
-    been seen). Otherwise, or without a record, the rate is that of other covered states.
+    Uses in which the state served in place of the deeper one are not its own (smoothed by half a
+    use). If it never did, or without a record, the rate is that of other covered states.
     """
     if checkpoint.uses < 2 or deeper is None or deeper.served_by != checkpoint.position:
         return reuse.rate(checkpoint, covered=True)
@@ -103,8 +101,8 @@ def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseMode
 
 
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
-    """Whether a request holds the KV up to a position: it would stay if the state went. Who resumes
-    there holds the full blocks; of the last one it has a copy."""
+    """Whether a request holds the KV up to a checkpoint, so that it would stay without the state. A
+    request that resumes there holds the full blocks, and a copy of the last one."""
     size = spec.block_size_tokens
     position = checkpoint.position // size * size or checkpoint.position
     page = checkpoint.edge.at(position).page_before(position, size)
@@ -118,7 +116,7 @@ def checkpoint_value(
     ref_counts: np.ndarray,
     parts: Parts = ALL_PARTS,
 ) -> float:
-    """What a stored state saves per page and request. ref_counts: `PageAllocator.ref_counts`."""
+    """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
     covered, pages, below = reuse.is_covered(checkpoint), checkpoint.num_pages, None
     if spec.needs_state:
         below = checkpoint.below()
