@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         save_huggingface,
     )
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
+    from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
 __all__ = [
+    "AsyncEngine",
     "CheckpointError",
     "DynamicInferenceEngine",
     "GenerationResult",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncEngine": "inference.async_engine",
     "CheckpointError": "checkpoints.checkpoint",
     "DynamicInferenceEngine": "inference.engine",
     "GenerationResult": "inference.request",

@@ -1,0 +1,293 @@
+"""AsyncEngine: one engine for all coroutines of a program.
+
+The engine lives in a thread of its own, a `ThreadPoolExecutor` of one worker. Its queue holds what
+coroutines ask for; a step is a job, too, and puts the next one into the queue while there is work.
+So calls run between two steps, in order, and an idle engine waits in the queue and takes no CPU.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
+from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.models.hybrid_model import HybridModel
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Call:
+    """One prompt in the engine, and the coroutine that waits for it. The engine's thread never
+    waits for that coroutine: its mailbox has no limit.
+
+    Args:
+        streams: the coroutine wants every output, not only the end.
+    """
+
+    def __init__(self, streams: bool):
+        self.streams = streams
+        self.samples: list[Request] = []
+        self.num_unanswered = 0  # samples whose last output is yet to come
+        self.is_abandoned = False  # set by the coroutine, or by whoever collects it as garbage
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue = asyncio.Queue()
+
+    async def get(self) -> RequestOutput | GenerationResult | None:
+        """The next output of a stream, and None at its end; the result of another call."""
+        item = await self._items.get()
+        try:
+            if isinstance(item, BaseException):
+                raise item
+            return item
+        finally:
+            del item  # it has a traceback, that has this frame, and tensors of the failed step
+
+    # In the engine's thread
+
+    def put(self, item: object) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    def take(self, output: RequestOutput) -> None:
+        self.num_unanswered -= output.result is not None
+        if self.streams:
+            self.put(output)
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self.is_abandoned or self._loop.is_closed()
+
+    @property
+    def is_complete(self) -> bool:
+        """All is said, and the states behind the answers are in the cache."""
+        return not self.num_unanswered and all(sample.closed for sample in self.samples)
+
+
+def _in_thread(
+    method: Callable[Concatenate[DynamicInferenceEngine, P], R],
+) -> Callable[Concatenate["AsyncEngine", P], Coroutine[Any, Any, R]]:
+    """A coroutine that calls a method of the engine between two steps."""
+
+    @wraps(method)
+    async def call(self: "AsyncEngine", *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._run(method, self._engine, *args, **kwargs)
+
+    return call
+
+
+class AsyncEngine:
+    """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run side by side.
+
+    Coroutines of several event loops in several threads may use one AsyncEngine. Whoever is
+    cancelled, closes a stream or leaves it ends that request and no other. Where a step fails, the
+    requests that were admitted get its error; later ones are served. `stats`, `explain` and so on
+    are the engine's methods, as coroutines, and run between two steps.
+
+    `close` it, or use `async with`. A program that ends without that ends after the step under way.
+
+    Args:
+        model, tokenizer, config: as for `DynamicInferenceEngine`. The engine is made before the
+            constructor returns.
+
+    Raises:
+        ValueError: the model is split over ranks, which would have to step together.
+        TypeError, ValueError, MemoryError: as `DynamicInferenceEngine`.
+    """
+
+    def __init__(
+        self, model: HybridModel, tokenizer=None, config: InferenceConfig | None = None
+    ) -> None:
+        self._calls: dict[int, _Call] = {}  # by the id of each sample; of the engine's thread alone
+        self._has_next_step = False
+        self._closing: Future[None] | None = None
+        self._lock = threading.Lock()  # so that nothing follows the last job
+        self._thread = ThreadPoolExecutor(1, "async-engine")
+        try:
+            self._engine = self._thread.submit(_make, model, tokenizer, config).result()
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        cache_breakpoints: Sequence[int] = (),
+        n: int = 1,
+    ) -> GenerationResult:
+        """Answers one prompt; `samples` of the result hold all n. Arguments as for
+        `DynamicInferenceEngine.add_request`. A task that is cancelled meanwhile cancels the
+        request.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served; nothing has changed.
+            RuntimeError: this engine is closed, or was before the answer was complete.
+            Exception: whatever a step raised.
+        """
+        call = _Call(streams=False)
+        options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
+        try:
+            await self._run(self._add, call, prompt, params, **options)
+            return await call.get()
+        finally:
+            call.is_abandoned = True
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        cache_breakpoints: Sequence[int] = (),
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One prompt's outputs, one for each step that added to it, however slowly they are read.
+        The request is queued when the first one is asked for. Where its reader breaks off, or is
+        cancelled, the request is cancelled, too. Arguments and errors as for `generate`."""
+        call = _Call(streams=True)
+        options = {"salt": salt, "cache_breakpoints": cache_breakpoints}
+        try:
+            await self._run(self._add, call, prompt, params, **options)
+            while (output := await call.get()) is not None:
+                yield output
+        finally:
+            call.is_abandoned = True
+
+    stats = _in_thread(DynamicInferenceEngine.stats)
+    metrics = _in_thread(DynamicInferenceEngine.metrics)
+    explain = _in_thread(DynamicInferenceEngine.explain)
+    save_cache = _in_thread(DynamicInferenceEngine.save_cache)
+    clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
+    check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
+
+    async def close(self) -> None:
+        """Ends the thread after the step under way. Requests that are not answered get a
+        RuntimeError, and so does every later call but `close`. The folder of `config.cache_dir` is
+        complete then."""
+        with self._lock:
+            if self._closing is None:
+                self._closing = self._thread.submit(self._shut)
+                self._thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(self._closing))
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.close()
+
+    async def _run(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.wrap_future(self._submit(partial(job, *args, **kwargs)))
+
+    def _submit(self, job: Callable[[], R]) -> Future[R]:
+        with self._lock:
+            if self._closing is not None:
+                raise RuntimeError("this AsyncEngine is closed: make another one")
+            return self._thread.submit(self._between_steps, job)
+
+    # In the engine's thread ----------------------------------------------------------------------
+
+    def _between_steps(self, job: Callable[[], R]) -> R:
+        for call in self._live_calls():
+            if call.is_unwanted:
+                self._cancel(call)
+        return job()
+
+    def _live_calls(self) -> list[_Call]:
+        """The oldest first."""
+        return list(dict.fromkeys(self._calls.values()))
+
+    def _add(self, call: _Call, *args, **kwargs) -> None:
+        call.samples = self._engine.add_request(*args, **kwargs).samples
+        call.num_unanswered = len(call.samples)
+        self._calls.update((sample.request_id, call) for sample in call.samples)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._has_next_step or not self._engine.has_work:
+            return
+        try:
+            self._submit(self._step)
+            self._has_next_step = True
+        except RuntimeError:  # closed, or the interpreter exits
+            self._end_all()
+
+    def _step(self) -> None:
+        self._has_next_step = False
+        try:
+            outputs = self._engine.step()
+        except BaseException as error:  # the thread goes on, whatever it is
+            outputs = []
+            self._fail(error)
+            if not self._calls:  # nobody could be told if it came again: so not before the next job
+                return
+        for output in outputs:
+            if output.request_id in self._calls:
+                self._calls[output.request_id].take(output)
+        for call in self._live_calls():
+            if call.is_complete:
+                self._end(call, None if call.streams else call.samples[0].result())
+        self._go_on()
+
+    def _fail(self, error: BaseException) -> None:
+        """A step raised, and all who ran are back in the queue: those that were ever admitted are
+        told. If there is none, the oldest: a failing step ends at least one."""
+        calls = self._live_calls()
+        if not calls:
+            logger.error("a step failed with nobody waiting for it", exc_info=error)
+        admitted = [
+            call
+            for call in calls
+            if any(sample.report is not None and not sample.closed for sample in call.samples)
+        ]
+        for call in admitted or calls[:1]:
+            self._cancel(call, error)
+
+    def _end(self, call: _Call, item: object) -> None:
+        for sample in call.samples:
+            del self._calls[sample.request_id]
+        call.put(item)
+
+    def _cancel(self, call: _Call, error: BaseException | None = None) -> None:
+        """The error: what its coroutine is told, if it waits."""
+        self._end(call, error)
+        try:
+            self._engine.cancel(call.samples[0])
+        except Exception:
+            logger.exception("request %d is cancelled, but", call.samples[0].request_id)
+
+    def _end_all(self) -> None:
+        for call in self._live_calls():
+            text = "the AsyncEngine was closed before this request was answered: await it first"
+            self._cancel(call, RuntimeError(text))
+
+    def _shut(self) -> None:
+        self._end_all()
+        self._engine.close()
+
+
+def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> DynamicInferenceEngine:
+    """Runs in the thread that the engine will live in."""
+    if isinstance(model, HybridModel) and (num_ranks := model.pg_collection.tp.size()) > 1:
+        raise ValueError(
+            f"the model is split over {num_ranks} ranks, which step together only where all of "
+            "them add the same requests between the same steps: use DynamicInferenceEngine"
+        )
+    engine = DynamicInferenceEngine(model, tokenizer, config)
+    device = engine.memory.pool.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own, which kernels are launched on
+    return engine

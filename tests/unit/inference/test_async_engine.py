@@ -1,0 +1,588 @@
+"""AsyncEngine from outside: answers, cancelling, slow readers, failing steps, loops, ends."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from differential import InjectedError
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+from scripted import ByteTokenizer
+
+from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
+from megatron_hybrid.inference.model_runner import ModelRunner
+from megatron_hybrid.inference.output import OutputProcessor
+
+MODEL = tiny_model("MG*-")
+PROMPTS = [random_tokens(20 + 7 * index, seed=index) for index in range(16)]
+LONG = greedy(900)
+
+
+def make(**fields) -> AsyncEngine:
+    return AsyncEngine(MODEL, None, replace(tiny_engine(MODEL).config, **fields))
+
+
+def serve(body, **fields):
+    """Runs the coroutine `body(engine)`, and checks that the engine is whole after it."""
+
+    async def run():
+        async with make(**fields) as engine:
+            async with asyncio.timeout(60):
+                result = await body(engine)
+                await engine.check_integrity()
+            return result
+
+    return asyncio.run(run())
+
+
+def expected(prompts, params):
+    return [result.generated_tokens for result in tiny_engine(MODEL).generate(prompts, params)]
+
+
+async def is_idle(engine) -> bool:
+    stats = await engine.stats()
+    return stats["requests_running"] == stats["requests_waiting"] == 0
+
+
+async def first_output(stream):
+    return await anext(stream)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Forwards wait while `is_open` is not set; `is_inside` is set by one that begins. The next one
+    that runs all requests of `fails_with` raises an InjectedError after it has written its KV and
+    states."""
+    state = SimpleNamespace(is_open=threading.Event(), is_inside=threading.Event(), fails_with=None)
+    state.is_open.set()
+    forward = ModelRunner.forward
+
+    def gated(self, plan):
+        state.is_inside.set()
+        assert state.is_open.wait(60)
+        logits = forward(self, plan)
+        fails_with = state.fails_with
+        if fails_with is not None and fails_with <= {work.request_id for work in plan.work}:
+            state.fails_with = None
+            raise InjectedError
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "forward", gated)
+    yield state
+    state.is_open.set()
+
+
+async def wait_for(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 60)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("async-engine")]
+
+
+def wait_until_threads_are_gone() -> None:
+    for _ in range(500):
+        if not threads():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"still there: {threads()}")
+
+
+# Answers -----------------------------------------------------------------------------------------
+
+
+def test_tasks_side_by_side_get_the_answers_of_the_plain_engine():
+    async def body(engine):
+        return await asyncio.gather(*(engine.generate(p, greedy(12)) for p in PROMPTS[:8]))
+
+    results = serve(body)
+    assert [result.generated_tokens for result in results] == expected(PROMPTS[:8], greedy(12))
+    assert [result.prompt_tokens for result in results] == PROMPTS[:8]
+    assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_a_stream_has_one_output_for_each_token():
+    async def read(engine, prompt):
+        return [output async for output in engine.stream(prompt, greedy(64))]
+
+    async def body(engine):
+        return await asyncio.gather(*(read(engine, prompt) for prompt in PROMPTS))
+
+    streams = serve(body, max_requests=16)
+    assert [[len(output.tokens) for output in outputs] for outputs in streams] == [[1] * 64] * 16
+    tokens = [[token for output in outputs for token in output.tokens] for outputs in streams]
+    assert tokens == expected(PROMPTS, greedy(64))
+    for outputs in streams:
+        assert [output.result is None for output in outputs] == [True] * 63 + [False]
+
+
+def test_text_comes_in_pieces():
+    async def run():
+        config = tiny_engine(MODEL).config
+        params = SamplingParams(num_tokens_to_generate=20, seed=3)
+        async with AsyncEngine(MODEL, ByteTokenizer(), config) as engine:
+            outputs = [output async for output in engine.stream(PROMPTS[0], params)]
+        return outputs
+
+    outputs = asyncio.run(run())
+    assert "".join(output.text for output in outputs) == outputs[-1].result.generated_text != ""
+
+
+def test_all_samples_of_a_prompt_come_together():
+    params = SamplingParams(num_tokens_to_generate=9, seed=5)
+
+    async def body(engine):
+        return await asyncio.gather(
+            engine.generate(PROMPTS[0], params, n=3), engine.generate(PROMPTS[1], greedy(20))
+        )
+
+    many, other = serve(body)
+    (plain,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, n=3)
+    samples = [sample.generated_tokens for sample in many.samples]
+    assert samples == [sample.generated_tokens for sample in plain.samples]
+    assert len({tuple(sample) for sample in samples}) == 3
+    assert [other.generated_tokens] == expected([PROMPTS[1]], greedy(20))
+
+
+def test_the_state_behind_an_answer_is_there_when_it_comes():
+    def turns(results):
+        return [(result.prefix.skipped_tokens, result.generated_tokens) for result in results]
+
+    async def body(engine):
+        first = await engine.generate(PROMPTS[0], greedy(10), salt="a")
+        prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
+        second = await engine.generate(prompt, greedy(10), salt="a", cache_breakpoints=[5])
+        assert str(await engine.explain(prompt, salt="a")) == str(explain(prompt))
+        return turns([first, second])
+
+    plain = tiny_engine(MODEL)
+
+    def explain(prompt):
+        return plain.explain(prompt, salt="a")
+
+    (first,) = plain.generate([PROMPTS[0]], greedy(10), salt="a")
+    prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
+    (second,) = plain.generate([prompt], greedy(10), salt="a", cache_breakpoints=[5])
+    assert serve(body) == turns([first, second])
+    assert second.prefix.skipped_tokens == len(PROMPTS[0]) + 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([1, 2, 400], {}, ValueError, "400"),
+        ([], {}, ValueError, "empty"),
+        ("text", {}, TypeError, "tokenizer"),
+        (3.5, {}, TypeError, "float"),
+        ([1], {"params": 7}, TypeError, "SamplingParams"),
+        ([1], {"params": greedy(5000)}, ValueError, "max_sequence_length"),
+        ([1], {"salt": 1}, TypeError, "salt"),
+        ([1], {"cache_breakpoints": [9]}, ValueError, "9"),
+    ],
+)
+def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
+    prompt, options, error, message
+):
+    async def body(engine):
+        beside = asyncio.create_task(engine.generate(PROMPTS[0], greedy(20)))
+        with pytest.raises(error, match=message):
+            await engine.generate(prompt, **options)
+        with pytest.raises(error, match=message):
+            await anext(engine.stream(prompt, **options))
+        with pytest.raises(ValueError, match="n must be"):
+            await engine.generate(PROMPTS[0], n=0)
+        assert (await beside).generated_tokens == expected([PROMPTS[0]], greedy(20))[0]
+        assert (await engine.stats())["requests"] == 1
+
+    serve(body)
+
+
+# Ends of requests --------------------------------------------------------------------------------
+
+
+def test_a_cancelled_task_frees_its_pages_and_changes_no_other():
+    async def body(engine):
+        others = [asyncio.create_task(engine.generate(p, greedy(200))) for p in PROMPTS[:3]]
+        long = asyncio.create_task(engine.generate(PROMPTS[3], LONG))
+        samples = asyncio.create_task(engine.generate(PROMPTS[4], LONG, n=2))
+        async with aclosing(engine.stream(PROMPTS[5], greedy(9))) as stream:
+            async for _ in stream:
+                pass  # all others run now
+        assert (await engine.stats())["requests_running"] == 6
+        for task in (long, samples):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await engine.check_integrity()
+        assert (await engine.stats())["requests_running"] <= 3
+        results = await asyncio.gather(*others)
+        stats = await engine.stats()
+        assert stats["requests_running"] == stats["kv_blocks_in_use"] == 0
+        assert stats["steps"] < 600
+        return [result.generated_tokens for result in results]
+
+    assert serve(body) == expected(PROMPTS[:3], greedy(200))
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_a_task_cancelled_before_its_request_is_added_adds_none(method, gate):
+    async def body(engine):
+        gate.is_open.clear()
+        running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
+        await wait_for(gate.is_inside)
+        call = getattr(engine, method)(PROMPTS[1], LONG)
+        task = asyncio.create_task(call if method == "generate" else first_output(call))
+        await asyncio.sleep(0)  # it waits for the thread, which is in a step
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.is_open.set()
+        assert (await running).generated_tokens == expected([PROMPTS[0]], greedy(3))[0]
+        assert await is_idle(engine)
+        assert (await engine.stats())["requests"] == 1
+
+    serve(body)
+
+
+@pytest.mark.parametrize("way", ["aclose", "break", "exception", "cancel"])
+def test_a_stream_that_is_left_cancels_its_request(way):
+    async def leaves(engine):
+        stream = engine.stream(PROMPTS[0], LONG)
+        async for _ in stream:
+            if way == "aclose":
+                await stream.aclose()
+            elif way == "break":
+                break
+            elif way == "exception":
+                raise InjectedError
+            else:
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
+
+    async def body(engine):
+        beside = asyncio.create_task(engine.generate(PROMPTS[1], greedy(30)))
+        await asyncio.gather(asyncio.create_task(leaves(engine)), return_exceptions=True)
+        assert (await beside).generated_tokens == expected([PROMPTS[1]], greedy(30))[0]
+        assert await is_idle(engine)
+        assert (await engine.stats())["steps"] < 600
+
+    serve(body)
+
+
+def test_a_slow_reader_holds_nobody_back():
+    async def body(engine):
+        async with aclosing(engine.stream(PROMPTS[0], greedy(64))) as slow:
+            outputs = [await anext(slow)]
+            results = await asyncio.gather(*(engine.generate(p, greedy(80)) for p in PROMPTS[1:5]))
+            steps = (await engine.stats())["steps"]
+            outputs += [output async for output in slow]
+            assert (await engine.stats())["steps"] == steps  # all had been there
+        assert len(outputs) == 64
+        tokens = [token for output in outputs for token in output.tokens]
+        return [tokens], [result.generated_tokens for result in results]
+
+    tokens, others = serve(body)
+    assert tokens == expected(PROMPTS[:1], greedy(64))
+    assert others == expected(PROMPTS[1:5], greedy(80))
+
+
+# Failing steps -----------------------------------------------------------------------------------
+
+
+def test_a_failing_step_reaches_those_that_were_admitted_and_no_other(gate):
+    async def body(engine):
+        gate.is_open.clear()
+        first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(1)))
+        await wait_for(gate.is_inside)
+        running = [
+            asyncio.create_task(engine.generate(PROMPTS[1], greedy(9), n=2)),  # requests 1, 2
+            asyncio.create_task(engine.generate(PROMPTS[2], greedy(9))),  # request 3
+        ]
+        waiting = [asyncio.create_task(engine.generate(p, greedy(9))) for p in PROMPTS[3:8]]
+        await asyncio.sleep(0)
+        gate.fails_with = {1, 2, 3}
+        gate.is_open.set()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert [type(result) for result in results] == [InjectedError] * 2
+        await engine.check_integrity()
+        assert (await first).generated_tokens == expected(PROMPTS[:1], greedy(1))[0]
+        return [result.generated_tokens for result in await asyncio.gather(*waiting)]
+
+    assert serve(body, max_requests=3) == expected(PROMPTS[3:8], greedy(9))
+
+
+def test_a_stream_gets_the_outputs_before_a_failing_step_and_then_its_error(gate):
+    async def body(engine):
+        outputs = []
+        with pytest.raises(InjectedError):
+            async for output in engine.stream(PROMPTS[0], LONG):
+                outputs.append(output)
+                if len(outputs) == 3:
+                    gate.fails_with = {0}
+        assert len(outputs) >= 3
+        assert all(len(output.tokens) == 1 for output in outputs)
+        tokens = [token for output in outputs for token in output.tokens]
+        assert tokens[:3] == expected(PROMPTS[:1], greedy(3))[0]
+        again = await engine.generate(PROMPTS[0], greedy(len(tokens)))
+        assert again.generated_tokens == tokens
+        assert await is_idle(engine)
+
+    serve(body)
+
+
+def test_where_no_step_works_everybody_is_told_and_nothing_spins(monkeypatch):
+    calls = []
+
+    def broken(self):
+        calls.append(self)
+        raise InjectedError
+
+    async def body(engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(DynamicInferenceEngine, "step", broken)
+            results = await asyncio.gather(
+                *(engine.generate(p, greedy(5)) for p in PROMPTS[:4]), return_exceptions=True
+            )
+            assert [type(result) for result in results] == [InjectedError] * 4
+            await asyncio.sleep(0.02)
+            assert len(calls) == 4
+        result = await engine.generate(PROMPTS[0], greedy(5))
+        assert result.generated_tokens == expected(PROMPTS[:1], greedy(5))[0]
+
+    serve(body)
+
+
+def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(monkeypatch):
+    calls = []
+
+    def broken(self, request):
+        calls.append(request)
+        raise InjectedError
+
+    async def body(engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(OutputProcessor, "take", broken)
+            with pytest.raises(InjectedError):
+                await engine.generate(PROMPTS[0], greedy(5))
+            await asyncio.sleep(0.02)
+            assert len(calls) == 1
+        result = await engine.generate(PROMPTS[0], greedy(5))
+        assert result.generated_tokens == expected(PROMPTS[:1], greedy(5))[0]
+
+    serve(body)
+
+
+def test_a_model_in_training_mode_is_said_to_whoever_asks():
+    async def body(engine):
+        MODEL.train()
+        try:
+            with pytest.raises(RuntimeError, match="training mode"):
+                await engine.generate(PROMPTS[0], greedy(5))
+        finally:
+            MODEL.eval()
+        assert len((await engine.generate(PROMPTS[0], greedy(5))).generated_tokens) == 5
+
+    serve(body)
+
+
+# The engine's methods ----------------------------------------------------------------------------
+
+
+def test_the_methods_of_the_engine_work_beside_requests(tmp_path):
+    async def body(engine):
+        stream = engine.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        assert (await engine.stats())["requests_running"] == 1
+        assert "requests_running" in await engine.metrics()
+        assert (await engine.explain(PROMPTS[0])).match.skipped_tokens > 0
+        with pytest.raises(TypeError, match="salt"):
+            await engine.explain(PROMPTS[0], salt=3)
+        await engine.generate(PROMPTS[1], greedy(5))
+        saved = await engine.save_cache(tmp_path)
+        assert saved.states > 0
+        with pytest.raises(RuntimeError, match="1 requests run"):
+            await engine.clear_cache()
+        await stream.aclose()
+        await engine.clear_cache()
+        result = await engine.generate(PROMPTS[1], greedy(5))
+        assert result.prefix.skipped_tokens == 0
+        return [result.generated_tokens]
+
+    assert serve(body) == expected(PROMPTS[1:2], greedy(5))
+    with tiny_engine(MODEL, cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
+        assert engine.generate([PROMPTS[1]], greedy(5))[0].prefix.skipped_tokens > 0
+
+
+def test_an_idle_engine_makes_no_step(monkeypatch):
+    steps, step = [], DynamicInferenceEngine.step
+
+    def counted(self):
+        steps.append(self)
+        return step(self)
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step", counted)
+
+    async def body(engine):
+        await asyncio.sleep(0.02)
+        assert not steps
+        await engine.generate(PROMPTS[0], greedy(5))
+        count = len(steps)
+        await asyncio.sleep(0.02)
+        await engine.stats()
+        assert 5 <= len(steps) == count <= 7
+
+    serve(body)
+
+
+# Loops, ends -------------------------------------------------------------------------------------
+
+
+def test_loops_of_two_threads_share_one_engine():
+    engine, answers = make(), {}
+
+    async def ask(prompts):
+        return await asyncio.gather(*(engine.generate(p, greedy(15)) for p in prompts))
+
+    def run(name, prompts):
+        results = asyncio.run(ask(prompts))
+        answers[name] = [result.generated_tokens for result in results]
+
+    workers = [
+        threading.Thread(target=run, args=("a", PROMPTS[:4])),
+        threading.Thread(target=run, args=("b", PROMPTS[4:8])),
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    asyncio.run(engine.close())
+    assert answers["a"] + answers["b"] == expected(PROMPTS[:8], greedy(15))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::RuntimeWarning")
+def test_a_loop_that_is_closed_takes_its_requests_along():
+    engine = make()
+    loop = asyncio.new_event_loop()
+    stream = engine.stream(PROMPTS[0], LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+
+    async def after():
+        assert await is_idle(engine)
+        await engine.check_integrity()
+        result = await engine.generate(PROMPTS[1], greedy(5))
+        await engine.close()
+        return [result.generated_tokens]
+
+    assert asyncio.run(after()) == expected(PROMPTS[1:2], greedy(5))
+
+
+def test_close_tells_those_who_wait_and_those_who_come():
+    async def run():
+        engine = make(max_requests=2)
+        tasks = [asyncio.create_task(engine.generate(p, LONG)) for p in PROMPTS[:4]]
+        stream = engine.stream(PROMPTS[4], LONG)
+        reader = asyncio.create_task(first_output(stream))
+        await engine.stats()
+        await asyncio.gather(engine.close(), engine.close())
+        results = await asyncio.gather(*tasks, reader, return_exceptions=True)
+        assert [type(result) for result in results] == [RuntimeError] * 5
+        assert all("closed before this request was answered" in str(r) for r in results)
+        await engine.close()
+        for call in (
+            engine.generate(PROMPTS[0]),
+            anext(engine.stream(PROMPTS[0])),
+            engine.stats(),
+            engine.clear_cache(),
+        ):
+            with pytest.raises(RuntimeError, match="is closed: make another"):
+                await call
+
+    asyncio.run(run())
+    wait_until_threads_are_gone()
+
+
+def test_close_completes_the_cache_folder(tmp_path):
+    async def body(engine):
+        await engine.generate(PROMPTS[0], greedy(5))
+        await engine.save_cache()
+        task = asyncio.create_task(engine.generate(PROMPTS[1], LONG))
+        await engine.stats()
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed before"):
+            await task
+
+    async def run():
+        async with make(cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
+            await body(engine)
+
+    asyncio.run(run())
+    with tiny_engine(MODEL, cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
+        assert engine.generate([PROMPTS[0]], greedy(5))[0].prefix.skipped_tokens > 0
+
+
+def test_errors_of_the_constructor_are_those_of_the_engine(monkeypatch):
+    config = tiny_engine(MODEL).config
+    with pytest.raises(TypeError, match="config must be an InferenceConfig"):
+        AsyncEngine(MODEL, None, 3)
+    with pytest.raises(TypeError, match="model must be one of"):
+        AsyncEngine(3, None, config)
+    with pytest.raises(ValueError, match="raise cache_bytes"):
+        AsyncEngine(MODEL, None, replace(config, cache_bytes=1000))
+    split = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(MODEL, "pg_collection", split)
+    with pytest.raises(ValueError, match="split over 2 ranks"):
+        AsyncEngine(MODEL, None, config)
+    wait_until_threads_are_gone()
+
+
+def test_an_engine_that_is_dropped_ends_its_thread():
+    engine = make()
+    asyncio.run(engine.generate(PROMPTS[0], greedy(3)))
+    assert len(threads()) == 1
+    del engine
+    gc.collect()
+    wait_until_threads_are_gone()
+
+
+def test_a_program_that_forgets_to_close_ends():
+    script = """
+import asyncio, atexit, threading
+from reference import greedy, tiny_engine, tiny_model
+from megatron_hybrid import AsyncEngine, DynamicInferenceEngine
+
+steps, step = [], DynamicInferenceEngine.step
+DynamicInferenceEngine.step = lambda engine: (steps.append(1), step(engine))[1]
+atexit.register(lambda: print("ended early:", len(steps) < 50_000))
+config = tiny_engine(tiny_model("M*"), max_sequence_length=100_000, cache_bytes=64 << 20).config
+idle, busy = (AsyncEngine(tiny_model("M*"), None, config) for _ in range(2))
+
+def waits():
+    try:
+        asyncio.run(busy.generate([3, 4], greedy(99_000)))
+    except RuntimeError as error:
+        print(error)
+
+threading.Thread(target=waits).start()
+loop = asyncio.new_event_loop()
+loop.run_until_complete(idle.generate([1, 2], greedy(2)))
+stream = busy.stream([1, 2], greedy(99_000))
+loop.run_until_complete(anext(stream))
+"""
+    helpers = Path(__file__).parents[2] / "helpers"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(helpers)!r}){script}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    waited, ended = result.stdout.splitlines()
+    assert "closed before this request was answered" in waited
+    assert ended == "ended early: True"
