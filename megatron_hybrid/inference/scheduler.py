@@ -9,11 +9,8 @@ from numbers equal on all ranks.
 from bisect import insort
 from collections import OrderedDict
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
@@ -21,119 +18,14 @@ from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import is_lack_of_memory, optional_work
 from megatron_hybrid.inference.request import Request, RequestStatus
-from megatron_hybrid.inference.sampling_params import Draw
-from megatron_hybrid.inference.step_plan import (
-    Park,
-    Ready,
-    Restore,
-    Save,
-    SlotSave,
-    StepPlan,
-    StepResult,
-    Unpark,
-    Work,
-)
+from megatron_hybrid.inference.step_draft import Chunk, StepDraft, copies_of, tables_of
+from megatron_hybrid.inference.step_plan import Park, Restore, StepPlan, StepResult, Unpark
 
 if TYPE_CHECKING:  # it imports torch, and this module does not
     from megatron_hybrid.offload.fetch import Fetches
 
 MIN_CAPTURES = 16
 """States that one forward may save on its way in any case."""
-
-
-@dataclass
-class _Chunk:
-    """Tokens [start, end) of a request that the next step computes."""
-
-    request: Request
-    start: int
-    end: int
-    draws: bool
-    """Its last row ends the known tokens: the next one is drawn."""
-    reservations: list[Reservation] = field(default_factory=list)
-
-    def work(self) -> Work:
-        request, lease = self.request, self.request.lease
-        work = Work(
-            request.request_id,
-            request.slot,
-            self.start,
-            request.tokens[self.start : self.end],
-            lease.shared_tokens,
-            _tables(lease),
-            saves=[
-                Save(reservation.position, reservation.pages) for reservation in self.reservations
-            ],
-        )
-        if self.draws:
-            work.num_logits, work.draws = 1, _draws(request)
-        if request.prompt_needs_logits:
-            work.num_logits = self.end - self.start
-            # One that is computed again after losing its place has some of them already.
-            work.first_scored = len(request.prompt_log_probs) + 1
-            last = min(self.end, request.num_prompt_tokens - 1)
-            work.scored = request.tokens[work.first_scored : last + 1].tolist()
-        return work
-
-
-def _tables(lease: Lease) -> list[np.ndarray]:
-    """As `Work.tables`."""
-    return [lease.block_table, *lease.local_tables]
-
-
-def _copies(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
-    """Pages to be copied for a new lease, and where to, int32 [n] each."""
-    nothing = np.empty(0, np.int32)
-    return (
-        np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
-        np.concatenate([nothing, *(copy.dst_pages for copy in lease.copies)]),
-    )
-
-
-def _draws(request: Request) -> dict[int, Draw]:
-    """For a request and the samples that will be forked from it."""
-    return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
-
-
-@dataclass
-class _Draft:
-    """A step under way: what its plan will say, and what is filed when it has run."""
-
-    chunks: list[_Chunk] = field(default_factory=list)
-    ready: list[Request] = field(default_factory=list)
-    restores: dict[Request, Restore | Unpark] = field(default_factory=dict)
-    parks: dict[Request, Park] = field(default_factory=dict)
-    drops: list[int] = field(default_factory=list)
-    ending: dict[Request, Reservation] = field(default_factory=dict)
-    """Requests that end with the step, and where their last state goes."""
-    num_tokens: int = 0
-
-    def add(self, chunk: _Chunk) -> None:
-        self.chunks.append(chunk)
-        self.num_tokens += chunk.end - chunk.start
-
-    def drop(self, request: Request) -> None:
-        """Takes a request out again that lost its place while the step was planned."""
-        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
-        self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
-        self.ready = [ready for ready in self.ready if ready is not request]
-        self.restores.pop(request, None)
-        self.ending.pop(request, None)
-
-    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
-        return StepPlan(
-            number,
-            self.drops,
-            list(self.parks.values()),
-            loads,
-            list(self.restores.values()),
-            [chunk.work() for chunk in self.chunks],
-            [Ready(r.request_id, r.slot, _draws(r)) for r in self.ready],
-            [
-                SlotSave(saved.position, saved.pages, r.request_id, r.slot)
-                for r, saved in self.ending.items()
-            ],
-        )
 
 
 class Scheduler:
@@ -166,8 +58,8 @@ class Scheduler:
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # the first in line first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
-        self._draft = _Draft()  # of the plan that runs
-        self._next = _Draft()  # of the plan after it
+        self._draft = StepDraft()  # of the plan that runs
+        self._next = StepDraft()  # of the plan after it
         self._num_plans = 0
         self.num_preemptions = 0
         self.num_forward_tokens = 0
@@ -214,24 +106,24 @@ class Scheduler:
         that end, whose slots and pages others wait for."""
         return self._begin().plan(self._num_plans, {})
 
-    def _begin(self) -> _Draft:
-        self._draft, self._next = self._next, _Draft()
+    def _begin(self) -> StepDraft:
+        self._draft, self._next = self._next, StepDraft()
         self._num_plans += 1
         return self._draft
 
-    def _budget(self, draft: _Draft) -> int:
+    def _budget(self, draft: StepDraft) -> int:
         return self.max_tokens - draft.num_tokens
 
-    def _plan_work(self, draft: _Draft, request: Request) -> None:
+    def _plan_work(self, draft: StepDraft, request: Request) -> None:
         """Adds the request's next tokens to the plan, as many as the budget allows."""
         start = request.num_computed
         count = min(self._budget(draft), request.num_tokens - start)
         if not count or request.lease is None or not self._make_room(draft, request, start + count):
             return
         draws = start + count == request.num_tokens and not request.done
-        draft.add(_Chunk(request, start, start + count, draws))
+        draft.add(Chunk(request, start, start + count, draws))
 
-    def _reserve_checkpoints(self, draft: _Draft) -> None:
+    def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Room for the states to be saved in this step; what finds none is left out."""
         captures_left = self.max_captures
         for chunk in draft.chunks:
@@ -252,7 +144,7 @@ class Scheduler:
                     chunk.reservations.append(reservation)
                     captures_left -= position < chunk.end
 
-    def _make_room(self, draft: _Draft, request: Request, end: int) -> bool:
+    def _make_room(self, draft: StepDraft, request: Request, end: int) -> bool:
         """Room in the pool up to token `end`, if need be by taking it from later requests."""
         while not self.cache.extend(request.lease, end):
             if self.fetches.poll():
@@ -268,7 +160,7 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, draft: _Draft, request: Request) -> bool:
+    def _admit(self, draft: StepDraft, request: Request) -> bool:
         """Gives a waiting request a lease and a slot, and its first chunk. False: no room now, also
         where memory is short and others run, which must not wait for it."""
         try:
@@ -283,7 +175,7 @@ class Scheduler:
                 self._requeue(request)
             return False
 
-    def _try_to_admit(self, draft: _Draft, request: Request) -> bool:
+    def _try_to_admit(self, draft: StepDraft, request: Request) -> bool:
         tokens = request.tokens[: request.num_tokens]
         if request.parked_tokens:
             if not self._resume_parked(draft, request):
@@ -308,7 +200,7 @@ class Scheduler:
         del self.waiting[request]
         self._start(request, lease)
         draft.restores[request] = Restore(
-            request.request_id, request.slot, *_copies(lease), lease.checkpoint_pages
+            request.request_id, request.slot, *copies_of(lease), lease.checkpoint_pages
         )
         request.num_computed = lease.skipped_tokens
         if request.num_computed == request.num_tokens:
@@ -332,7 +224,7 @@ class Scheduler:
 
     # Fetching ----------------------------------------------------------------------------------
 
-    def _waits_for_fetch(self, draft: _Draft, request: Request, can_start: bool) -> bool:
+    def _waits_for_fetch(self, draft: StepDraft, request: Request, can_start: bool) -> bool:
         """Whether a part of its prompt is on its way from host memory or disk.
 
         It is read ahead, and goes into the pool when the request can start: earlier it would push
@@ -417,7 +309,7 @@ class Scheduler:
         the requests that have a token in `result.sampled`: those of the plan, each with the samples
         that it was forked into.
         """
-        draft, self._draft = self._draft, _Draft()
+        draft, self._draft = self._draft, StepDraft()
         if plan.number != self._num_plans:
             raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
         for request in draft.parks:
@@ -447,7 +339,7 @@ class Scheduler:
                 owners += (request, *self.fork(request))
         return owners
 
-    def _note_restored(self, draft: _Draft, result: StepResult) -> None:
+    def _note_restored(self, draft: StepDraft, result: StepResult) -> None:
         """Unpins what was restored from. A request that could not be, for want of memory, starts
         later, from what is cached, or, where it did that, from its first token; alone, whoever
         runs the step is told."""
@@ -511,7 +403,7 @@ class Scheduler:
                     continue
                 self._start(sibling, lease)
                 self._next.restores[sibling] = Restore(
-                    sibling.request_id, sibling.slot, *_copies(lease), source_slot=request.slot
+                    sibling.request_id, sibling.slot, *copies_of(lease), source_slot=request.slot
                 )
                 sibling.num_computed = request.num_computed
                 sibling.status = RequestStatus.DECODE
@@ -531,7 +423,7 @@ class Scheduler:
         # Of those that were to be parked or to come back the bytes may be there, or not.
         unparked = [r for r, restore in failed.restores.items() if isinstance(restore, Unpark)]
         drops += failed.drops + [request.request_id for request in (*failed.parks, *unparked)]
-        self._draft, self._next = _Draft(), _Draft(drops=drops)
+        self._draft, self._next = StepDraft(), StepDraft(drops=drops)
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
@@ -635,7 +527,7 @@ class Scheduler:
 
     # Preemption --------------------------------------------------------------------------------
 
-    def _preempt(self, draft: _Draft, request: Request) -> None:
+    def _preempt(self, draft: StepDraft, request: Request) -> None:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
         goes on where it was. Without memory for them, or where they are not there yet, it starts
         from what is cached."""
@@ -647,7 +539,7 @@ class Scheduler:
             request.parked_tokens, request.lease_before = done, lease  # it stays parked
         elif restore is None and 0 < done < request.num_tokens:
             request.parked_tokens, request.lease_before = done, lease
-            draft.parks[request] = Park(request.request_id, request.slot, done, _tables(lease))
+            draft.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
         try:
             if restore is None:
                 self._give_up_lease(request)
@@ -670,7 +562,7 @@ class Scheduler:
         self.waiting[request] = None
         self.waiting.move_to_end(request, last=False)
 
-    def _resume_parked(self, draft: _Draft, request: Request) -> bool:
+    def _resume_parked(self, draft: StepDraft, request: Request) -> bool:
         """Re-admits a preempted request at the very token where it stopped. False: no room."""
         done = request.parked_tokens
         lease = self.cache.resume(
@@ -686,7 +578,7 @@ class Scheduler:
         request.parked_tokens, request.lease_before = 0, None
         first_block = lease.shared_tokens // self.cache.spec.block_size_tokens
         draft.restores[request] = Unpark(
-            request.request_id, request.slot, first_block, _tables(lease)
+            request.request_id, request.slot, first_block, tables_of(lease)
         )
         request.num_computed = done
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:

@@ -1,0 +1,114 @@
+"""A step under way: what the scheduler has decided of it, until it is a plan of plain data."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.sampling_params import Draw
+from megatron_hybrid.inference.step_plan import (
+    Park,
+    Ready,
+    Restore,
+    Save,
+    SlotSave,
+    StepPlan,
+    Unpark,
+    Work,
+)
+
+
+@dataclass
+class Chunk:
+    """Tokens [start, end) of a request that the next step computes."""
+
+    request: Request
+    start: int
+    end: int
+    draws: bool
+    """Its last row ends the known tokens: the next one is drawn."""
+    reservations: list[Reservation] = field(default_factory=list)
+
+    def work(self) -> Work:
+        request, lease = self.request, self.request.lease
+        work = Work(
+            request.request_id,
+            request.slot,
+            self.start,
+            request.tokens[self.start : self.end],
+            lease.shared_tokens,
+            tables_of(lease),
+            saves=[
+                Save(reservation.position, reservation.pages) for reservation in self.reservations
+            ],
+        )
+        if self.draws:
+            work.num_logits, work.draws = 1, draws_of(request)
+        if request.prompt_needs_logits:
+            work.num_logits = self.end - self.start
+            # One that is computed again after losing its place has some of them already.
+            work.first_scored = len(request.prompt_log_probs) + 1
+            last = min(self.end, request.num_prompt_tokens - 1)
+            work.scored = request.tokens[work.first_scored : last + 1].tolist()
+        return work
+
+
+def tables_of(lease: Lease) -> list[np.ndarray]:
+    """As `Work.tables`."""
+    return [lease.block_table, *lease.local_tables]
+
+
+def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
+    """Pages to be copied for a new lease, and where to, int32 [n] each."""
+    nothing = np.empty(0, np.int32)
+    return (
+        np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
+        np.concatenate([nothing, *(copy.dst_pages for copy in lease.copies)]),
+    )
+
+
+def draws_of(request: Request) -> dict[int, Draw]:
+    """For a request and the samples that will be forked from it."""
+    return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
+
+
+@dataclass
+class StepDraft:
+    """A step under way: what its plan will say, and what is filed when it has run."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    ready: list[Request] = field(default_factory=list)
+    restores: dict[Request, Restore | Unpark] = field(default_factory=dict)
+    parks: dict[Request, Park] = field(default_factory=dict)
+    drops: list[int] = field(default_factory=list)
+    ending: dict[Request, Reservation] = field(default_factory=dict)
+    """Requests that end with the step, and where their last state goes."""
+    num_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.end - chunk.start
+
+    def drop(self, request: Request) -> None:
+        """Takes a request out again that lost its place while the step was planned."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+        self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
+        self.ready = [ready for ready in self.ready if ready is not request]
+        self.restores.pop(request, None)
+        self.ending.pop(request, None)
+
+    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+        return StepPlan(
+            number,
+            self.drops,
+            list(self.parks.values()),
+            loads,
+            list(self.restores.values()),
+            [chunk.work() for chunk in self.chunks],
+            [Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
+            [
+                SlotSave(saved.position, saved.pages, r.request_id, r.slot)
+                for r, saved in self.ending.items()
+            ],
+        )
