@@ -80,8 +80,8 @@ class MarconiPolicy(LRUPolicy):
                 return 0.0
             start, end, freed = candidate.start, candidate.held_end, 0
         else:
-            below = candidate.below()
-            start, end = below.position if below else 0, candidate.position
+            previous = candidate.previous()
+            start, end = previous.position if previous else 0, candidate.position
             freed = candidate.num_pages * spec.page_bytes
             if candidate.is_covered():
                 return (self._flops(end) - self._flops(start)) / freed

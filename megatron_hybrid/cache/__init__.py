@@ -1,1 +1,1 @@
-"""What is kept of past requests: see README.md. Numpy and the standard library only."""
+"""Bookkeeping of cached prefixes: see README.md. Numpy and the standard library only."""

@@ -1,7 +1,7 @@
-"""Eviction: the heaps of what may go, what is pinned meanwhile, and the loop that makes room.
+"""Eviction: the heaps of candidates, pinned items, and the loop that makes room.
 
-What goes next is the policy's to say (policy/protocol.py); how it goes is said here. Keys are
-tuples (class, value, last use); the least goes first.
+The policy chooses the victim (policy/protocol.py); this file evicts it. Keys are tuples (class,
+value, last use); the least key is evicted first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
-"""Values that are found to have risen, as after learning, on the way to one item that goes next."""
+"""Most values found to have risen (as after a refit) in one search for the least item."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
-    """Where a leaf's droppable KV starts: after its deepest state, and after that one's block
-    (cutting inside one frees nothing). `edge.held_end`: there is none."""
+    """First position of a leaf's droppable KV: the end of the block of its deepest state (cutting
+    inside a block frees nothing). `edge.held_end`: there is none."""
     if edge.parent is None or not edge.is_held_leaf():
         return edge.held_end
     deepest = edge.deepest_checkpoint(edge.held_end)
@@ -37,7 +37,7 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
 
 
 def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
-    """Order of a leaf's tail; None: it has none, or no pages."""
+    """Key of a leaf's tail; None: it has no tail, or no pages."""
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
     value = policy.tail_value(edge)
@@ -45,7 +45,7 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
 
 
 def is_gone(item: Edge | Checkpoint) -> bool:
-    """Whether it is no edge of the tree, or no stored state, any more."""
+    """Whether an edge is no longer in the tree, or a state no longer stored."""
     return (item.parent if isinstance(item, Edge) else item.pages) is None
 
 
@@ -55,7 +55,7 @@ class PinnedItems:
 
     def __init__(self, allocator: PageAllocator):
         self.entries: dict[Edge | Checkpoint, tuple[Key, int]] = {}
-        """The key that each had, and a page of it."""
+        """Key and one page of each item."""
         self._allocator = allocator
         self._heap: list[tuple[tuple[Key, int], int, Edge | Checkpoint]] = []
         self._added = 0
@@ -63,7 +63,7 @@ class PinnedItems:
         self._num_unpinned = 0
 
     def add(self, item: Edge | Checkpoint, key: Key, page: int) -> None:
-        """Enter an item; one that is in gets this key."""
+        """Enter an item, or change its key."""
         entry = self.entries[item] = key, page
         self._added += 1  # breaks ties in order of arrival
         heapq.heappush(self._heap, (entry, self._added, item))
@@ -71,14 +71,14 @@ class PinnedItems:
             self._compact()
 
     def _compact(self) -> None:
-        """Drop entries of joined edges, of states dropped with their KV, and old entries."""
+        """Drop stale entries: of joined edges, of states dropped with their KV, of older keys."""
         self.entries = {item: entry for item, entry in self.entries.items() if not is_gone(item)}
         self._heap = [each for each in self._heap if self.entries.get(each[2]) is each[0]]
         heapq.heapify(self._heap)
         self._compact_at = 2 * len(self._heap) + MAX_STALE
 
     def pop(self) -> Edge | Checkpoint | None:
-        """Take out the item of the least key; None: there is none."""
+        """Remove and return the item of the least key; None: there is none."""
         while self._heap:
             entry, _, item = heapq.heappop(self._heap)
             if self.entries.get(item) is entry:
@@ -87,7 +87,7 @@ class PinnedItems:
         return None
 
     def unpin(self) -> list[Edge | Checkpoint]:
-        """Take out the items that no request holds any more."""
+        """Remove and return the items that no request holds any more."""
         if not self.entries or self._allocator.num_unpinned == self._num_unpinned:
             return []
         self._num_unpinned = self._allocator.num_unpinned
@@ -104,18 +104,18 @@ class PinnedItems:
 
 
 class EvictionListener(Protocol):
-    """Called before something is evicted, while its pages still hold it."""
+    """Called before an eviction, while the pages still hold the data."""
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
         """A stored state is evicted."""
 
     def on_evict_blocks(self, edge: Edge, end: int) -> None:
-        """Where KV alone resumes: blocks at the end of an edge, which holds KV up to `end`, are
+        """In pure attention: blocks at the end of an edge, which holds KV up to `end`, are
         evicted."""
 
 
 class Evictor:
-    """Makes room in the pool by dropping what the policy chooses. Implements `Evictable`."""
+    """Frees pages by evicting the victims that the policy chooses. Implements `Evictable`."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Evictor:
         )
         index.on_tail = self.tails.add
         self.checkpoints = LazyHeap(self._key, MAX_RISEN)
-        # Whose values change with time and with what is learnt.
+        # The heaps whose values change with time and learning.
         self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
         self.listener: EvictionListener | None = None
         self._spec = spec
@@ -149,13 +149,12 @@ class Evictor:
         return 1, value, checkpoint.last_use
 
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
-        """Evict until num_pages pages are free; whether they are.
+        """Evict until num_pages pages are free. Returns whether they are.
 
-        below: evict only items of a lesser key. force: when only items pinned by leases are left,
-        take these out of the index, too (the leases keep their pages): unpinned pages may lie
-        beneath them.
+        below: evict only items of a lesser key. force: when only pinned items are left, drop these
+        from the index, too (the leases keep their pages): unpinned pages may lie beneath them.
         """
-        # All other changes that make an item evictable add it to its heap where they happen.
+        # Every other change that makes an item evictable enters it into its heap by itself.
         for item in self._pinned.unpin():
             self.add(item)
         while self._allocator.num_free < num_pages:
@@ -178,13 +177,13 @@ class Evictor:
         return self._allocator.num_free >= num_pages
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
-        """A page that a request holds if it holds a stored state, or an edge's last block."""
+        """A page of a state, or of an edge's last block: a request that holds either holds it."""
         if isinstance(item, Edge):
             return item.page_before(item.held_end, self._spec.block_size_tokens)
         return int(item.pages[-1]) if item.pages.size else NULL_PAGE
 
     def make_room_for(self, num_pages: int, value: float) -> bool:
-        """Room for a checkpoint of this value, among what is worth less."""
+        """Evict only candidates below `value` until num_pages pages are free; see `make_room`."""
         below = (1, value, self._policy.now)
         return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
 
@@ -196,27 +195,27 @@ class Evictor:
         return self.checkpoints if isinstance(item, Checkpoint) else self.tails
 
     def on_store(self, checkpoint: Checkpoint) -> None:
-        """A state was published: the KV up to there is no tail any more, and the state below it on
+        """A state was published: the KV before it is no longer a tail, and the previous state on
         its path is worth less."""
         self.checkpoints.add(checkpoint)
         self.tails.update(checkpoint.edge)
-        below = checkpoint.below()
-        if below is not None:
-            self.checkpoints.update(below)
+        previous = checkpoint.previous()
+        if previous is not None:
+            self.checkpoints.update(previous)
 
     def on_release(self, path: Path) -> None:
-        """A request released the KV on its path: evicting the last state there frees more now."""
+        """A request released the KV on its path: evicting the last state there now frees more."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
         if checkpoint is not None:
             self.checkpoints.update(checkpoint)
 
     def num_values(self) -> int:
-        """Items in the longest of the heaps whose values change."""
+        """Length of the longest heap whose values change."""
         return max(map(len, self._valued))
 
     def refresh(self, most: int) -> None:
-        """Compute the next `most` values of each of these heaps anew, in rotation."""
+        """Recompute the next `most` values of each of these heaps, in rotation."""
         for heap in self._valued:
             heap.refresh(most)
 
@@ -235,7 +234,7 @@ class Evictor:
         return None if state is None else (self.checkpoints.top(), state)
 
     def candidates(self) -> Iterator[Edge | Checkpoint]:
-        """All items of both heaps that can go, those aside that are pinned unnoticed."""
+        """All items of both heaps that can be evicted; pinned ones may be among them."""
         items = chain(self.tails.items(), self.checkpoints.items())
         return (item for item in items if self._heap_of(item).key(item) is not None)
 
@@ -250,14 +249,14 @@ class Evictor:
         if checkpoint.pages is None:
             return True
         if not force and self._allocator.ref_counts[self._last_page(checkpoint)]:
-            return False  # held are all of its pages or none
+            return False  # a request holds all of its pages or none
         if self.listener is not None:
             self.listener.on_evict_state(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
         self._policy.on_change(checkpoint)
-        below = checkpoint.below()
-        if below is not None:
-            self._policy.on_change(below)
+        previous = checkpoint.previous()
+        if previous is not None:
+            self._policy.on_change(previous)
         self._index.drop_checkpoint(checkpoint)
         self.checkpoints.discard(checkpoint)
         self._stats.checkpoints_evicted += 1

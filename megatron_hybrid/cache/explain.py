@@ -1,4 +1,4 @@
-"""What the cache knows of a prompt, in words: what matched, where states are, why it stops."""
+"""`explain`: the match of a prompt in words, the states on its path, and the miss reason."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _REASONS = {
 
 
 TIERS = {"host": "host memory", "disk": "the disk"}
-"""What the tiers below the pool are called."""
+"""Printed names of the tiers below the pool."""
 
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """A position of the prompt whose state was worth saving."""
+    """A watched position of the prompt."""
 
     position: int
     kind: Kind
     is_stored: bool
     was_stored: bool
-    """It was, and had to make room."""
+    """Its state was stored, and evicted."""
     refused: bool
-    """It was wanted, and found no room."""
+    """Its state was wanted, and found no room."""
     uses: int
     """Requests that it served, or would have served."""
 
@@ -57,24 +57,24 @@ class KnownPosition:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `match` would answer, and why. `str` draws it, in 80 columns."""
+    """The result of `match` with reasons. `str` prints it in 80 columns."""
 
     match: Match
     held_tokens: int
     """Leading tokens whose KV is in the cache."""
     known_tokens: int
-    """Leading tokens that are known, their KV in the cache or not."""
+    """Leading tokens that are known, with KV in the cache or without."""
     positions: tuple[KnownPosition, ...]
-    """All positions among the known tokens whose fate is watched, ascending."""
+    """All watched positions among the known tokens, ascending."""
     elsewhere_tokens: int = 0
-    """Leading tokens that are known under another salt, where the own one knows less than a block.
-    The request's own report does not say so: see `MissReason.SALT`."""
+    """Leading tokens that are known under another salt, if less than a block is known under the own
+    one. The request's own report does not say so: see `MissReason.SALT`."""
     below: tuple[str, int] | None = None
-    """A tier below the pool that has more, and how many tokens would be skipped with it."""
+    """A tier that has more, and the tokens that would be skipped after a fetch."""
 
     @property
     def reason(self) -> MissReason | None:
-        """Why it stops where it does; None: what follows is new."""
+        """Why no more tokens are skipped; None: the following tokens are new."""
         reason = self.match.miss_reason
         if self.elsewhere_tokens and reason is not MissReason.IN_FLIGHT:
             return MissReason.SALT
@@ -105,8 +105,8 @@ class Explanation:
 
 
 def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
-    """The explanation of a match that was found along this path; elsewhere_tokens: what another
-    salt knows."""
+    """The explanation of a match along `path`. elsewhere_tokens: leading tokens that are known
+    under another salt."""
     known = sorted(
         (
             KnownPosition(c.position, c.kind, c.pages is not None, c.was_stored, c.refused, c.uses)

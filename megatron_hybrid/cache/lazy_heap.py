@@ -1,4 +1,4 @@
-"""A heap of items whose keys change behind its back."""
+"""LazyHeap: a heap of items whose keys change."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 Key = tuple[int, float, int]
-"""Order of eviction, the least first: class, value, last use. Class 0: KV that nothing resumes
-from. Class 1: what has a value."""
+"""Order of eviction, the least first: class, value, last use. Class 0: KV from which no position
+resumes. Class 1: items with a value."""
 
 MAX_STALE = 64
-"""Entries of a heap that are not valid any more, beyond as many as are, before it is cleaned."""
+"""A heap is cleaned when it has this many more stale entries than valid ones."""
 CLEANED_AT_ONCE = 4
-"""Entries that are looked at for each that is entered, while a heap is cleaned."""
+"""Entries checked per pushed entry, while a heap is cleaned."""
 
 
 class LazyHeap:
-    """A heap of items whose keys change behind its back.
+    """A heap of items whose keys change without notice.
 
-    An item's `queued` is the key of its one valid entry. A key that rose is noticed when the
-    entry surfaces; one that fell has to be told (`update`), or waits for `refresh`.
+    An item's `queued` is the key of its one valid entry. A key that rose is noticed when its entry
+    reaches the top; one that fell is noticed by `update` or `refresh`.
 
     Args:
-        key: of an item; None: it cannot go.
-        max_risen: keys found to have risen on the way to the least one, beyond which the next item
-            is taken for the least (None: no bound; as many rise as were used since).
+        key: of an item; None: it cannot be evicted.
+        max_risen: after this many risen keys in one search, the next item is taken for the least
+            (None: no bound).
     """
 
     def __init__(self, key: Callable[[object], Key | None], max_risen: int | None = None):
         self.key = key
         self._max_risen = max_risen
         self._heap: list[tuple[Key, int, object]] = []
-        self._old: list[tuple[Key, int, object]] = []  # a heap too: it is cleaned from its end
+        self._old: list[tuple[Key, int, object]] = []  # a heap too, cleaned from its end
         self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
 
     def __len__(self) -> int:
-        """Items, those aside that cannot go any more and were not noticed yet."""
+        """Number of items; some may no longer be evictable."""
         return len(self._items)
 
     def items(self) -> list:
-        """All items, those included that cannot go any more and were not noticed yet."""
+        """All items; some may no longer be evictable."""
         return list(self._items)
 
     def add(self, item) -> None:
-        """Enter an item if it is not in already."""
+        """Enter an item that is not in the heap."""
         if item.queued is None:
             self._push(item, self.key(item))
 
     def update(self, item) -> None:
-        """The item's key may be lower than when it was entered, or it may not go any more."""
+        """The item's key may have fallen, or it may no longer be evictable."""
         key = self.key(item)
         if key is None or item.queued is None or key < item.queued:
             self._push(item, key)
@@ -66,7 +66,7 @@ class LazyHeap:
         if not self._old and len(self._heap) > 2 * len(self._items) + MAX_STALE:
             self._heap, self._old = self._old, self._heap
         for _ in range(min(CLEANED_AT_ONCE, len(self._old))):
-            entry = self._old.pop()  # the last one: what is left is a heap
+            entry = self._old.pop()  # the last one: the rest stays a heap
             if entry[2].queued is entry[0]:
                 heapq.heappush(self._heap, entry)
 
@@ -77,8 +77,7 @@ class LazyHeap:
         return self._heap
 
     def least(self) -> Key | None:
-        """The least key, or that of the item that was the least before many rose at once; brings
-        the item to the top."""
+        """The least key, or with `max_risen` an old estimate of it; brings its item to the top."""
         risen = 0
         while heap := self._first():
             key, _, item = heap[0]
@@ -101,17 +100,17 @@ class LazyHeap:
         return self._first()[0][2]
 
     def pop(self):
-        """Take out the item of the least key; call `least` before."""
+        """Remove and return the item of the least key; call `least` before."""
         item = heapq.heappop(self._first())[2]
         self.discard(item)
         return item
 
     def discard(self, item) -> None:
-        """Take an item out, if it is in."""
+        """Remove an item, if it is in the heap."""
         self._push(item, None)
 
     def refresh(self, most: int) -> None:
-        """Compute the keys of the next `most` items anew, in rotation, each once at most."""
+        """Recompute the keys of the next `most` items, in rotation, each at most once."""
         for _ in range(min(most, len(self._items))):
             item = next(iter(self._items))
             self._items.move_to_end(item)

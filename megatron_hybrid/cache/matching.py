@@ -1,4 +1,4 @@
-"""What a prompt can reuse (q and p), and the reason when it is not more. Reads, never writes."""
+"""Matching: how much a prompt can reuse (q and p), and the miss reason. Reads, never writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
 
 @dataclass(frozen=True)
 class Hit:
-    """What one walk down the tree found. Valid until the tree changes."""
+    """Result of one walk down the tree. Valid until the tree changes."""
 
     path: Path
-    """How far the prompt's tokens are known, and their KV held."""
+    """The known and the held tokens of the prompt."""
     shared: int
-    """q: the path's depth, or p where there is no KV of full attention to share."""
+    """q: the path's depth, or p without full attention."""
     skipped: int
     """p."""
     checkpoint: Checkpoint | None
@@ -33,7 +33,7 @@ class Hit:
     """Leading tokens that a running request is about to make restorable, if more than p."""
 
     def match(self, prompt_tokens: int) -> Match:
-        """What of it a caller may see."""
+        """The part that a caller may see."""
         return Match(prompt_tokens, self.shared, self.skipped, self.reason)
 
 
@@ -46,9 +46,12 @@ def look_up(
     salt: str,
     recompute_reason: str | None,
 ) -> Hit:
-    """The one rule of all modes. off: q = p = 0. memory_only, or a reason to compute everything:
-    p = 0. restore: p is the deepest checkpoint <= q; where KV alone resumes p = q, save that the
-    prompt's last token is computed for its logits if there is no checkpoint at its end."""
+    """Match a prompt; one rule for all modes.
+
+    off: q = p = 0. memory_only, or a recompute_reason: p = 0. restore: p is the deepest checkpoint
+    <= q; in pure attention p = q, but the prompt's last token is computed for its logits if there
+    is no checkpoint at its end.
+    """
     if mode == "off":
         return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
     path = index.walk(salt, tokens)
@@ -58,7 +61,7 @@ def look_up(
         forced = MissReason.MODE
     if forced:
         reason = miss_reason(path, tokens, 0, in_flight(leases, tokens, salt, 0))
-        if reason is not MissReason.NO_SHARED_PREFIX:  # it could not have been used
+        if reason is not MissReason.NO_SHARED_PREFIX:
             reason = forced
         return Hit(path, shared, 0, None, reason)
     checkpoint = path.deepest_checkpoint()
@@ -71,8 +74,8 @@ def look_up(
 
 
 def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) -> MissReason | None:
-    """Why a request that may restore skips no more than `skipped`: the first of the causes, from
-    the one that passes by itself to the one that nobody caused. None: nothing went unused."""
+    """Why a request that may restore skips no more than `skipped` tokens: the first cause that
+    applies. None: all that was ever cached is used."""
     if skipped == len(tokens):
         return None
     if in_flight:
@@ -90,13 +93,13 @@ def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) ->
 
 
 def in_flight(leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int) -> int:
-    """The deepest position beyond `skipped` whose state running requests are still to save for
-    these tokens; 0: none."""
+    """The deepest position of these tokens, beyond `skipped`, whose state a running request has yet
+    to save; 0: none."""
     return max((will_save(lease, tokens, salt, skipped) for lease in leases), default=0)
 
 
 def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
-    """`in_flight` of one request."""
+    """`in_flight` of one running request."""
     if lease.salt != salt:
         return 0
     due = [position for position in lease.wanted if position > lease.done]

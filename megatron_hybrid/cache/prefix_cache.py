@@ -1,11 +1,11 @@
-"""PrefixCache: the one door between a scheduler and what is kept.
+"""PrefixCache: the facade between a scheduler and the cache.
 
-The tree knows what is cached, the allocator who holds a page, the evictor what goes next; here they
-are put together so that an operation happens whole or not at all. README.md beside this file shows
-the life of a request in calls.
+It combines the tree (what is cached), the allocator (who holds a page) and the evictor (what is
+evicted next) into operations that happen whole or not at all. README.md beside this file shows the
+life of a request in calls.
 
 Leases, their reservations and the tree are the truth; page counts follow from them. An operation
-that raises, wherever, is rolled back by counting anew (`rolled_back`).
+that raises is rolled back by a recount (`rolled_back`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_hybrid.cache.report import (
 
 
 def rolled_back(operation: Callable) -> Callable:
-    """An operation of `PrefixCache` that raises leaves no new lease and leaks no page."""
+    """Rollback: an operation of `PrefixCache` that raises leaves no new lease and leaks no page."""
 
     @wraps(operation)
     def whole(self, *args, **kwargs):
@@ -68,11 +68,11 @@ class PrefixCache:
     """Shares KV blocks and checkpoints between requests.
 
     Args:
-        spec: what one token and one sequence cost, and what a token sees.
+        spec: bytes per token and sequence, windows and chunks.
         num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (scratch for
             suppressed writes and for padding of tables) and is never handed out.
         mode: "off" (nothing shared), "memory_only" (KV shared, all computed), "restore".
-        policy: where states are saved, what is evicted, who may start (default: `HybridPolicy`).
+        policy: decides placement, eviction and admission (default: `HybridPolicy`).
     Raises:
         ValueError: unknown mode, num_pages < 2.
     """
@@ -98,8 +98,8 @@ class PrefixCache:
         )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
-        self._saving: dict[Lease, None] = {}  # those that `saves_more`, and a few that did
-        self._is_miscounted = False  # an operation broke off; pages are yet to be counted anew
+        self._saving: dict[Lease, None] = {}  # leases that `saves_more`, and a few that did
+        self._is_miscounted = False  # an operation failed, and its pages are not recounted yet
         self._tick = 0
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
@@ -110,10 +110,10 @@ class PrefixCache:
     # ---- before a request runs ----
 
     def fits(self, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
-        """Whether a request of this many tokens fits in the pool when it is alone.
+        """Whether a request of capacity_tokens tokens fits in the empty pool.
 
         chunk_tokens: longest forward of one request (matters for local groups only; default: all
-        tokens in one forward). False: refuse the request at the door.
+        tokens in one forward). False: the request can never run; refuse it.
         """
         spec = self.spec
         blocks = spec.num_blocks(capacity_tokens)
@@ -126,15 +126,15 @@ class PrefixCache:
     def match(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> Match:
-        """What of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
+        """How much of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
         tokens = as_tokens(tokens)
         return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
 
     def explain(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> Explanation:
-        """What `match` answers, and why: what is known of the prompt, where states are and were.
-        No side effects."""
+        """The result of `match` with reasons: known tokens, and positions with a state now or
+        before. No side effects."""
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
         elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
@@ -161,17 +161,17 @@ class PrefixCache:
             chunk_tokens: length of the first forward, which starts at p: local groups get room
                 for that much only (default: up to capacity_tokens).
             declared: positions whose state the caller wants saved.
-            messages: positions where messages of a chat start, at which others may part from it.
+            messages: positions where messages of a chat start: likely forks.
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
-            readmitted: it was admitted before and lost its place; it counts once in `stats`.
+            readmitted: it was admitted before and preempted; it counts once in `stats`.
         Returns:
-            None: not now. It does not fit, and nothing changed; or what would have to go for it is
-            worth more than one request more beside those that run (`admission.py`), and at most
-            what is worth less than that went. When no other lease is live and `fits` says yes it
-            always fits, if need be at the cost of what it would have restored.
+            None: not now. Either it does not fit, and nothing changed; or it is held back
+            (`admission.py`): it would evict more than one more concurrent request is worth, and
+            only candidates of a lesser value were evicted. When no other lease is live and `fits`
+            is true it always fits, if need be by evicting the state that it would resume from.
         Raises:
             ValueError: no tokens, or not one-dimensional integers.
-            TypeError: a number of tokens or a position is no whole number.
+            TypeError: a number of tokens or a position is not an integer.
         """
         tokens = as_tokens(tokens)
         check_whole(capacity_tokens, chunk_tokens)
@@ -181,7 +181,7 @@ class PrefixCache:
         known = hit.path.known
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None and hit.path.depth and not self._leases:
-            # Alone, and what is pinned to restore from is in the way: share whole blocks only.
+            # Alone, but the pinned state to restore takes the room: share whole blocks only.
             size = self.spec.block_size_tokens
             path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
             alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
@@ -218,13 +218,13 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """A lease that starts behind `tokens`, which were computed before or elsewhere; their bytes
-        are the caller's to bring.
+        """A lease that starts behind `tokens`, which were computed before or elsewhere. The caller
+        supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
         the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
         the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
-        not fit now, and nothing changed. When no other lease is live and `fits` says yes it always
+        not fit now, and nothing changed. When no other lease is live and `fits` is true it always
         fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
@@ -246,8 +246,8 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """`adopt` for a request that was preempted after `tokens`. before: the lease that it had,
-        released; its report and what it has yet to save go on."""
+        """`adopt` for a request that was preempted after `tokens`. before: its released lease,
+        whose report and positions still to save the new lease takes over."""
         if not before.released:
             raise ValueError("the lease of a preempted request is released before it is resumed")
         lease = self.adopt(
@@ -269,10 +269,10 @@ class PrefixCache:
         *,
         capacity_tokens: int | None = None,
     ) -> Lease | None:
-        """A second lease that goes on from the same num_tokens tokens, which must be lease.done.
+        """A second lease that continues after the same num_tokens tokens, which must be lease.done.
 
         Full blocks are shared; the partial last ones are copied (new.copies, then `restored(new)`).
-        The live slot is the caller's to copy. capacity_tokens: default num_tokens + 1.
+        The caller copies the live slot. capacity_tokens: default num_tokens + 1.
         None: it does not fit now, and nothing changed.
         """
         check_live(lease)
@@ -286,7 +286,7 @@ class PrefixCache:
             shared_tokens=num_tokens,
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
-            # Not the lease's own: in a prefill it may lead on where these tokens part from it.
+            # Not the lease's own path: in a prefill it may continue beyond these tokens.
             path=self._index.walk(lease.salt, tokens[:num_tokens], lease.path),
             origin=lease.origin,
         )
@@ -305,20 +305,20 @@ class PrefixCache:
 
     @rolled_back
     def restored(self, lease: Lease) -> None:
-        """lease.copies and the scatter of lease.checkpoint_pages have been issued: their sources
-        are unpinned, and both fields become empty."""
+        """lease.copies and the load of lease.checkpoint_pages have been issued: unpin their
+        sources, and empty both fields."""
         check_live(lease)
         if lease.pins:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
-        """Room for KV of tokens < capacity_tokens, and in local groups for a forward of
+        """Make room for KV of tokens < capacity_tokens, and in local groups for a forward of
         chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
         forward; it is cheap when there is room already.
 
         False: it does not fit now, and nothing changed. When no other lease is live, no reservation
-        is pending and `fits` says yes, it always fits.
+        is pending and `fits` is true, it always fits.
         """
         check_live(lease)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
@@ -346,11 +346,12 @@ class PrefixCache:
     ) -> None:
         """The forward is done: the lease's blocks hold the rows of tokens[:num_tokens_done].
 
-        Call it after every step. tokens: int32; the array must stay as it is up to there. They
-        become visible to others when a block fills, after a forward of more than one token, with
-        flush=True (when the lease is about to end), and where a checkpoint is published. At the
-        same times local blocks that no later token sees are given back. answered: the request is
-        complete; implies flush. Needs no memory: without it they become visible later, or never.
+        Call it after every step. tokens: int32; its first num_tokens_done elements must not change.
+        They become visible to others when a block fills, after a forward of more than one token,
+        with flush=True (when the lease is about to end), and where a checkpoint is published. At
+        the same times local blocks that no later token sees are released. answered: the request is
+        complete; implies flush. It never fails for lack of memory: tokens then become visible
+        later, or never.
         """
         check_live(lease)
         before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
@@ -379,7 +380,7 @@ class PrefixCache:
 
     @rolled_back
     def _flush(self, lease: Lease, before: int) -> None:
-        """Make the computed tokens visible. before: tokens that were computed before."""
+        """Make the computed tokens visible. before: `lease.done` before this commit."""
         size = self.spec.block_size_tokens
         if lease.done and self.mode != "off":
             self._publish_tokens(lease, lease.done)
@@ -390,31 +391,30 @@ class PrefixCache:
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
-        those of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then publish.
-        """
+        wanted ones of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then
+        `publish_checkpoint`."""
         found = []
-        if lease.saves_more:  # else a decode step would look at all
+        if lease.saves_more:  # else each decode step would scan them
             found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
         return found
 
     def want(self, lease: Lease, position: int) -> None:
-        """Another request will leave this one's prompt at a position that it has yet to reach: the
-        state there is worth saving."""
+        """Save the state at a later position, too: another request will leave this prompt there."""
         self._want(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     @rolled_back
     def reserve_checkpoint(
         self, lease: Lease, position: int, *, wanted: bool = False
     ) -> Reservation | None:
-        """Room to save the state after `position` tokens. Call it before the forward that passes
-        `position` (after `extend`), or with position == lease.done for the state as it is.
-        wanted: a request waits for it, so it goes before all that nobody holds.
+        """Reserve pages for the state after `position` tokens. Call it before the forward that
+        passes `position` (after `extend`), or with position == lease.done for the present state.
+        wanted: a request waits for it, so it may evict every unpinned item.
 
-        None, never an error, when there is no room among less valuable things (counted), when the
-        mode is not "restore", and when it is there already or would save nothing.
-        Raises ValueError if the position is behind lease.done or beyond the room.
+        None, never an error: no room below its value (counted), the mode is not "restore", the
+        state is stored already, or would save nothing. Raises ValueError if the position is before
+        lease.done or beyond the room.
         """
         check_live(lease)
         check_whole(position)
@@ -428,8 +428,8 @@ class PrefixCache:
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
         edge, known = self._index.reach(lease.salt, lease.tokens[:position], lease.path)
-        below = edge.deepest_on_path(known) if edge else None
-        if below is not None and below.position == position:
+        previous = edge.deepest_on_path(known) if edge else None
+        if previous is not None and previous.position == position:
             return None
         watched = edge.checkpoints.get(position) if known == position else None
         local_rows = self._local_rows(lease, position)
@@ -444,7 +444,7 @@ class PrefixCache:
                 pages + sum(rows.size for rows in local_rows),
                 lease.shared_tokens,
                 watched,
-                below,
+                previous,
                 [(r.position, r.kind) for r in lease.reservations],
             )
             room = self._make_room_for_state(new)
@@ -462,7 +462,7 @@ class PrefixCache:
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
-        """The states at these positions are not saved, for want of room."""
+        """The states at these positions are not saved, for lack of room."""
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
@@ -471,9 +471,9 @@ class PrefixCache:
 
     @rolled_back
     def publish_checkpoint(self, reservation: Reservation) -> bool:
-        """The copy into reservation.pages was issued, after the forward and after a `commit` that
-        reaches its position: visible from now on. False if another request's was there first (the
-        pages are given back). Raises ValueError before that commit, or the second time."""
+        """Make a state visible. The copy into reservation.pages was issued, after the forward and
+        after a `commit` that reaches its position. False: another request was first (the pages are
+        released). Raises ValueError before that commit, or the second time."""
         lease, position = reservation.lease, reservation.position
         check_pending(reservation)
         if lease.done < position:
@@ -484,9 +484,9 @@ class PrefixCache:
         checkpoint = self._watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
-            below = checkpoint.below()
-            if below is not None:
-                self.policy.on_change(below)  # it is covered from now on
+            previous = checkpoint.previous()
+            if previous is not None:
+                self.policy.on_change(previous)  # it is covered from now on
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
             self._evictor.on_store(checkpoint)
             self._stats.checkpoints_saved += 1
@@ -497,31 +497,31 @@ class PrefixCache:
         return first
 
     def abandon(self, reservation: Reservation) -> None:
-        """Give back a reservation (the forward did not happen). Needs no memory. Raises ValueError
+        """Release a reservation (the forward did not happen). Needs no memory. Raises ValueError
         the second time."""
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
         self._note_saving(reservation.lease)
-        if not self._is_miscounted:  # else they are counted anew without it
+        if not self._is_miscounted:  # else the recount omits its pages
             with suppress(MemoryError):
                 self._drop_pages(reservation)
 
     @rolled_back
     def _drop_pages(self, *reservations: Reservation) -> None:
-        """Give back what they hold."""
+        """Release the pages of reservations."""
         for reservation in reservations:
             for pages in (reservation.pages, *reservation.local_pages):
                 self.allocator.release(pages)
 
     def release(self, lease: Lease) -> None:
-        """Drop all that a lease holds; pending reservations are abandoned, what was committed stays
+        """Release all pages of a lease: pending reservations are abandoned, committed tokens stay
         cached. Needs no memory. Raises ValueError when it was released before."""
         check_live(lease)
         reservations, lease.reservations = lease.reservations, []
         self._end(lease)
         if lease.answered:
             self.policy.on_finish(lease.done - lease.prompt_tokens)
-        if not self._is_miscounted:  # else pages are counted anew without it
+        if not self._is_miscounted:  # else the recount omits its pages
             with suppress(MemoryError):
                 self._release_pages(lease, reservations)
 
@@ -533,36 +533,36 @@ class PrefixCache:
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
-        """The lease holds nothing any more; its pages are yet to be given back."""
+        """Remove a lease; its pages are still to be released."""
         del self._leases[lease]
         self._saving.pop(lease, None)
         lease.released = True
 
-    # ---- the memories below ----
+    # ---- tiers ----
 
     @property
     def num_evicted(self) -> int:
-        """States and blocks that made room so far."""
+        """Number of evicted states and blocks so far."""
         return self._stats.checkpoints_evicted + self._stats.kv_blocks_evicted
 
     def watch_evictions(self, listener: EvictionListener | None) -> None:
-        """Call `listener` from now on before something is evicted; None: nobody."""
+        """Call `listener` before each eviction; None: no listener."""
         self._evictor.listener = listener
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
-        kv_pages_per_block]) of what is held on the way to a position on an edge."""
+        kv_pages_per_block]) of the prefix that ends at a held position of an edge."""
         salt, tokens, path = self._index.prefix(edge, position)
         return salt, tokens, path.pages(self.spec.num_blocks(position))
 
     def stored_checkpoints(self) -> list[Checkpoint]:
-        """All states in the pool, the most valuable first."""
+        """All stored states, the most valuable first."""
         refs = self.allocator.ref_counts
         found = [c for c in self._index.checkpoints() if c.pages is not None]
         return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
 
     def held_leaves(self) -> list[Edge]:
-        """The edges where held KV ends, the last used first."""
+        """The edges where held KV ends, the last used one first."""
         found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
         return sorted(found, key=lambda edge: -edge.last_access)
 
@@ -570,25 +570,25 @@ class PrefixCache:
 
     @rolled_back
     def evict(self, num_pages: int) -> int:
-        """Evict by value until num_pages more pages are free or all that is left is pinned by
-        leases; returns how many became free."""
+        """Evict by value until num_pages more pages are free or only pinned items are left. Returns
+        how many pages became free."""
         before = self.allocator.num_free
         self._evictor.make_room(before + num_pages)
         return self.allocator.num_free - before
 
     def clear(self) -> None:
-        """Forget everything cached. Leases keep what they hold."""
+        """Forget everything cached. Leases keep their pages."""
         self._evictor.clear()
         self._salts.clear()
         self._is_miscounted = True
-        with suppress(MemoryError):  # else pages are counted before the next operation
+        with suppress(MemoryError):  # else pages are recounted before the next operation
             self._index.clear()
             self._recover()
         self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (see `CacheStats`), and what the pool holds now.
-        lost_tokens_<`MissReason`>: prompt tokens that were known, or in the making, and had to be
+        """Counters since the start (see `CacheStats`), and the present contents of the pool.
+        lost_tokens_<`MissReason`>: prompt tokens that were known, or being computed, and had to be
         computed again."""
         pool = self.allocator
         return asdict(self._stats) | {
@@ -605,12 +605,12 @@ class PrefixCache:
         }
 
     def digest(self) -> int:
-        """Hash of all decisions so far, in order. Ranks that were asked the same agree on it."""
+        """Hash of all decisions so far, in order; equal on ranks with equal requests."""
         return self._digest
 
     def check_integrity(self) -> None:
-        """Recount the holders of every page, and what is watched. Raises RuntimeError on a broken
-        invariant."""
+        """Recount the holders of every page, and the watched positions. Raises RuntimeError on a
+        broken invariant."""
         self._recover_if_needed()
         self.allocator.check_integrity()
         self._index.check_integrity()
@@ -629,14 +629,14 @@ class PrefixCache:
                     f"{holder} page {page} {recounted[page]} times, counted {counted[page]}"
                 )
 
-    # ---- within ----
+    # ---- internals ----
 
     def _recover_if_needed(self) -> None:
         if self._is_miscounted:
             self._recover()
 
     def _recover(self) -> None:
-        """An operation broke off: recount the holders of all pages, and refill the heaps."""
+        """An operation failed: recount the holders of all pages, and refill the heaps."""
         self.allocator.recount(self._num_holders(), self._index.num_holders())
         self._index.recover()
         for checkpoint in self._index.checkpoints():
@@ -661,8 +661,8 @@ class PrefixCache:
         )
 
     def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
-        """Leading tokens that are known under another salt and could be used, were it the own one,
-        which knows less than a block of them. 0: none, or less than a block."""
+        """Leading tokens that are known under another salt, if less than a block is known under the
+        own one. 0: less than a block."""
         size = self.spec.block_size_tokens
         if known >= size or self.mode != "restore":
             return 0
@@ -671,7 +671,8 @@ class PrefixCache:
         return elsewhere if elsewhere >= size else 0
 
     def _local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
-        """Per local group, the lease's blocks that a checkpoint at this position needs."""
+        """Per local group, int32 [blocks, pages_per_block]: the lease's blocks that a checkpoint at
+        this position needs."""
         return [
             table[self.spec.local_blocks(group, position)]
             for group, table in zip(self.spec.local_groups, lease.local_tables)
@@ -686,8 +687,8 @@ class PrefixCache:
         chunk_tokens: int | None,
         is_new_request: bool = True,
     ) -> Lease | None:
-        """A lease on what was found with room for the rest; None without room. is_new_request:
-        the policy learns from it, and it may have to wait for others to end."""
+        """A lease on the pages of a hit, with room for the rest; None without room. is_new_request:
+        the policy learns from it and may hold it back."""
         path, checkpoint = hit.path, hit.checkpoint
         lease = Lease(
             salt=salt,
@@ -721,12 +722,12 @@ class PrefixCache:
         return lease
 
     def _pays_off(self, num_pages: int) -> bool:
-        """Admission test: evict only what is worth less than one more concurrent request."""
+        """Admission test: evict only candidates worth less than one more concurrent request."""
         running = len(self._leases)
         if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
             return True
-        # Per page of all, not of those that are missing: what goes in several attempts together is
-        # worth no more either.
+        # Per page of all, not only of the missing ones: then the candidates evicted in several
+        # attempts together are worth no more either.
         worth = self.policy.admission_value(running, self._held_back)
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
@@ -735,7 +736,7 @@ class PrefixCache:
         return False
 
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """The lease is live: it gets room for the rest."""
+        """Make a lease live, with room for the rest."""
         if self.mode == "restore":
             position = max(lease.prompt_tokens, lease.done)
             lease.next_rung = next_rung(position, self.policy.rung_tokens)
@@ -744,8 +745,8 @@ class PrefixCache:
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
 
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
-        """Make the lease's first tokens visible in the tree, with the positions among them that are
-        to be watched. Returns the edge that spans the last one."""
+        """Make the lease's first tokens visible in the tree, and watch its positions among them.
+        Returns the edge that spans the last token."""
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
@@ -758,7 +759,7 @@ class PrefixCache:
         return last
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
-        """The checkpoint at a position of a lease's path, from now on with a record of its uses."""
+        """The checkpoint at a position of a lease's path, watched from now on."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
@@ -770,8 +771,8 @@ class PrefixCache:
         return checkpoint
 
     def _kind(self, lease: Lease, position: int) -> Kind:
-        """What a position is in a request."""
-        if position in lease.wanted:  # also in an answer, of which a repeated prefill has a part
+        """The kind of a position in a request."""
+        if position in lease.wanted:  # in an answer, too: a repeated prefill has a part of it
             return lease.wanted[position]
         if position >= lease.next_rung and position % self.policy.rung_tokens == 0:
             return Kind.RUNG
@@ -780,13 +781,13 @@ class PrefixCache:
         return Kind.JUNCTION
 
     def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
-        """These are the positions that a prefill should save."""
+        """Set the positions whose state a prefill should save."""
         lease.wanted = dict(sorted(wanted.items()))
         self._note_saving(lease)
         lease.unwatched.update((p, kind) for p, kind in wanted.items() if p > lease.done)
 
     def _note_saving(self, lease: Lease) -> None:
-        """What the lease has yet to save changed: look-ups ask only those with something left."""
+        """Update `_saving`: look-ups scan only leases that have a state to save."""
         if lease.saves_more:
             self._saving[lease] = None
         else:
@@ -795,7 +796,7 @@ class PrefixCache:
     def _choose_positions(
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
     ) -> None:
-        """Choose the positions of a prefill whose state is worth saving."""
+        """Let the policy choose the positions of a prefill whose state is worth saving."""
         prompt = Prompt(
             lease.prompt_tokens, lease.skipped_tokens, known, declared, messages, lease.lost_fork
         )
@@ -804,11 +805,12 @@ class PrefixCache:
         self._want(lease, wanted)
 
     def _make_room_for_state(self, new: NewState) -> bool:
-        """Room for a state among what is worth less, or in place of the one below it."""
+        """Make room for a state: evict candidates of a lesser value, or replace the previous state
+        on its path."""
         value = self.policy.new_value(new)
         if self._evictor.make_room_for(self.spec.checkpoint_pages, value):
             return True
-        return self.policy.replaces(new) and self._evictor.drop_checkpoint(new.below)
+        return self.policy.replaces(new) and self._evictor.drop_checkpoint(new.previous)
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
@@ -833,8 +835,8 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
 
 
 def check_whole(*numbers: int | None) -> None:
-    """Raises TypeError where one is neither a whole number nor None: pages and positions would be
-    counted in what it is."""
+    """Raises TypeError where one is neither an integer nor None: page counts would take its
+    type."""
     for number in numbers:
         if number is not None:
             operator.index(number)

@@ -1,4 +1,4 @@
-"""What a request is told about its prefix, and the counters of the whole cache."""
+"""PrefixReport of one request, miss reasons, and the counters of the whole cache."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 ADMITTED, RESERVED, NOT_RESERVED, EVICTED_STATE, EVICTED_TAIL, CLEARED = range(6)
-"""Kinds of decisions in the digest (plain integers: their hash is the same in every process)."""
+"""Kinds of decisions in the digest: integers, whose hash is the same in every process."""
 
 
 class MissReason(StrEnum):
-    """Why a prompt's cached part was not used further. Exactly one per miss."""
+    """Why a prompt skips no more tokens. Exactly one per miss."""
 
     NO_SHARED_PREFIX = "no_shared_prefix"
-    """Nothing that starts like this prompt is in the cache, or ever was as far as is known."""
+    """No known prefix starts like this prompt."""
     MODE = "mode"
-    """The mode forbids it: "off", or "memory_only", where all tokens are computed."""
+    """The mode computes all tokens: "off" or "memory_only"."""
     PROMPT_LOG_PROBS = "prompt_log_probs"
-    """The request asked for log-probs of its prompt, so every token has to be computed."""
+    """Log-probs of the prompt were requested, so every token has to be computed."""
     STATE_NEVER_SAVED = "state_never_saved"
-    """The tokens are known further than any state that was ever saved or wanted."""
+    """No state was ever saved or wanted after p among the known tokens."""
     STATE_EVICTED = "state_evicted"
-    """A state was saved after p among the known tokens, and had to make room."""
+    """A state was saved after p among the known tokens, and evicted."""
     BUDGET = "budget"
-    """A state after p was wanted and never saved: it found no room among what is worth less."""
+    """A state after p was wanted and never saved: too little of lesser value could be evicted."""
     KV_EVICTED = "kv_evicted"
-    """The tokens after the known ones were cached, and had to make room."""
+    """KV of the following tokens was cached, and evicted."""
     SALT = "salt"
-    """The tokens are known under another salt only. For who runs the engine, in counters and
-    `explain`: the report of such a request says what holds within its own salt (`no_shared_prefix`,
-    as a rule), or one tenant could probe for the prompts of others."""
+    """The tokens are known under another salt only. For the operator, in counters and `explain`:
+    the request's own report gives the reason within its salt (usually `no_shared_prefix`), so that
+    no tenant can probe for the prompts of others."""
     IN_FLIGHT = "in_flight"
-    """A running request is computing a state that would have served; it is not finished."""
+    """A running request is still computing a state that would serve."""
     NOT_ADMITTED = "not_admitted"
     """The request was cancelled before its prompt was looked up."""
     NO_ROOM = "no_room"
-    """The pool cannot hold this request beside what it would have resumed from."""
+    """The pool cannot hold this request together with the state that it would have resumed from."""
 
 
 @dataclass
 class PrefixReport:
-    """What one request shared and skipped of its prompt."""
+    """Shared and skipped tokens of one request."""
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading prompt tokens whose KV of full attention was reused; p where no layer attends to
-    everything. A local layer's KV can be resumed, not shared: it is written again from p on."""
+    """q: leading prompt tokens whose full-attention KV was reused; p without full attention. A
+    local layer's KV can be resumed, not shared: it is written again from p on."""
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None
-    """None when nothing that was ever cached of this prompt went unused."""
+    """None: all of this prompt that was ever cached was used."""
     checkpoints_saved: int = 0
     checkpoints_skipped: int = 0
-    """Checkpoints that were wanted and found no room."""
+    """Wanted checkpoints that found no room."""
     fetched_tokens: int = 0
-    """Of the skipped tokens those that host memory or the disk had, and the pool had not."""
+    """Skipped tokens that were fetched from host memory or disk."""
 
     @property
     def computed_tokens(self) -> int:
@@ -64,8 +64,8 @@ class PrefixReport:
 
 @dataclass
 class CacheStats:
-    """Counters since the cache was made. A fork is a request that skips what is there of its
-    prompt, as it would be if it came a moment later."""
+    """Counters since the cache was made. A fork counts as a request that skips the computed part of
+    its prompt."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -74,16 +74,16 @@ class CacheStats:
     refused: int = 0
     """`acquire`, `extend` and `fork` calls that did not fit, or were held back."""
     held_back: int = 0
-    """`acquire` calls that would have fitted at the cost of what is worth more."""
+    """`acquire` calls that would have fitted, by evicting candidates of a higher value."""
     checkpoints_saved: int = 0
     checkpoints_no_room: int = 0
     checkpoints_duplicate: int = 0
-    """Saved twice by requests that ran side by side; the second copy was given back."""
+    """Saved twice by concurrent requests; the second copy was dropped."""
     checkpoints_evicted: int = 0
     kv_blocks_evicted: int = 0
     tokens_forgotten: int = 0
-    """Known tokens that were dropped from the index; where nothing attends to everything they are
-    all that a prompt can be matched by."""
+    """Known tokens that were dropped from the tree; without full attention, prompts are matched by
+    them alone."""
 
     def count(self, report: PrefixReport) -> None:
         """A request was admitted."""

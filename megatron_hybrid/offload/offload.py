@@ -174,7 +174,7 @@ class Offload:
         state = {
             "state": keys.state(position),
             "position": position,
-            "saved_work": rebuild_work(checkpoint, checkpoint.below(), self.spec),
+            "saved_work": rebuild_work(checkpoint, checkpoint.previous(), self.spec),
             "uses": checkpoint.uses + 1,
         }
         for tier in tiers:

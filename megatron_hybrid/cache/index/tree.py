@@ -122,8 +122,8 @@ class Checkpoint:
         """Whether prompts part at its position."""
         return self.position == self.edge.end and len(self.edge.children) > 1
 
-    def below(self) -> Checkpoint | None:
-        """The next stored state on the way back to the root."""
+    def previous(self) -> Checkpoint | None:
+        """The next stored state on the way to the root."""
         return self.edge.deepest_on_path(self.position - 1)
 
 

@@ -102,19 +102,19 @@ class HybridPolicy(Policy):
         return value_per_page(rate, work, pages)
 
     def replaces(self, new: NewState) -> bool:
-        """Whether the own uses of the state below are worth less than the tokens between both."""
-        parts, below = self.parts, new.below
-        if below is None or not (parts.price and parts.replacing and self._needs_state):
+        """Whether the previous state's own uses are worth less than the tokens between both."""
+        parts, previous = self.parts, new.previous
+        if previous is None or not (parts.price and parts.replacing and self._needs_state):
             return False
         rate, work, start = self._appraise(new)
-        if start > below.position:
+        if start > previous.position:
             return False
         if parts.own_uses:
-            own = own_rate(below, new.known, self.reuse)
+            own = own_rate(previous, new.known, self.reuse)
         else:
-            own = self.reuse.rate(below, covered=True)
+            own = self.reuse.rate(previous, covered=True)
         if parts.work:
-            own *= rebuild_work(below, below.below(), self.spec)
+            own *= rebuild_work(previous, previous.previous(), self.spec)
         return rate * work > own
 
     def _appraise(self, new: NewState) -> tuple[float, float, int]:
@@ -130,10 +130,10 @@ class HybridPolicy(Policy):
         return self._appraised[1]
 
     def _start(self, new: NewState) -> int:
-        """The position that would serve without the new state: of the state below, or of the last
-        state before it in the same forward. Guesses (rungs, and tails before a distance was
+        """The position that would serve without the new state: of the previous state, or of the
+        last one before it in the same forward. Guesses (rungs, and tails before a distance was
         observed) count for rungs only, since the end may be the only position ever used."""
-        start = new.below.position if new.below is not None else 0
+        start = new.previous.position if new.previous is not None else 0
         if not new.same_forward or not self.parts.same_forward:
             return start
         guesses = ()

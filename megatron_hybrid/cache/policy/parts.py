@@ -21,9 +21,9 @@ class Parts:
     price: bool = True
     """A new state evicts only candidates of a lesser value, or is not saved."""
     replacing: bool = True
-    """A new state that finds no room may replace the state below it."""
+    """A new state that finds no room may replace the previous one on its path."""
     own_uses: bool = True
-    """For that, only the own uses of the state below count."""
+    """For that, only the own uses of the previous state count."""
     same_forward: bool = True
     """States that the same forward saves before a position count as stored."""
     # placement

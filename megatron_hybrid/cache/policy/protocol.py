@@ -59,8 +59,8 @@ class NewState(NamedTuple):
     """q of its request: KV before this position was cached already."""
     known: Checkpoint | None
     """The record of its position, if there is one."""
-    below: Checkpoint | None
-    """The next stored state on the way to the root."""
+    previous: Checkpoint | None
+    """The stored state before it: `Checkpoint.previous`."""
     same_forward: Sequence[tuple[int, Kind]]
     """Other states that the request saves in the same forward."""
 
@@ -110,7 +110,7 @@ class Policy(Protocol):
         return math.inf
 
     def replaces(self, new: NewState) -> bool:
-        """Whether a state that found no room takes the place of `new.below`."""
+        """Whether a state that found no room takes the place of `new.previous`."""
         return False
 
     # ---- learning ----

@@ -150,8 +150,8 @@ class ReuseModel:
         """A prompt was admitted. Counts the states that it used or would have used, and its
         distance from the end of the prompt that it leaves. Call it before the path changes.
 
-        Counterfactual credit: the deepest known position, and every fork above the resumed one,
-        count as used (such as a system prompt, when every chat behind it lost its own state).
+        Counterfactual credit: the deepest known position, and every fork deeper than the resumed
+        one, count as used (such as a system prompt, when every chat behind it lost its own state).
 
         Args:
             path: the known tokens of the prompt.

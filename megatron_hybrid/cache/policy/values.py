@@ -66,25 +66,25 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
     return start
 
 
-def rebuild_work(checkpoint: Checkpoint, below: Checkpoint | None, spec: CacheSpec) -> float:
-    """Work to compute a checkpoint's state again. below: `checkpoint.below()`."""
+def rebuild_work(checkpoint: Checkpoint, previous: Checkpoint | None, spec: CacheSpec) -> float:
+    """Work to compute a checkpoint's state again. previous: `checkpoint.previous()`."""
     if not spec.needs_state:
         return 1.0  # KV alone resumes; only the last hidden state is missing
-    return spec.work(below.position if below else 0, checkpoint.position)
+    return spec.work(previous.position if previous else 0, checkpoint.position)
 
 
-def exclusive_tokens(checkpoint: Checkpoint, below: Checkpoint | None) -> int:
-    """Tokens whose KV no other state needs, for a state with none beneath it: back to `below`, the
-    next state above, or to a fork that leads to another state."""
+def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int:
+    """Tokens whose KV no other state needs, for a state with none deeper on its paths: back to
+    `previous`, or to a fork that leads to another state."""
     edge = checkpoint.edge
-    start = below.edge if below else None
+    start = previous.edge if previous else None
     while edge is not start:
         parent = edge.parent
         others = parent.num_stored - edge.num_stored - len(parent.stored)
         if others or parent.parent is None:
             return checkpoint.position - edge.start
         edge = parent
-    return checkpoint.position - below.position
+    return checkpoint.position - previous.position
 
 
 def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseModel) -> float:
@@ -117,11 +117,11 @@ def checkpoint_value(
     parts: Parts = ALL_PARTS,
 ) -> float:
     """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
-    covered, pages, below = reuse.is_covered(checkpoint), checkpoint.num_pages, None
+    covered, pages, previous = reuse.is_covered(checkpoint), checkpoint.num_pages, None
     if spec.needs_state:
-        below = checkpoint.below()
+        previous = checkpoint.previous()
         alone = not covered and parts.exclusive_kv
         if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
-            pages += kv_pages(exclusive_tokens(checkpoint, below), spec)
-    work = rebuild_work(checkpoint, below, spec) if parts.work else 1.0
+            pages += kv_pages(exclusive_tokens(checkpoint, previous), spec)
+    work = rebuild_work(checkpoint, previous, spec) if parts.work else 1.0
     return value_per_page(reuse.rate(checkpoint, covered), work, pages)

@@ -207,8 +207,8 @@ def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
     assert tree.walk([*counting(30), 999]).deepest_checkpoint() is points[30]
     assert tree.walk(counting(29)).deepest_checkpoint() is points[10]
     assert tree.walk(counting(9)).deepest_checkpoint() is None
-    assert [points[60].below(), points[31].below()] == [points[31], points[30]]
-    assert points[10].below() is None
+    assert [points[60].previous(), points[31].previous()] == [points[31], points[30]]
+    assert points[10].previous() is None
     tree.touch(counting(60), 100)
     tree.drop([*counting(30), 999], 30)
     assert tree.index._forgettable

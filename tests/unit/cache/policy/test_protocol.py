@@ -68,7 +68,7 @@ class Whim(EndsOnly):
         return self._whim("new_value", 0.0, 1.0, float("inf"))
 
     def replaces(self, new):
-        return new.below is not None and self._whim("replaces", True, False)
+        return new.previous is not None and self._whim("replaces", True, False)
 
     def victim(self, evictable):
         found = list(evictable.candidates())

@@ -41,8 +41,8 @@ from megatron_hybrid.cache.policy.values import (
 def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
     lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
     checkpoint = lower.checkpoints[position]
-    assert rebuild_work(checkpoint, checkpoint.below(), HYBRID) == expected
-    assert rebuild_work(checkpoint, checkpoint.below(), replace(HYBRID, state_bytes=0)) == 1
+    assert rebuild_work(checkpoint, checkpoint.previous(), HYBRID) == expected
+    assert rebuild_work(checkpoint, checkpoint.previous(), replace(HYBRID, state_bytes=0)) == 1
 
 
 def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
@@ -50,12 +50,14 @@ def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_wor
     spec = replace(HYBRID, attention_parity=100.0)
     lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
     first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
-    works = [rebuild_work(checkpoint, checkpoint.below(), spec) for checkpoint in (first, second)]
+    works = [
+        rebuild_work(checkpoint, checkpoint.previous(), spec) for checkpoint in (first, second)
+    ]
     each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
     assert works == pytest.approx(each_token)
     assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
     assert [
-        rebuild_work(checkpoint, checkpoint.below(), HYBRID) for checkpoint in (first, second)
+        rebuild_work(checkpoint, checkpoint.previous(), HYBRID) for checkpoint in (first, second)
     ] == [100, 100]
 
 
@@ -70,7 +72,7 @@ def test_exclusive_tokens():
 
 
 def exclusive(checkpoint):
-    return exclusive_tokens(checkpoint, checkpoint.below())
+    return exclusive_tokens(checkpoint, checkpoint.previous())
 
 
 def test_no_kv_goes_with_a_state_above_another():
