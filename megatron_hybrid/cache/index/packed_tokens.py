@@ -1,4 +1,4 @@
-"""Token ids in as few bytes as they need, for those that are only known: they are seldom read."""
+"""PackedTokens: token ids in few bytes, for edges without KV, whose tokens are seldom read."""
 
 from __future__ import annotations
 

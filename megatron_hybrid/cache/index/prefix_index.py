@@ -1,11 +1,10 @@
 """PrefixIndex: a token-exact radix tree per salt, and how it grows, splits, joins and shrinks.
 
-The tree knows no leases and never fails for lack of room: who inserts brings the pages, and only
-the eviction policy says what to drop. What an edge is, and the invariant of a path: tree.py.
+The tree knows no leases and never fails for lack of room: the caller of `insert` supplies the
+pages, and only the evictor drops them. Edges and the invariant of a path: tree.py.
 
-Each change allocates what it needs first, then counts pages, then changes edges. Where memory is
-short it raises before an edge has changed: the tree is whole, and what it holds can be counted anew
-(`num_holders`).
+Each change first allocates memory, then counts pages, then changes edges. So it raises MemoryError
+before an edge has changed: the tree is whole, and its pages can be recounted (`num_holders`).
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge that are kept."""
 SEQUENCE_TOKENS = 512
-"""What an edge that ends in nothing but known tokens, with the positions that are watched on it,
-takes besides its tokens, in tokens (2 KiB)."""
+"""Size of an edge without KV at its end, with its watched positions, beside its tokens; in tokens
+(2 KiB)."""
 MAX_WATCHED = 32
-"""Positions without a stored state that one edge remembers; the longest unused goes first."""
+"""Most ghost entries (watched positions without a state) of one edge; the least recently used is
+dropped first."""
 
 
 class PrefixIndex:
@@ -44,8 +44,8 @@ class PrefixIndex:
 
     Args:
         block_size_tokens: B.
-        pages_per_block: columns of a page row (0: nothing attends to everything).
-        allocator: told of every page that an edge or a checkpoint holds (`cache`, `uncache`).
+        pages_per_block: columns of a page row (0: no full attention).
+        allocator: counts the pages that edges and checkpoints hold (`cache`, `uncache`).
     """
 
     def __init__(self, block_size_tokens: int, pages_per_block: int, allocator: PageAllocator):
@@ -56,8 +56,8 @@ class PrefixIndex:
         """Called with each edge that may have become a leaf with a droppable tail."""
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
-        self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, longest unused first
-        self._cuts = 0  # edges that lost their end; others may follow in its place
+        self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, oldest first
+        self._cuts = 0  # how often an edge lost its end: paths found before may be wrong
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
@@ -83,8 +83,8 @@ class PrefixIndex:
         """How many leading tokens (int32) are known, and the edge that spans the last of them: the
         root if none is known, None where there is no root.
 
-        seen: a path found before for tokens of which one is the other's start: what is left of it
-        is not compared again.
+        seen: a path found before, for a prefix or an extension of tokens; its valid part is not
+        compared again.
         """
         edge, known, n = self._roots.get(salt), 0, len(tokens)
         if seen is not None and seen.cuts == self._cuts:
@@ -101,16 +101,16 @@ class PrefixIndex:
         return edge, known
 
     def held_edge(self, path: Path, position: int) -> Edge | None:
-        """The edge that spans a position on a path found before, if KV is still held up to there
-        and no look-up is needed to tell."""
+        """The edge that spans a position on a path found before, if KV is held up to there. None:
+        it is not, or only a look-up can tell."""
         if path.cuts != self._cuts:
             return None
         edge, known = path.left(position) or (None, 0)
         return edge if known == position and edge.held_end >= position else None
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
-        """Salt, tokens (int32 [position]) and path of the first `position` tokens on the way to
-        and along an edge; their KV is held."""
+        """Salt, tokens (int32 [position]) and path of the prefix that ends at a held position of an
+        edge."""
         edges = edge.from_root()
         root = edges[0].parent
         tokens = np.concatenate([edge.tokens for edge in edges])[:position]
@@ -142,8 +142,8 @@ class PrefixIndex:
     ) -> Path:
         """Make the tree hold all of tokens (int32 [n]); returns their path. seen: as for `walk`.
 
-        pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. Only those
-        for the part that the tree lacks are taken; the others stay the caller's own.
+        pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. The tree takes
+        only those that it lacks; the others stay with the caller.
         """
         path = self.walk(salt, tokens, seen)
         n = len(tokens)
@@ -151,7 +151,7 @@ class PrefixIndex:
             return path
         if path.root is None:
             path.root = self._roots[salt] = Root(salt, tokens[:0].copy(), pages[:0].copy())
-        elif not path.edges:  # keep salts in use behind the ones that are only remembered
+        elif not path.edges:  # move a salt in use behind the empty ones
             self._roots[salt] = self._roots.pop(salt)
         last = path.edges[-1] if path.edges else path.root
         if path.known < last.end:
@@ -169,8 +169,8 @@ class PrefixIndex:
     def touch(self, path: Path, tick: int) -> None:
         """Mark the known tokens of a path as used now.
 
-        An edge is one unit of recency: the last one is split where the match ends, and edges that
-        have been used together again are joined.
+        An edge is one unit of recency: the last edge is split where the match ends, and consecutive
+        edges without a fork between them are joined.
         """
         edges = path.edges
         if edges and path.known < edges[-1].end:
@@ -179,7 +179,7 @@ class PrefixIndex:
             edge.last_access = tick
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])
-        run: list[Edge] = []  # in which each leads to the next alone
+        run: list[Edge] = []  # edges, each the only child of the one before
         for edge in edges:
             run.append(edge)
             if len(edge.children) != 1 or edge is edges[-1]:
@@ -209,7 +209,7 @@ class PrefixIndex:
         return edge
 
     def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
-        """Append to a leaf that is held whole."""
+        """Append to a leaf of which all tokens are held."""
         used = leaf.end - leaf.start
         leaf._tokens = with_room(leaf._tokens, used, used + len(tokens))
         self._put_rows(leaf, pages, first)
@@ -218,7 +218,7 @@ class PrefixIndex:
         leaf.held_end = leaf.end
 
     def _restore_kv(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """Take the pages of what an edge knows but does not hold, from those of a whole path."""
+        """Add pages for the known tokens of an edge without KV; pages: of the whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
         if isinstance(edge._tokens, PackedTokens):
             edge._tokens = tokens[edge.start : edge.end].copy()
@@ -229,8 +229,8 @@ class PrefixIndex:
         self._update_forgettable(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
-        """Rows from block `first` on, behind those that are there. Where the last one was partial,
-        `pages` starts with a page that has all of its rows and more: it takes its place."""
+        """Append rows from block `first` on. If the last block was partial, `pages` starts with a
+        page that has all of its rows and more, and replaces it."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
         edge._pages = with_room(edge._pages, row + len(replaced), row + len(pages))
@@ -255,7 +255,7 @@ class PrefixIndex:
         kept_tokens, first_block = tokens[cut:].copy(), at // size
         kept = rows[first_block - edge.first_block if edge.held_end > at else len(rows) :].copy()
         shared = len(upper._pages) + len(kept) - len(rows)
-        if shared > 0:  # the page of a block that both have tokens of
+        if shared > 0:  # the page of a block with tokens of both
             self._allocator.cache(kept[:shared])
         edge._tokens, edge._pages, edge.first_block = kept_tokens, kept, first_block
         edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
@@ -270,7 +270,7 @@ class PrefixIndex:
         edge.num_stored -= len(upper.stored)
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
-        # What follows a checkpoint inside its block is no tail before the cut, and one after it.
+        # KV behind a checkpoint but inside its block was no tail before the cut, and is one now.
         self.on_tail(edge)
         self.on_tail(upper)
         return upper
@@ -292,8 +292,8 @@ class PrefixIndex:
         self.num_watched -= 1
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
-        """Forget positions without a state, the longest unused first, beyond the limit. It looks at
-        all of the edge: where that has many, some beyond the limit are waited for."""
+        """Drop ghost entries beyond the limit, the least recently used first. It scans the whole
+        edge, so where that has many checkpoints it waits until several are beyond the limit."""
         more = len(edge.checkpoints) - len(edge.stored) - limit
         if more > len(edge.checkpoints) // 64:
             watched = [c for c in edge.checkpoints.values() if c.pages is None]
@@ -304,7 +304,7 @@ class PrefixIndex:
     def store(
         self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
     ) -> None:
-        """Publish the state of a checkpoint that has none."""
+        """Store the state of a checkpoint that has none."""
         if checkpoint.pages is not None:
             raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
         for held in (pages, *local_pages):
@@ -317,7 +317,7 @@ class PrefixIndex:
     # ---- shrinking ----
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Give a stored state's pages back; that it was there is remembered."""
+        """Release a stored state's pages; the checkpoint stays as a ghost entry."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
         checkpoint.pages, checkpoint.local_pages = None, ()
@@ -336,8 +336,8 @@ class PrefixIndex:
             edge = edge.parent
 
     def drop_kv(self, edge: Edge, new_end: int) -> None:
-        """Give back the KV that a held leaf has beyond new_end, and states there too; all of its
-        KV when new_end is not beyond its start. Its tokens stay known."""
+        """Release the KV of a held leaf beyond new_end, and the states there; all of its KV if
+        new_end is not beyond its start. Its tokens stay known."""
         if not edge.is_held_leaf():
             raise RuntimeError("drop_kv of an edge that is no leaf with KV")
         new_end = max(new_end, edge.start)
@@ -365,17 +365,17 @@ class PrefixIndex:
             self._forgettable[edge] = None
 
     def _needed_end(self, edge: Edge) -> int:
-        """Where the tokens of a leaf start that nothing needs: behind its KV, or where nothing
-        attends to everything behind its last state."""
+        """Position behind which nothing needs a leaf's tokens: the end of its KV, or without full
+        attention its last state."""
         if self._pages_per_block:
             return edge.held_end
         deepest = edge.deepest_checkpoint(edge.end)
         return deepest.position if deepest else edge.start
 
     def forget(self, limit: int) -> int:
-        """Forget known tokens, the longest unused first, until no more than `limit` are left or all
-        that are left are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Returns how many
-        tokens went."""
+        """Forget known tokens, the least recently used first, until at most `limit` are left or all
+        of them are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Returns the number of
+        forgotten tokens."""
         before = self.num_tokens
         while self._forgettable and (
             self.num_tokens + SEQUENCE_TOKENS * len(self._forgettable) > limit
@@ -417,8 +417,7 @@ class PrefixIndex:
         self.on_tail(parent)
 
     def _join(self, run: list[Edge]) -> None:
-        """Join edges of which each has the next as its only child: the last one takes the place of
-        all."""
+        """Join edges, each the only child of the one before, into the last one."""
         *joined, last = run
         if not joined:
             return
@@ -426,11 +425,11 @@ class PrefixIndex:
         held = [edge for edge in run if edge.held_end > edge.start]
         rows, twice_held = [edge.pages(size) for edge in held or run[:1]], []
         for i, (edge, deeper) in enumerate(pairwise(held)):
-            # Of two that hold one block the deeper one's page counts.
+            # If two edges hold one block, the deeper edge's page is valid.
             rows[i], twice = np.split(rows[i], [deeper.first_block - edge.first_block])
             twice_held.append(twice)
         pages, tokens = np.concatenate(rows), np.concatenate([edge.tokens for edge in run])
-        nothing = tokens[:0].copy()  # a view would keep all of them
+        nothing = tokens[:0].copy()  # a view would keep all of them alive
         for twice in twice_held:  # one page may be in several of them
             self._allocator.uncache(twice)
         last._pages, last._tokens = pages, tokens
@@ -454,8 +453,7 @@ class PrefixIndex:
         self.on_tail(last)
 
     def recover(self) -> None:
-        """After a change that broke off: join the edges that it left cut, and enter again each tail
-        that it may not have entered."""
+        """After a change that failed: join edges that it left split, and enter the tails again."""
         for edge in list(self.edges()):
             run = [edge]
             while len(run[-1].children) == 1:
@@ -469,7 +467,7 @@ class PrefixIndex:
                 self.on_tail(run[-1])
 
     def _forget_old_roots(self) -> None:
-        """Now and then, when the salts have doubled: it looks at all of them."""
+        """Drop old salts without an edge. It scans all salts, so only when they have doubled."""
         if len(self._roots) >= self._forget_at:
             empty = [salt for salt, root in self._roots.items() if not root.children]
             for salt in empty[:-MAX_EMPTY_ROOTS]:
@@ -477,7 +475,7 @@ class PrefixIndex:
             self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
-        """Forget everything. Without memory to count pages anew it raises, and all is forgotten."""
+        """Forget everything. Without memory to recount pages it raises, but all is forgotten."""
         for edge in list(self.edges()):
             for checkpoint in edge.checkpoints.values():
                 checkpoint.edge = checkpoint.pages = None

@@ -1,13 +1,13 @@
 """The parts of the prefix index: edges with KV blocks along them, checkpoints, and paths.
 
-An edge spans the positions (start, end] of its path. It holds the tokens there, and KV up to
+An edge spans the positions (start, end] of its path. It has the tokens there, and KV up to
 `held_end`: one row of pages for each block that has at least one of these tokens. Behind held_end
-the tokens are only known: their KV was dropped, but where prompts part there, and which states were
-used, still teaches. KV is held from the root on: beneath an edge that lacks some there is none.
+the tokens are only known: their KV was dropped, but forks and uses of states there still teach the
+policy. KV is held from the root on: an edge that lacks some has no held descendants.
 
-A split inside a block leaves the page of that block with both edges, so the invariant holds for
-every held position m on a path: the path has a page for each block index below ceil(m / B), with
-valid rows for all tokens < m (of two edges that hold one block, the deeper one's page counts).
+A split inside a block leaves the page of that block with both edges. Invariant for every held
+position m on a path: the path has a page for each block index < ceil(m / B), with valid rows for
+all tokens < m (if two edges hold one block, the deeper edge's page is valid).
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 
 MIN_PACKED = 512
-"""Tokens of an edge from which on packing them saves more than it costs."""
+"""Least tokens of an edge that are worth packing."""
 
 
 class Kind(IntEnum):
-    """What a position is in the request that computed it."""
+    """The role of a position in the request that computed it."""
 
     PROMPT_END = 0
     ANSWER_END = 1
     JUNCTION = 2
-    """Where a prompt left a known one, or declared by the caller."""
+    """The position where a prompt left a known one, or declared by the caller."""
     MESSAGE = 3
-    """Where a message of a chat starts."""
+    """The start of a message of a chat."""
     TAIL = 4
-    """As far before the end of a prompt as successors usually leave it."""
+    """The usual distance before the end of a prompt at which successors leave it."""
     RUNG = 5
-    """One of many at a distance."""
+    """One of several at equal distances."""
 
 
 class Origin(NamedTuple):
-    """What a request goes on from."""
+    """The known prefix that a request continues."""
 
     turns: int = 0
-    """Turns of its session before it, each of which went on from the end of the one before; 0: it
-    goes on from no end."""
+    """Turns of its session so far, each of which continued the end of the one before; 0: it
+    continues no end."""
     resumed_from: Kind | None = None
-    """The end that it goes on from, of a prompt or of an answer; None: from neither."""
+    """The kind of end that it continues, of a prompt or of an answer; None: neither."""
     mostly_known: bool = False
-    """Of a request that goes on from neither: it parts from others where these part, and more of
-    its tokens were known than new."""
+    """For a request that continues neither: whether more of its tokens were known than new."""
 
 
 NO_ORIGIN = Origin()
 
 
 class Checkpoint:
-    """A position whose state was worth saving: what became of it; its pages while it is stored."""
+    """A watched position: the record of its uses, and the pages of its state while that is stored.
+    Without a state it is a ghost entry."""
 
     __slots__ = (
         "born",
@@ -97,7 +97,7 @@ class Checkpoint:
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
-        """All that it holds, one flat array per kind (a page is in one of them only)."""
+        """Its pages: flat arrays, one of the state, one per local group, without repeated pages."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
     @property
@@ -108,14 +108,14 @@ class Checkpoint:
         return sum([pages.size for pages in self.local_pages], self.pages.size)
 
     def is_covered(self) -> bool:
-        """Whether a deeper state is stored beneath it."""
+        """Whether a deeper state is stored on a path through it."""
         edge = self.edge
         if edge.num_stored > len(edge.stored):
             return True
         return bool(edge.stored) and edge.stored[-1] > self.position
 
     def is_continued(self) -> bool:
-        """Whether tokens are known beneath it."""
+        """Whether deeper tokens are known."""
         return self.position < self.edge.end or bool(self.edge.children)
 
     def is_fork(self) -> bool:
@@ -156,7 +156,7 @@ class Edge:
         self.checkpoints: dict[int, Checkpoint] = {}  # by position
         self.stored: list[int] = []  # positions of those that have pages, ascending
         self.num_held_children = 0  # those that hold KV
-        self.num_stored = 0  # stored checkpoints here and beneath
+        self.num_stored = 0  # stored checkpoints of this edge and its descendants
         self.last_access = 0
         self.queued: tuple | None = None
         self._tokens: np.ndarray | PackedTokens = tokens
@@ -170,8 +170,8 @@ class Edge:
         return self._tokens[: self.end - self.start]
 
     def pack(self) -> None:
-        """Keep the tokens in fewer bytes if all of them are only known, and many. Where there is no
-        memory to pack them in they stay as they are."""
+        """Pack the tokens if they are many and none is held. Without memory for that they stay as
+        they are."""
         if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
             with suppress(MemoryError):
                 self._tokens = PackedTokens(self.tokens)
@@ -187,8 +187,8 @@ class Edge:
         return self._pages[: self.num_rows(block_size)]
 
     def page_before(self, position: int, block_size: int) -> int:
-        """A page of the block that the token before a held position is in; the null page where
-        blocks have none."""
+        """A page of the block of the token before a held position; the null page where blocks have
+        no pages."""
         if not self._pages.shape[1]:
             return NULL_PAGE
         return int(self._pages[(position - 1) // block_size - self.first_block, 0])
@@ -199,7 +199,7 @@ class Edge:
         return self.checkpoints[self.stored[index - 1]] if index else None
 
     def deepest_on_path(self, limit: int) -> Checkpoint | None:
-        """The last stored checkpoint at a position <= limit, here or on the way from the root."""
+        """The last stored checkpoint at a position <= limit, on this edge or an ancestor."""
         found, edge = self.deepest_checkpoint(limit), self
         while found is None and edge.parent is not None:
             edge = edge.parent
@@ -208,14 +208,14 @@ class Edge:
         return found
 
     def at(self, position: int) -> Edge:
-        """The edge that spans a position on the way from the root to here, 1 to `end`."""
+        """The edge that spans a position, 1 to `end`: this one or an ancestor."""
         edge = self
         while edge.start >= position:
             edge = edge.parent
         return edge
 
     def from_root(self) -> list[Edge]:
-        """The edges that lead to its end; none for a root."""
+        """The edges from the root to this one, included; none for a root."""
         edges, edge = [], self
         while edge.parent is not None:
             edges.append(edge)
@@ -223,12 +223,12 @@ class Edge:
         return edges[::-1]
 
     def is_held_leaf(self) -> bool:
-        """Whether it holds KV and nothing beneath it does."""
+        """Whether it holds KV and no descendant does."""
         return self.held_end > self.start and not self.num_held_children
 
 
 class Root(Edge):
-    """Where the prefixes of one salt begin."""
+    """The root of one salt's prefixes."""
 
     __slots__ = ("salt",)
 
@@ -238,7 +238,7 @@ class Root(Edge):
 
 
 class Path:
-    """How far a token sequence is in the tree. Valid until the tree changes."""
+    """The part of a token sequence that is in the tree. Valid until the tree changes."""
 
     __slots__ = ("cuts", "depth", "edges", "known", "root")
 
@@ -254,12 +254,12 @@ class Path:
         self.edges = edges
         self.depth = depth  # leading tokens whose KV is held
         self.known = known  # leading tokens that are known; depth <= known
-        self.cuts = cuts  # the tree's when it was found
+        self.cuts = cuts  # of the tree when the path was found
 
     def left(self, limit: int) -> tuple[Edge, int] | None:
-        """After the tree changed: the last edge that still leads along the first `limit` tokens of
-        this path, and how far; None: look from the root. As long as no edge was cut, tokens before
-        the end of an edge in the tree stay what they were: splits and joins only move its start."""
+        """After the tree changed: the last edge that is still on the first `limit` tokens of this
+        path, and the number of tokens up to which; None: search from the root. Unless an edge lost
+        its end, tokens before the end of an edge never change: splits and joins move its start."""
         edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
         if edge is None or edge.parent is None or not known:
             return None
@@ -276,11 +276,11 @@ class Path:
         return np.concatenate(rows)
 
     def deepest_checkpoint(self) -> Checkpoint | None:
-        """The last stored checkpoint at a known position; KV is held up to all of them."""
+        """The last stored checkpoint at a known position; KV is held up to every stored one."""
         return self.edges[-1].deepest_on_path(self.known) if self.edges else None
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Those at known positions, stored or not."""
+        """Checkpoints at known positions, stored or not."""
         return [
             checkpoint
             for edge in self.edges
@@ -289,8 +289,7 @@ class Path:
         ]
 
     def missed_state(self, above: int) -> Checkpoint | None:
-        """The last checkpoint in (above, depth] whose state was dropped to make room, or found none
-        when it was wanted."""
+        """The last checkpoint in (above, depth] whose state was evicted or refused."""
         missed = (
             checkpoint
             for checkpoint in self.checkpoints()
