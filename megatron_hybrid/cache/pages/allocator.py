@@ -1,4 +1,4 @@
-"""PageAllocator: uniform pages and who holds them. Knows neither tokens nor requests.
+"""PageAllocator: uniform pages and their reference counts. Knows neither tokens nor requests.
 
 Two counts per page: references of requests (`ref_counts`), and references of the prefix index
 (`cached_counts`: an edge split inside a block lets two edges hold the same page). A page is free
@@ -30,15 +30,15 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int16)
-        # Every state within a window behind a block holds that block's pages, of any prompt.
+        # int32: every state within a window behind a block holds the block's pages, of any prompt.
         self.cached_counts = np.zeros(num_pages, dtype=np.int32)
-        # Those that were given back, a stack; beneath it all from _fresh on, never handed out yet.
+        # Free pages: a stack of returned ones, then all from _fresh on, never handed out yet.
         self._returned = np.empty(num_pages, dtype=np.int32)
         self._num_returned = 0
         self._fresh = 1
         self.num_free = num_pages - 1
         self.num_evictable = 0
-        """Pages that only the index holds: what eviction could free."""
+        """Pages that only the index holds: eviction can free them."""
         self.num_unpinned = 0
         """How often cached pages lost the last request that held them."""
 
@@ -123,7 +123,7 @@ class PageAllocator:
         self.num_free += pages.size
 
     def recount(self, ref_counts: np.ndarray, cached_counts: np.ndarray) -> None:
-        """Takes these for each page's counts, int [num_pages], and all else from them."""
+        """Set the counts of all pages, int [num_pages], and derive everything else from them."""
         held = (ref_counts > 0) | (cached_counts > 0)
         returned = np.flatnonzero(~held[1 : self._fresh]).astype(np.int32)[::-1] + 1
         evictable = (ref_counts == 0) & (cached_counts > 0)
@@ -155,14 +155,13 @@ class PageAllocator:
 
 
 def indices(pages: np.ndarray) -> np.ndarray:
-    """The pages as numpy wants them: it converts indices of any other type in every access."""
+    """Flat intp array of pages: numpy converts indices of any other type at every access."""
     return pages.ravel().astype(np.intp)
 
 
 def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """The array, or one at least 1/64 longer with its first `used` rows, if it is too short. That
-    is little, for there are many arrays that grow no more, and a copy of so few bytes costs
-    nothing."""
+    """The array if it has `needed` rows; else a copy of its first `used` rows, at least 1/64
+    longer. Little more, since most arrays never grow again, and copies are cheap."""
     if needed <= len(array):
         return array
     length = max(needed, len(array) + len(array) // 64)

@@ -1,4 +1,4 @@
-"""The handles that `PrefixCache` hands out: values and page lists, no decisions.
+"""Handles that `PrefixCache` returns: Match, Lease, Reservation. Data without decisions.
 
 Shape letters: M block rows, n pages.
 """
@@ -33,12 +33,12 @@ class PageCopy:
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache holds of a prompt right now. A pure answer: nothing is pinned by it."""
+    """The cached part of a prompt at this moment. It pins nothing."""
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p where no layer
-    attends to everything."""
+    """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p without full
+    attention."""
     skipped_tokens: int
     """p <= q: leading tokens that need no computing."""
     miss_reason: MissReason | None
@@ -57,7 +57,7 @@ class Lease:
     """p: the prefill starts here. p == L: no prefill, the saved hidden state gives the logits."""
     report: PrefixReport
     path: Path
-    """The furthest way through the tree that was found for its tokens; see `Path.left`."""
+    """The longest path in the tree found for its tokens so far; see `Path.left`."""
 
     block_table: np.ndarray = field(init=False)
     """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
@@ -75,21 +75,21 @@ class Lease:
     """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
 
     copies: list[PageCopy] = field(default_factory=list)
-    """To be executed before this lease's first forward, then `PrefixCache.restored(lease)`."""
+    """To execute before this lease's first forward, then `PrefixCache.restored(lease)`."""
     checkpoint_pages: np.ndarray | None = None
     """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
     the slot starts from zeros (p == 0, or a model without recurrent state)."""
     wanted: dict[int, Kind] = field(default_factory=dict)
-    """Ascending positions in (p, L] whose state this prefill should save, and what each of them is;
-    see `PrefixCache.positions_to_save`."""
+    """Ascending positions in (p, L] whose state this prefill should save, with their kinds; see
+    `PrefixCache.positions_to_save`."""
     next_rung: int = NO_RUNG
     """The next position in the answer whose state should be saved; > done."""
     origin: Origin = NO_ORIGIN
-    """What its prompt goes on from."""
+    """The known prefix that its prompt continues."""
     lost_fork: int = 0
     """A position in (p, q] whose state was lost and is worth saving again; 0: there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
-    """Positions to be watched as soon as their tokens are in the index, and what they are."""
+    """Positions to watch as soon as their tokens are in the tree, with their kinds."""
     refused: set[int] = field(default_factory=set)
     """Positions whose state was wanted and found no room."""
     pins: list[np.ndarray] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Reservation:
     position: int
     """Tokens that the state has seen."""
     kind: Kind
-    """What it is in the request."""
+    """Its role in the request."""
     pages: np.ndarray
     """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
     local_pages: list[np.ndarray]

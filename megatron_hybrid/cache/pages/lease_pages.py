@@ -1,8 +1,8 @@
-"""LeasePages: which pages a lease holds, from the first reference to the last.
+"""LeasePages: the pages of a lease, from the first reference to the last.
 
-A lease starts by holding what it found (`hold`), then gets room for what it will write (`open`,
-`grow`); local blocks that no later token sees are given back (`roll`); in the end everything is
-released. Whether there is room is asked before anything changes (`has_room`).
+A lease first references the matched pages (`hold`), then gets room to write (`open`, `grow`); local
+blocks that no later token sees are released (`roll`); in the end all pages are. `has_room` is asked
+before anything changes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class LeasePages:
         local_rows: Sequence[np.ndarray] = (),
         checkpoint_pages: np.ndarray | None = None,
     ) -> None:
-        """References on all that a new lease starts from, so that no eviction takes it away.
+        """Reference all pages that a new lease starts from, so that they are not evicted.
 
         rows: pages of the blocks of [0, q); local_rows: per local group those of
-        `CacheSpec.local_blocks` at p (default: none, the caller brings what is seen from p). Full
-        blocks become the lease's own tables; a last one filled in part is pinned, to be copied.
+        `CacheSpec.local_blocks` at p (default: none, the caller supplies them). Full blocks enter
+        the lease's tables; a partial last block is pinned, to be copied.
         """
         spec, size = self._spec, self._spec.block_size_tokens
         if rows is None:
@@ -60,7 +60,7 @@ class LeasePages:
             lease.local_end = min(map(len, lease.local_tables)) * size
 
     def open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Room for the rest of a held lease, and the copies of blocks shared in part."""
+        """Make room for the rest of a lease after `hold`, and list the copies of partial blocks."""
         spec, size = self._spec, self._spec.block_size_tokens
         self.grow(lease, capacity_tokens, end)
         source, *local_sources = lease.pins[: 1 + len(spec.local_groups)]
@@ -77,7 +77,7 @@ class LeasePages:
         lease.next_flush = (lease.done // size + 1) * size
 
     def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, list[int]]:
-        """Blocks that the block table, and each local table, lack for this much room."""
+        """Number of blocks that the block table, and each local table, lack for this room."""
         blocks = self._spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
         end = self._spec.num_blocks(end)
         return (
@@ -86,7 +86,7 @@ class LeasePages:
         )
 
     def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
-        """Pages that this much room takes beyond those that the lease has."""
+        """Pages that this room takes beyond those of the lease."""
         spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         needed = blocks * spec.kv_pages_per_block
@@ -99,7 +99,7 @@ class LeasePages:
         return self._allocator.can_free(self.num_needed(lease, capacity_tokens, end))
 
     def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Append blocks to the tables; `has_room` said yes."""
+        """Append blocks to the tables, after `has_room`."""
         spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         if blocks:
@@ -114,14 +114,14 @@ class LeasePages:
             lease.local_end = min(map(len, lease.local_tables)) * spec.block_size_tokens
 
     def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
-        """int32 [blocks, pages_per_block], what is worth least making room."""
+        """Allocate int32 [blocks, pages_per_block], evicting by value where needed."""
         needed = blocks * pages_per_block
         if not self._evictor.make_room(needed, force=True):
             raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
         return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
 
     def roll(self, lease: Lease) -> None:
-        """Give back the local blocks that no later token sees."""
+        """Release the local blocks that no later token sees."""
         for i, group in enumerate(self._spec.local_groups):
             first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]
             if first > held:
@@ -132,19 +132,19 @@ class LeasePages:
                 lease.local_first[i] = first
 
     def release(self, lease: Lease) -> None:
-        """Drop every reference of a lease; its reservations are settled."""
+        """Drop every reference of a lease without reservations."""
         self._allocator.release(np.concatenate(list(held_pages(lease))))
 
 
 def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
-    """Where the next forward ends: local KV needs room up to there."""
+    """End of the next forward: local KV needs room up to this position."""
     if chunk_tokens is None:
         return max(lease.done, capacity_tokens)
     return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
 
 
 def held_pages(lease: Lease) -> Iterator[np.ndarray]:
-    """Flat page lists of all that a lease holds, reservations aside."""
+    """Flat page lists of a lease, without its reservations."""
     yield lease.block_table.ravel()
     for first, table in zip(lease.local_first, lease.local_tables):
         yield table[first:].ravel()

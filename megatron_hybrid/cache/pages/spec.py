@@ -1,7 +1,7 @@
-"""CacheSpec: how many bytes a token and a sequence cost, what a token sees, and the page size.
+"""CacheSpec: bytes per token and per sequence, windows and chunks, and the page size.
 
-Everything here is arithmetic on sizes. A page holds whole "pairs": K and V of one layer for one
-block of tokens, the only thing that a kernel needs contiguous.
+A page holds whole "pairs": K and V of one layer for one block of tokens. Only these must be
+contiguous for a kernel.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 STATE_ONLY_PAGE_BYTES = 64 << 10
-"""Page size of a model in which nothing attends."""
+"""Page size of a model without attention."""
 ALIGNMENT = 16
 """Each part of a checkpoint starts at a multiple of this many bytes."""
 MAX_PADDING = 0.15
-"""A page size may add this part to any group's KV bytes for the sake of fewer, larger pages."""
+"""Largest share of padding in a group's KV bytes that is accepted for fewer, larger pages."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """Attention layers of one kind: same bytes per token, same window or chunk.
 
-    A group with either is local: what lies before `first_visible` is seen by no later token.
+    A group with either is local: no later token sees positions before `first_visible`.
 
     Raises:
         ValueError: a size is less than 1, or both window and chunk are given.
@@ -76,11 +76,11 @@ class CacheSpec:
     state_bytes: int
     """Recurrent states and convolution tails of one sequence; 0 for pure attention."""
     hidden_bytes: int
-    """Last hidden state of one sequence; 0 where a prompt's end needs no logits."""
+    """Last hidden state of one sequence; 0 if the end of a prompt needs no logits."""
     encoded_state_bytes: int | None = None
-    """`state_bytes` as a checkpoint holds them; None: in the same bytes."""
+    """Bytes of these states in a checkpoint; None: `state_bytes`."""
     attention_parity: float = math.inf
-    """Tokens of context at which full attention costs a token as much work as all the rest."""
+    """Tokens of context at which full attention is half of a token's work."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -159,7 +159,7 @@ class CacheSpec:
 
     @cached_property
     def local_bytes(self) -> int:
-        """K and V of all that one token sees in the local groups."""
+        """K and V of all tokens that one token sees in the local groups."""
         groups = (self.groups[i] for i in self.local_groups)
         return sum(group.num_layers * group.bytes_per_token * group.reach for group in groups)
 
@@ -170,16 +170,16 @@ class CacheSpec:
 
     @cached_property
     def needs_state(self) -> bool:
-        """True where a prompt resumes only at checkpoints: a recurrent state or local KV."""
+        """Whether a prompt resumes only at checkpoints, for a recurrent state or local KV."""
         return self.state_bytes > 0 or bool(self.local_groups)
 
     def work(self, start: int, end: int) -> float:
         """Work to compute the tokens [start, end), in units of a token without context: attention
-        adds to each of them its position / parity."""
+        adds position / attention_parity to each."""
         return (end - start) * self.mean_work(start, end)
 
     def mean_work(self, start: int, end: int) -> float:
-        """`work` of an average one of the tokens [start, end)."""
+        """Mean `work` of the tokens [start, end)."""
         return 1.0 + (start + end) / (2.0 * self.attention_parity)
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -191,25 +191,25 @@ class CacheSpec:
         return self.groups[group].first_visible(position) // self.block_size_tokens
 
     def local_blocks(self, group: int, position: int) -> slice:
-        """Blocks of a local group that a checkpoint at `position` needs: they hold what the token
-        at `position` sees before itself, which may be nothing."""
+        """Blocks of a local group that a checkpoint at `position` needs: those that the token at
+        `position` sees before itself, possibly none."""
         first = self.first_local_block(group, position)
         if self.groups[group].first_visible(position) == position:
             return slice(first, first)
         return slice(first, self.num_blocks(position))
 
     def max_local_blocks(self, group: int, chunk_tokens: int) -> int:
-        """Most blocks of a local group that a request holds whose forwards have at most
-        chunk_tokens tokens, however long it gets. All tokens of a forward are written before any
-        is read, so there is room for a whole chunk beside what its first token sees."""
+        """Most blocks of a local group that a request of any length holds if its forwards have at
+        most chunk_tokens tokens. A forward writes all of its tokens before it reads any, so it
+        needs room for them beside the tokens that its first token sees."""
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 
 
 def common_spec(specs: Sequence[CacheSpec], attention_parity: float) -> CacheSpec:
-    """One spec for several ranks: they decide alike only if they count the same pages. It has every
-    attention group of any rank, with as many layers as the rank with most, and the largest states.
-    Ranks that hold less leave a part of their pages unused.
+    """One spec for several ranks, which decide alike only if they count the same pages. It has the
+    attention groups of all ranks, each with the most layers of any rank, and the largest states.
+    Ranks with less leave a part of their pages unused.
 
     Args:
         specs: one per rank, in rank order, of one block size.
@@ -232,8 +232,8 @@ def common_spec(specs: Sequence[CacheSpec], attention_parity: float) -> CacheSpe
 
 
 def group_keys(groups: Sequence[KVGroup]) -> list[tuple]:
-    """What tells the groups apart: bytes, window, chunk, and the number of groups before that have
-    the same three. Equal keys on several ranks are one group."""
+    """Keys of the groups: bytes, window, chunk, and the number of earlier groups with the same
+    three. Equal keys on several ranks are one group."""
     seen: Counter[tuple] = Counter()
     keys = []
     for group in groups:
@@ -251,10 +251,10 @@ def aligned(num_bytes: int) -> int:
 def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> int:
     """The page size for these groups.
 
-    One group: its whole block is one page. Several: a whole number of pairs of one group, such
-    that a block of every group fills whole pages. Of the sizes that add no more than MAX_PADDING to
-    each of them the one with the fewest pages wins (long tables cost time), else the one that adds
-    least. A group is looked at by itself: how many blocks of each there are, requests decide.
+    One group: a block is one page. Several: a whole number of pairs of one group, such that a block
+    of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group the one
+    with the fewest pages wins (long tables cost time); if there is none, the one with the least
+    padding. Groups are judged one by one, since requests decide how many blocks of each there are.
     """
     if not groups:
         return STATE_ONLY_PAGE_BYTES
@@ -262,7 +262,8 @@ def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> in
     layers = [group.num_layers for group in groups]
 
     def cost(page_bytes: int) -> tuple[float, int]:
-        """What the pages of a block add to the group that they fit worst, and their number."""
+        """Largest padding of any group, as a part of its bytes, and pages of a block of all
+        groups."""
         pages = [-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs)]
         padding = max(
             count * page_bytes / (n * pair) for count, n, pair in zip(pages, layers, pairs)
