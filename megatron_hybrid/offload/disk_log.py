@@ -1,7 +1,7 @@
-"""DiskLog: `index.log`, which says what records a cache folder holds and where.
+"""DiskLog: `index.log`, the records of a cache folder and their pages.
 
-One line for each record that came or went: a checksum, then JSON. A line counts once it is
-complete; one that is damaged is named and skipped.
+One line for each record written or dropped: a checksum, then JSON. A line counts once it is
+complete; a damaged one is reported and skipped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import numpy as np
 from megatron_hybrid.offload.tier import Record
 
 MAX_STALE_LINES = 10_000
-"""Lines about records that have gone, beyond those about records that are there, at which the log
-is compacted."""
+"""The log is compacted when it has this many more lines of dropped records than of present ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record that is on the disk, and where."""
+    """A record on the disk, and its place."""
 
     record: Record
     parent: bytes | None
@@ -40,7 +39,7 @@ class DiskLog:
     Args:
         path: of the file, which need not exist. It is opened by the first `compact`.
         page_bytes: bytes of a page.
-        warn: called with what is damaged ("index.log line 7") and why it is not used.
+        warn: called with the damaged part ("index.log line 7") and the reason.
     """
 
     def __init__(self, path: Path, page_bytes: int, warn: Callable[[str, str], None]):
@@ -52,7 +51,7 @@ class DiskLog:
         self._num_lines = 0
 
     def read(self) -> list[tuple[str, Placed]]:
-        """The records that came and did not go, parents first, each with the name of its line.
+        """The present records, parents first, each with the name of its line.
 
         Raises:
             OSError: the file cannot be read.
@@ -64,13 +63,13 @@ class DiskLog:
             except (ValueError, TypeError, KeyError, MemoryError) as error:
                 self._warn(line, f"not used, it makes no sense ({error!r})")
                 continue
-            entries.pop(key, None)  # one that came again takes its place behind its parent
+            entries.pop(key, None)  # a rewritten record is ordered behind its parent
             if placed is not None:
                 entries[key] = line, placed
         return list(entries.values())
 
     def _whole_lines(self) -> Iterator[tuple[str, bytes]]:
-        """Names and texts of the lines that are whole."""
+        """Names and texts of the undamaged lines."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -85,10 +84,10 @@ class DiskLog:
                     yield name, text
 
     def _parse(self, text: bytes) -> tuple[bytes, Placed | None]:
-        """The key that a line is about, and where its record is; None: it went.
+        """The key of a line, and its record's place; None: the record was dropped.
 
         Raises:
-            ValueError, TypeError, KeyError, MemoryError: no line of ours.
+            ValueError, TypeError, KeyError, MemoryError: not a line of this format.
         """
         entry = json.loads(text)
         key = bytes.fromhex(entry["key"])
@@ -105,7 +104,7 @@ class DiskLog:
         return key, Placed(record, parent, slots, entry["sum"])
 
     def put(self, placed: Placed) -> None:
-        """A record came.
+        """Log a written record.
 
         Raises:
             OSError: writing failed; so for `drop`.
@@ -113,7 +112,7 @@ class DiskLog:
         self._append(_put_line(placed))
 
     def drop(self, key: bytes) -> None:
-        """A record went."""
+        """Log a dropped record."""
         self._append(_line({"op": "drop", "key": key.hex()}))
 
     def _append(self, line: bytes) -> None:
@@ -121,15 +120,15 @@ class DiskLog:
         self._num_lines += 1
 
     def is_stale(self, num_records: int) -> bool:
-        """Whether most lines are about records that have gone. num_records: still there."""
+        """Whether most lines are of dropped records. num_records: number of present ones."""
         return self._num_lines > 2 * num_records + MAX_STALE_LINES
 
     def compact(self, placed: Iterable[Placed]) -> None:
-        """Writes the log anew, with these records only. The old one stays until the new one is
+        """Rewrite the log with these records only. The old log stays until the new one is
         complete.
 
         Raises:
-            OSError: writing failed; the old one is still in use.
+            OSError: writing failed; the old log is still in use.
         """
         lines = [_put_line(each) for each in placed]
         write_whole(self._path, b"".join(lines))
@@ -176,14 +175,14 @@ def runs_of(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of it, in as many calls as that takes."""
+    """Write all of `data`, in as many calls as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file has its old content or the new one, whenever the process dies."""
+    """Replace a file's content atomically: after a crash it has the old content or the new one."""
     new = path.with_name(path.name + ".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -191,12 +190,12 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
         os.replace(new, path)
     except BaseException:
-        new.unlink(missing_ok=True)  # half of it would take room from what is tried next
+        new.unlink(missing_ok=True)  # a partial file would take room from the next attempt
         raise
     finally:
         os.close(descriptor)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the names too outlast a loss of power
+        os.fsync(folder)  # so that the name survives a power failure, too
     finally:
         os.close(folder)

@@ -1,15 +1,14 @@
 """DiskStore: the bytes of the disk tier's records, in a folder that outlives the process.
 
-    cache.json   what the records are good for (`fingerprint.py`), and the size of a page
-    pages.bin    pages, a record in any of them
-    index.log    one line for each record that came or went (`disk_log.py`)
+    cache.json   fingerprint of the model (`fingerprint.py`), and the size of a page
+    pages.bin    pages, in any order
+    index.log    one line for each record written or dropped (`disk_log.py`)
     lock         held by the engine that uses the folder
 
-A record counts from the moment its line is complete, and its pages are written before that; a line
-that says that a record went is written before its pages are used again. So a process may die at any
-moment: what it loses are the records that were on their way. Every line and every record has a
-checksum: what does not fit it is named and never used. A record's covers what it is good for, too:
-bytes that other weights made do not fit, whatever the files say.
+Crash safety: a record's pages are written before its line, and it counts once the line is complete;
+the line of a drop is written before the pages are reused. So a crash loses only pending writes.
+Every line and every record has a checksum; damaged ones are reported and never used. A record's
+checksum includes the fingerprint, so bytes of other weights never fit.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of the folder, and of what a page holds: raised when either changes."""
+"""Version of the folder and of a page's content: raised when either changes."""
 MAX_WAITING_BYTES = 1 << 30
-"""Bytes on their way to the disk beyond which no further state or prompt is taken in."""
+"""Pending bytes to write beyond which the store accepts no further state or prompt."""
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
@@ -48,7 +47,7 @@ _HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
 
 
 class CacheFolderError(ValueError):
-    """The folder of a cache cannot be used; the message says which file, and why."""
+    """A cache folder cannot be used; the message names the file and the reason."""
 
 
 def real_path(folder: str | os.PathLike) -> Path:
@@ -72,12 +71,12 @@ class DiskStore:
     Args:
         folder: made if it does not exist.
         page_bytes: bytes of a page.
-        fingerprint: what the records are good for.
-        pin_memory: read into pinned memory, from where copies to a CUDA device hold nobody up.
+        fingerprint: hashes of all that the records depend on, by name.
+        pin_memory: read into pinned memory, for asynchronous copies to a CUDA device.
 
     Raises:
-        CacheFolderError: it holds something else, was made for another model or configuration, or
-            another engine uses it. Nothing in it has changed.
+        CacheFolderError: the folder holds something else, was made for another model or
+            configuration, or another engine uses it. Nothing in it has changed.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class DiskStore:
         fingerprint: dict[str, str],
         pin_memory: bool = False,
     ):
-        self.folder = real_path(folder)  # the process may go elsewhere
+        self.folder = real_path(folder)  # the working directory may change
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
         self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}
@@ -97,7 +96,7 @@ class DiskStore:
         self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
         self._waiting: dict[bytes, HostPages] = {}
         self.waiting_bytes = 0
-        """Host memory of what is on its way to the disk."""
+        """Host memory of pending writes."""
         self._changed = threading.Condition()
         self._closing = self._closed = False
         self._process = os.getpid()
@@ -109,8 +108,7 @@ class DiskStore:
         self.num_unwritten = 0
         """Records that could not be written, since the start."""
         self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
-        """What was damaged and left out, and what could not be read or written, the last of it;
-        logged too."""
+        """The last damaged, unreadable or unwritable parts, as logged."""
         self._head_hash = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log = DiskLog(self.folder / _LOG, page_bytes, self._warn)
@@ -120,7 +118,7 @@ class DiskStore:
     # ---- opening ----
 
     def _open_folder(self) -> tuple[int, int]:
-        """Descriptors of the lock and of the pages."""
+        """Open the folder. Returns the descriptors of the lock and of the pages."""
         lock = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +147,7 @@ class DiskStore:
             ) from None
 
     def _check_files(self) -> None:
-        """Raises CacheFolderError for a folder of something else, before anything is put there."""
+        """Raises CacheFolderError for a folder of something else, before anything is written."""
         entries = {entry.name: entry for entry in self.folder.iterdir()}
         others = entries.keys() - {_LOCK, f"{_HEAD}.new"}
         if others and _HEAD not in entries:
@@ -159,7 +157,7 @@ class DiskStore:
             )
         for name in (_HEAD, f"{_HEAD}.new", _PAGES, _LOG, f"{_LOG}.new", _LOCK):
             entry = entries.get(name)
-            # What a link leads to may be anything, and would be written over.
+            # The target of a link may be any file, and would be overwritten.
             if entry is not None and (entry.is_symlink() or not entry.is_file()):
                 what = "a link" if entry.is_symlink() else "no file"
                 raise CacheFolderError(
@@ -188,8 +186,8 @@ class DiskStore:
                 )
 
     def load(self) -> list[tuple[Record, bytes | None]]:
-        """The records that the folder holds, parents first, each with its parent's key; writing
-        starts. Call it once, before anything else. A disk that is full does not hinder reading.
+        """The records of the folder, parents first, each with its parent's key; starts the writer.
+        Call it once, before anything else. It also works on a full disk.
 
         Raises:
             CacheFolderError: the log cannot be read.
@@ -203,7 +201,7 @@ class DiskStore:
             ) from None
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
-        for line, placed in reversed(entries):  # of two on a page the later wrote
+        for line, placed in reversed(entries):  # of two records on a page the later one is valid
             slots = placed.slots
             if (slots >= size).any() or taken[slots].any():
                 self._warn(line, "not used, its pages are not there")
@@ -219,33 +217,33 @@ class DiskStore:
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
     def _compact(self, *, may_shed: bool = False) -> None:
-        """Writes the log without what has gone, and the head; the old ones stay until the new ones
-        are complete. Pages that no record uses are free.
+        """Rewrite the head, and the log without dropped records; the old ones stay until the new
+        ones are complete. Pages that no record uses become free.
 
-        may_shed: where there is no room for the log, the records that lie last make some.
+        may_shed: if there is no room for the log, give up the records with the last pages.
 
         Raises:
-            OSError: writing failed, or the folder is another's now.
+            OSError: writing failed, or another engine has the folder now.
         """
         self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
-        # First, for the new log may need the room of what was begun behind the last record. Dying
-        # in between is safe: what the old log says of pages that have gone is refused by the size
-        # of the file or by a checksum.
+        # First, since the new log may need the room behind the last record. A crash in between is
+        # safe: lines of the old log about pages cut off fail the check of the file's size, or a
+        # checksum.
         self._cut_pages()
         try:
             self._log.compact(self._placed.values())
         except OSError as error:
             if not may_shed or self._has_shed or error.errno not in _NO_SPACE:
                 raise
-            self._has_shed = True  # not again before it helped: others may take what is freed
+            self._has_shed = True  # only once: other processes may take the freed room
             self._shed_for_log()
             self._log.compact(self._placed.values())
         self._has_shed = False
         self._write_head()
 
     def _cut_pages(self) -> None:
-        """Cuts the pages behind the last record's off; what is free before them can be used when
-        the log does not name it any more."""
+        """Cut the file behind the last record's pages, and list the free pages before it, which may
+        be reused once the log no longer names them."""
         used = [placed.slots for placed in self._placed.values()]
         used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self._num_slots = int(used.max(initial=-1)) + 1
@@ -255,7 +253,8 @@ class DiskStore:
         os.ftruncate(self._pages, self._num_slots * self.page_bytes)
 
     def _shed_for_log(self) -> None:
-        """Gives up the records with pages in the last bytes, twice as many as the log needs."""
+        """Give up the records in the last bytes of the file, twice as many bytes as the log
+        needs."""
         num_bytes = 2 * size_of_log(self._placed.values())
         limit = self._num_slots - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
@@ -270,7 +269,7 @@ class DiskStore:
         write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
 
     def _check_ours(self, *opened: tuple[str, int]) -> None:
-        """Raises OSError if the folder's files are not those that were opened."""
+        """Raises OSError if the folder's files are no longer those that were opened."""
         for name, descriptor in opened:
             try:
                 is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
@@ -290,8 +289,8 @@ class DiskStore:
     # ---- as the store of a tier ----
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked process: the threads that read and write are not there,
-        and whoever waits for them would do so for ever."""
+        """Raises RuntimeError in a forked process: it lacks the threads that read and write, so
+        that waiting for them would never end."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the cache folder {self.folder} belongs to process {self._process}, of which "
@@ -325,18 +324,19 @@ class DiskStore:
         return taken
 
     def was_full(self) -> bool:
-        """Whether the disk or a quota had no more space, since the last call."""
+        """Whether the disk or a quota was full, since the last call."""
         with self._changed:
             was_full, self._is_full = self._is_full, False
         return was_full
 
     def free_bytes(self) -> int:
-        """What more records might find room for, beside their lines in the log."""
+        """Bytes free for more records, without their lines in the log."""
         disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize * 7 // 8
 
     def get(self, record: Record) -> Future[HostPages | None]:
-        """Its pages; None if they are damaged or gone. It raises if they cannot be read now."""
+        """A future of its pages; None: damaged or dropped. The future raises if they cannot be read
+        now."""
         self.check_process()
         waiting = self._waiting.get(record.key)
         if waiting is not None:
@@ -375,7 +375,7 @@ class DiskStore:
         return HostPages(data)
 
     def _checksum(self, record: Record, pages: np.ndarray) -> str:
-        """Of a record's bytes, its key, and what it is good for."""
+        """Hash of a record's bytes, its key and the fingerprint."""
         digest = blake2b(record.key, digest_size=16, key=self._head_hash)
         digest.update(np.ascontiguousarray(pages))
         return digest.hexdigest()
@@ -395,7 +395,7 @@ class DiskStore:
                 operation, record, data = self._jobs[0]
             try:
                 is_done = self._run_job(operation, record, data)
-            except Exception as error:  # without this thread nobody could wait for it either
+            except Exception as error:  # the thread must go on: others wait for it
                 self._note_failure(error)
                 is_done = False
             with self._changed:
@@ -410,7 +410,8 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _run_job(self, operation: str, record: Record, data: HostPages | None) -> bool:
-        """Whether a job could be done: after a failure nothing is put for a while."""
+        """Run a job; returns whether it was done: after a failure nothing is written for a
+        while."""
         if operation == "drop":
             self._forget(record)
         elif self._retry_at is not None and time.monotonic() < self._retry_at:
@@ -425,8 +426,8 @@ class DiskStore:
         return True
 
     def _note_failure(self, error: Exception) -> None:
-        """Writing failed: nothing is written until `_compact` was possible. What the files say
-        stays true meanwhile, for no page is used again."""
+        """Writing failed: nothing is written until a `_compact` succeeds. Meanwhile no page is
+        reused, so the files stay valid."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             with self._changed:
@@ -467,11 +468,11 @@ class DiskStore:
     # ---- ending ----
 
     def rebind(self, fingerprint: dict[str, str]) -> None:
-        """Ties the folder, which holds no records, to other weights or another configuration.
+        """Bind the folder, which holds no records, to another fingerprint.
 
         Raises:
-            OSError: writing failed, or the folder is another's now. What is there is good for what
-                it was, and nothing is written until that can be changed.
+            OSError: writing failed, or another engine has the folder now. The files stay valid for
+                the old fingerprint, and nothing is written until `recover` succeeds.
         """
         self._wait_for_jobs()
         self._head.update(fingerprint)
@@ -479,14 +480,14 @@ class DiskStore:
         self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
-        """Moves what lies behind so many bytes of pages.bin to free pages before them, and cuts the
-        file there. There must be no more records than fit; a full disk leaves it as it is."""
+        """Cut pages.bin to max_bytes: move the pages behind that to free ones before it. The
+        records must fit. A full disk leaves the file as it is."""
         self._wait_for_jobs()
         limit = max_bytes // self.page_bytes
         if self._retry_at is not None or self._num_slots <= limit:
             return
         try:
-            self._compact()  # what has gone must have left the log before its pages are used
+            self._compact()  # drops must be in the log before their pages are reused
             for key, placed in self._placed.items():
                 behind = placed.slots[placed.slots >= limit]
                 if len(behind):
@@ -501,10 +502,10 @@ class DiskStore:
             self._note_failure(error)
 
     def recover(self) -> None:
-        """Starts to write again if that had failed.
+        """Resume writing after a failure.
 
         Raises:
-            OSError: it fails again, or the folder's files were removed or replaced.
+            OSError: it failed again, or the folder's files were removed or replaced.
         """
         self._wait_for_jobs()
         if self._error is not None:
@@ -529,7 +530,7 @@ class DiskStore:
                 self._changed.wait()
 
     def flush(self) -> None:
-        """Returns when all that was put is on the disk, also after a loss of power.
+        """Wait until all records that were put are on the disk, safe from a power failure.
 
         Raises:
             OSError: writing failed since the last `recover`, or the folder's files are gone.
@@ -543,8 +544,8 @@ class DiskStore:
 
     @interrupts_wait()
     def close(self) -> None:
-        """Writes what waits and lets the folder go. What is yet to be read is not read. In a forked
-        process the folder stays the other one's. After an interrupt, call it again."""
+        """Finish pending writes, cancel pending reads and unlock the folder. A forked process
+        leaves the lock to its parent. After an interrupt, call it again."""
         is_ours = os.getpid() == self._process
         if is_ours:
             with self._changed:
@@ -563,8 +564,8 @@ class DiskStore:
                 os.close(descriptor)
 
     def close_from_anywhere(self) -> None:
-        """`close`, for a garbage collector: it may run in a thread of this store, which cannot wait
-        for itself."""
+        """`close` for the garbage collector, which may run in a thread of this store, where waiting
+        for that thread would never end."""
         if threading.current_thread().name.startswith(_THREADS):
             threading.Thread(target=self.close, name="cache-close").start()
         else:

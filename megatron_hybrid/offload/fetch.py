@@ -1,9 +1,8 @@
-"""Fetches: what a tier holds of a prompt, on its way back into the pool.
+"""Fetches: parts of prompts that are copied from a tier back into the pool.
 
-A fetch is decided here and moved elsewhere. Decisions need the cache's bookkeeping alone: what to
-fetch, when to read it, when the pool has room for it, when others may see it. Bytes are read by the
-tier's store (`RecordStore.get`) and, when the step runs that was planned, written into the pool by
-a `PageMover`; no tensor is seen here.
+This file decides, from the cache's bookkeeping alone: what to fetch, when to read it, when the pool
+has room for it, when it becomes visible. The tier's store reads the bytes (`RecordStore.get`); when
+the step runs that was planned, a `PageMover` writes them into the pool. No tensor is seen here.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ if TYPE_CHECKING:
     from megatron_hybrid.offload.page_mover import Arrival, HostPages, PageMover
 
 MAX_READ_BYTES = 1 << 30
-"""Most bytes read from the disk and not yet in the pool, save for the first request in line."""
+"""Most bytes read from the disk and not yet in the pool; the first request in line may exceed
+it."""
 MAX_WAIT_SECONDS = 0.005
-"""Time that a step without work waits for a read; then its caller may add requests or cancel."""
+"""Most time that a step without work waits for a read, before its caller gets control again."""
 
 
 class FetchState(Enum):
-    """How far a fetch is."""
+    """Progress of a fetch."""
 
     FOUND = auto()
-    """A tier has it; reading has yet to begin."""
+    """A tier has it; reading has not begun."""
     READING = auto()
-    """On its way into host memory, or there."""
+    """Being read into host memory, or there."""
     LACKS_ROOM = auto()
-    """In host memory; what runs holds the pool."""
+    """In host memory; running requests fill the pool."""
     PLANNED = auto()
-    """The pool has pages for it; the step that loads them is yet to run."""
+    """It has pages of the pool; the step that loads it has not run."""
     LOADING = auto()
-    """On its way from host memory into the pages of its lease."""
+    """Being copied from host memory into the pages of its lease."""
     DONE = auto()
-    """In the pool, for all to use."""
+    """In the pool, visible to all requests."""
     FAILED = auto()
-    """Damaged, not to be read, or given up: nothing of it came."""
+    """Damaged, unreadable or given up: nothing of it is in the pool."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class FetchStats:
     fetched_tokens: int = 0
     """Prompt tokens that need no computing because a tier had them."""
     fetches_failed: int = 0
-    """Found, and then damaged or not to be read."""
+    """Found, but damaged or unreadable."""
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Part of a prompt on its way from a tier into the pool."""
+    """Part of a prompt that is copied from a tier into the pool."""
 
     tokens: np.ndarray  # int32 [p]
     salt: str
@@ -86,12 +86,12 @@ class Fetch:
 
     @property
     def position(self) -> int:
-        """p: where a prefill could start when it is there."""
+        """p: start of a prefill after the fetch."""
         return self.record.position
 
     @property
     def is_read(self) -> bool:
-        """Whether all of it is in host memory, for the pool to take."""
+        """Whether all of it is in host memory, and not in the pool yet."""
         is_begun = self.state in (FetchState.READING, FetchState.LACKS_ROOM)
         return is_begun and all(read.done() for read in self.reads)
 
@@ -114,7 +114,7 @@ class Fetch:
 
 
 class Fetches:
-    """The fetches that are under way.
+    """All fetches in progress.
 
     For each waiting request, in order: `start`, `read`, and when it can start `bring`; then `poll`.
     The step runs what `take_loads` gives it with `load`; if it fails, `abort`. When the request is
@@ -122,8 +122,8 @@ class Fetches:
 
     Args:
         cache: the pool's bookkeeping.
-        tiers: where to look, the fastest first; this list may change.
-        keys: of the prefixes that were asked for last.
+        tiers: the fastest first; this list may change.
+        keys: of recent prefixes.
         mover: writes into the pool.
         agree_on_minimum: the smallest of the ranks' values (`ranks.py`).
     """
@@ -139,7 +139,7 @@ class Fetches:
         self.tiers = tiers
         self.stats = FetchStats()
         self.read_bytes = 0
-        """Host memory of what was read and is not in the pool yet."""
+        """Host memory of bytes that were read and are not in the pool yet."""
         self._cache = cache
         self._spec = cache.spec
         self._keys = keys
@@ -147,7 +147,7 @@ class Fetches:
         self._agree_on_minimum = agree_on_minimum
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
         self._planned: dict[bytes, list[np.ndarray]] = {}
-        self._unreadable_until: dict[bytes, float] = {}  # by the key of what was to be fetched
+        self._unreadable_until: dict[bytes, float] = {}  # by the record's key
 
     # ---- decisions ----
 
@@ -156,8 +156,8 @@ class Fetches:
         return bool(self._fetches)
 
     def find(self, tokens: np.ndarray, salt: str, skipped: int) -> tuple[Tier, Record] | None:
-        """What a prompt can go on from that is deeper than `skipped` tokens, by a block at least;
-        of two equal ones that in the faster memory."""
+        """The deepest record of a prompt, at least a block deeper than `skipped` tokens; of equal
+        ones the one in the faster memory."""
         size = self._spec.block_size_tokens
         keys = self._keys.of(tokens, salt)
         best = None
@@ -168,7 +168,8 @@ class Fetches:
         return best
 
     def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
-        """The fetch of what a tier holds of a prompt beyond the pool. None: nothing to fetch."""
+        """The fetch of the part of a prompt that a tier has and the pool lacks; None: there is
+        none."""
         tier = found = None
         with suppress(MemoryError):  # then the prompt is computed
             match, size = self._cache.match(tokens, salt), self._spec.block_size_tokens
@@ -178,7 +179,7 @@ class Fetches:
                 tier, found = deeper
         if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
             found = None
-        # The ranks' disks may differ: without agreement nobody fetches.
+        # The ranks' disks may differ: without agreement no rank fetches.
         if not self._is_equal(found.position if found is not None else 0) or found is None:
             return None
         fetch = self._fetches.get(found.key)
@@ -194,13 +195,14 @@ class Fetches:
         return fetch
 
     def leave(self, fetch: Fetch) -> None:
-        """A request that waited for a fetch is cancelled; the last one ends it."""
+        """A request that waits for a fetch is cancelled; the last one ends the fetch."""
         fetch.num_waiting -= 1
         if not fetch.num_waiting and not fetch.is_over:
             self._give_up(fetch)
 
     def count(self, fetch: Fetch, skipped_tokens: int) -> int:
-        """A request that waited for a fetch was admitted; tokens that it skips thanks to it."""
+        """A request that waited for a fetch was admitted. Returns the tokens that it skips thanks
+        to the fetch."""
         if fetch.has_failed:
             return 0
         tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
@@ -208,9 +210,8 @@ class Fetches:
         return tokens
 
     def read(self, fetch: Fetch, *, is_first: bool) -> None:
-        """Begins to read what a fetch wants, if that is not too much with what is read already.
-        is_first: a request waits for it that is the first in line; others must not keep it waiting.
-        """
+        """Start reading the records of a fetch, within `MAX_READ_BYTES`. is_first: the first
+        request in line waits for it, so it is read in any case."""
         if fetch.state is not FetchState.FOUND:
             return
         num_bytes = self.read_bytes + _bytes_to_read(fetch, fetch.wanted)
@@ -219,9 +220,9 @@ class Fetches:
                 self._read(fetch, fetch.wanted)
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
-        """A request that waits for a fetch can start next: plans to load what is read, once there
-        is room for the whole request (arguments as in `PrefixCache.acquire`), and publishes what
-        has arrived."""
+        """Plan to load a read fetch, once there is room for the whole request that waits for it,
+        and publish it when it has arrived. Call it when that request could start (arguments as in
+        `PrefixCache.acquire`)."""
         if fetch.is_coming:
             self._publish_if_there(fetch)
         if fetch.lease is not None or not self._is_true_on_all(fetch.is_read):
@@ -230,16 +231,16 @@ class Fetches:
             if self._is_sound(fetch) and self._adopt(fetch, capacity_tokens, chunk_tokens):
                 self._planned[fetch.record.key] = self._targets(fetch)
                 fetch.state = FetchState.PLANNED
-        if fetch.state is FetchState.READING:  # of blocks that the pool has evicted meanwhile
+        if fetch.state is FetchState.READING:  # blocks that the pool has evicted meanwhile
             self.bring(fetch, capacity_tokens, chunk_tokens)
 
     def take_loads(self) -> dict[bytes, list[np.ndarray]]:
-        """What the step that is planned is to `load`: pages for each record, by key."""
+        """The loads of the step that is planned: pages for each record, by key."""
         loads, self._planned = self._planned, {}
         return loads
 
     def load(self, key: bytes, targets: list[np.ndarray]) -> None:
-        """Starts the way of what was read into pages of the pool, int32 [n] for each record. If it
+        """Start to copy a read fetch into pages of the pool, int32 [n] for each record. If it
         raises, nothing is on its way."""
         fetch = self._fetches[key]
         pages = [read.result() for read in fetch.reads]
@@ -248,23 +249,23 @@ class Fetches:
         fetch.state = FetchState.LOADING
 
     def fail(self, key: bytes) -> None:
-        """There was no memory to load it."""
+        """End a fetch that could not be loaded for want of memory."""
         self._fail(self._fetches[key])
 
     def abort(self) -> None:
-        """The step failed: what it has not begun to load fails."""
+        """The step failed: end the fetches that it has not begun to load."""
         for fetch in list(self._fetches.values()):
             if fetch.state is FetchState.PLANNED:
                 self._fail(fetch)
 
     def poll(self) -> bool:
-        """Publishes what has arrived in the pool, so that it can be evicted; whether there was
-        any."""
+        """Publish fetches that have arrived in the pool, which makes them evictable. Return whether
+        there was one."""
         fetches = list(self._fetches.values())
         return any([self._publish_if_there(fetch) for fetch in fetches])
 
     def wait(self) -> None:
-        """Waits until a fetch can go on, but not long."""
+        """Wait until a fetch can continue, at most `MAX_WAIT_SECONDS` for a read."""
         for fetch in self._fetches.values():
             if fetch.state is FetchState.READING and not fetch.is_read:
                 wait(fetch.reads, MAX_WAIT_SECONDS)
@@ -275,13 +276,13 @@ class Fetches:
                 return
 
     def give_up_all(self) -> None:
-        """Ends all fetches. What is on its way into the pool arrives."""
+        """End all fetches; running copies into the pool are completed."""
         for fetch in list(self._fetches.values()):
             self._give_up(fetch)
 
     def _adopt(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> bool:
-        """Whether the pool has pages for a fetch of which all is in host memory: then it has a
-        lease on them. If not, there is no room, or more has to be read."""
+        """Lease pages of the pool for a fetch that is read. False: there is no room, or more has to
+        be read."""
         size, position = self._spec.block_size_tokens, fetch.position
         lease = self._cache.adopt(
             fetch.tokens, fetch.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
@@ -290,7 +291,7 @@ class Fetches:
             fetch.state = FetchState.LACKS_ROOM  # again later
             return False
         shared = lease.shared_tokens // size
-        if shared < fetch.first_block:  # the pool has evicted some of what it had: read that too
+        if shared < fetch.first_block:  # the pool has evicted some of its blocks: read these, too
             self._cache.release(lease)
             more = fetch.chain[shared : fetch.first_block]
             fetch.wanted[:0], fetch.first_block = more, shared
@@ -324,7 +325,7 @@ class Fetches:
         return True
 
     def _publish(self, fetch: Fetch) -> None:
-        """All is in the pool: from now on it is found there."""
+        """Make a fetch visible that has arrived in the pool."""
         with self._may_fail(fetch):
             self._cache.commit(fetch.lease, fetch.tokens, fetch.position, flush=True)
             if fetch.reservation is not None:
@@ -337,8 +338,8 @@ class Fetches:
 
     @contextmanager
     def _may_fail(self, fetch: Fetch) -> Iterator[None]:
-        """Around what a fetch needs: if it raises, the fetch has failed; for want of memory nothing
-        else has."""
+        """Context of a fetch's operations: an exception fails the fetch, and is swallowed if it is
+        a lack of memory."""
         try:
             yield
         except Exception as error:
@@ -348,8 +349,8 @@ class Fetches:
                 raise
 
     def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
-        """Ends a fetch of which nothing comes: its prompt is computed. retries_later: it is left
-        alone for a while."""
+        """End a fetch that failed: its prompt is computed. retries_later: not before
+        `RETRY_SECONDS`."""
         self._end(fetch, FetchState.FAILED)
         self.stats.fetches_failed += 1
         if retries_later:
@@ -358,7 +359,7 @@ class Fetches:
             self._unreadable_until = {**still, fetch.record.key: now + RETRY_SECONDS}
 
     def _give_up(self, fetch: Fetch) -> None:
-        """Ends a fetch that nobody wants. What is on its way into the pool arrives."""
+        """End a fetch that no request waits for; a running copy into the pool is completed."""
         if fetch.state is FetchState.LOADING:
             fetch.arrival.wait()
             self._publish(fetch)
@@ -372,7 +373,7 @@ class Fetches:
     def _end(self, fetch: Fetch, state: FetchState) -> None:
         fetch.state = state
         self.read_bytes -= fetch.read_bytes
-        fetch.reads, fetch.arrival = [], None  # the request may be held for long, not their bytes
+        fetch.reads, fetch.arrival = [], None  # requests may outlive the fetch, its bytes must not
         fetch.tier.unpin(fetch.record)
         del self._fetches[fetch.record.key]
         self._planned.pop(fetch.record.key, None)
@@ -380,7 +381,7 @@ class Fetches:
         if lease is not None:
             self._cache.release(lease)
 
-    # ---- what ranks agree on ----
+    # ---- agreement of ranks ----
 
     def _is_true_on_all(self, answer: bool) -> bool:
         return bool(self._agree_on_minimum(int(answer)))
@@ -391,7 +392,7 @@ class Fetches:
     # ---- moving bytes ----
 
     def _read(self, fetch: Fetch, records: list[Record]) -> None:
-        """Begins to read these, the first of what a fetch wants."""
+        """Start reading `records`, which come before the other records of a fetch."""
         fetch.reads = [fetch.tier.store.get(record) for record in records] + fetch.reads
         fetch.state = FetchState.READING
         num_bytes = _bytes_to_read(fetch, records)
@@ -399,7 +400,7 @@ class Fetches:
         self.read_bytes += num_bytes
 
     def _is_sound(self, fetch: Fetch) -> bool:
-        """Whether all could be read, undamaged; if not, the fetch has failed."""
+        """Whether all records could be read and none is damaged; if not, end the fetch."""
         failed = any(read.exception() for read in fetch.reads)
         is_sound = not failed and all(read.result() is not None for read in fetch.reads)
         if self._is_true_on_all(is_sound):
@@ -408,11 +409,11 @@ class Fetches:
             if not read.exception() and read.result() is None:  # damaged
                 fetch.tier.remove(record)  # and what follows it
                 break
-        self._fail(fetch, retries_later=failed)  # what is there may be read later
+        self._fail(fetch, retries_later=failed)  # unreadable records may be readable later
         return False
 
 
 def _bytes_to_read(fetch: Fetch, records: list[Record]) -> int:
     if fetch.tier.name == "host":
-        return 0  # it holds its own anyway
+        return 0  # they are in host memory already
     return sum(record.num_bytes for record in records)

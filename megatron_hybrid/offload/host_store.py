@@ -9,7 +9,7 @@ from megatron_hybrid.offload.tier import Record
 
 
 class HostStore:
-    """Records' pages by key. What is dropped is freed when nobody reads it any more."""
+    """Records' pages by key. Dropped pages are freed when nothing reads them any more."""
 
     def __init__(self):
         self._pages: dict[bytes, HostPages] = {}

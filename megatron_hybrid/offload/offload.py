@@ -1,7 +1,8 @@
-"""Offload: the memories below the pool, host memory and a disk, and the ways between them.
+"""Offload: the tiers below the pool, host memory and a disk, and the copies between them.
 
-Down: what the pool evicts is offered to the first tier, what that one refuses or evicts to the
-next; each takes it if it is worth more than what it would have to drop. Up: `fetch.py`.
+Down: items evicted from the pool are offered to the first tier, those that it refuses or evicts to
+the next one. A tier keeps an item that is worth more than the records it has to evict. Up: see
+`fetch.py`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _TIER_COUNTS = (
 
 
 class Offload:
-    """Moves what is cached between the pool and the tiers.
+    """Moves cached states and blocks between the pool and the tiers.
 
     Args:
         cache: the pool's bookkeeping.
         mover: of the pool's bytes.
-        host_bytes: of the host tier; 0: there is none.
+        host_bytes: capacity of the host tier; 0: there is none.
         disk: an opened folder; None: there is no disk tier.
-        disk_bytes: of the disk tier.
+        disk_bytes: capacity of the disk tier.
         agree_on_minimum: the smallest of the ranks' values (`ranks.py`).
     """
 
@@ -77,8 +78,8 @@ class Offload:
             self.tiers.insert(0, host)
         if self.tiers:
             cache.watch_evictions(self)
-        # The store's threads keep it alive, and with it the lock of its folder, which has to be
-        # released, too, where nobody closes the engine.
+        # The store's threads keep the store and the lock of its folder alive: release them even if
+        # nobody closes the engine.
         self._close_disk = weakref.finalize(self, disk.close_from_anywhere) if disk else None
 
     @property
@@ -87,7 +88,7 @@ class Offload:
         return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
 
     def counters(self) -> dict[str, int]:
-        """Counters since the start, and what the tiers hold now."""
+        """Counters since the start, and the present contents of the tiers."""
         self.poll()
         disk = self.disk
         held = {
@@ -102,7 +103,7 @@ class Offload:
         return {**asdict(self.fetches.stats), **held, **self._tier_counts()}
 
     def _tier_counts(self) -> dict[str, int]:
-        """What only grows in the tiers, since the start; also after `close`."""
+        """Counters of the tiers since the start; also after `close`."""
         counts = dict(self._closed_counts)
         for tier in self.tiers:
             counts[f"{tier.name}_records_evicted"] = tier.num_evicted
@@ -112,7 +113,7 @@ class Offload:
         return counts
 
     def clear(self) -> None:
-        """Forgets all that the tiers hold."""
+        """Remove all records of all tiers."""
         if self.disk is not None:
             self.disk.store.check_process()  # before anything is forgotten
         self.fetches.give_up_all()
@@ -122,7 +123,7 @@ class Offload:
             self.disk.capacity_bytes = self._disk_bytes  # it may have been full
 
     def close(self) -> None:
-        """Writes what is on its way to the disk; nothing is kept or fetched from now on."""
+        """Finish pending writes to the disk; from now on nothing is kept or fetched."""
         self.fetches.give_up_all()
         if self.disk is not None:
             self.disk.store.close()
@@ -132,15 +133,16 @@ class Offload:
         self.cache.watch_evictions(None)
 
     def poll(self) -> None:
-        """Notices what could not be written. Call it before each step."""
+        """Drop records that could not be written. Call it before each step."""
         disk = self.disk
         if disk is None:
             return
-        is_settled = not disk.store.waiting_bytes  # asked first: what waits may fail, too
+        is_settled = not disk.store.waiting_bytes  # read first: waiting writes may fail, too
         for record in disk.store.take_unwritten():
             disk.remove(record)
         if is_settled and disk.store.was_full():
-            # From now on a record must be worth more than what goes for it, as with any full tier.
+            # From now on a new record must be worth more than the evicted ones, as in any full
+            # tier.
             disk.capacity_bytes = min(disk.capacity_bytes, disk.used_bytes)
 
     # ---- down ----
@@ -152,19 +154,19 @@ class Offload:
                 self._offer_state(checkpoint, self.tiers)
 
     def on_evict_blocks(self, edge: Edge, end: int) -> None:
-        """The pool evicts KV that resumes by itself (`eviction.EvictionListener`)."""
+        """The pool evicts KV, in pure attention (`eviction.EvictionListener`)."""
         with self._optional():
             self._offer_blocks(edge, end, self.tiers)
 
     def _optional(self) -> AbstractContextManager[None]:
-        """Around what keeps something in a tier: without memory it is not kept, and counted."""
+        """Context of keeping an item in a tier: a lack of memory is only counted."""
         return optional_work(lambda error: self.tiers[0].note_lack_of_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
-        """Offers a stored state, with the KV before it, to tiers, until one takes it."""
+        """Offer a stored state, with the KV before it, to tiers, until one keeps it."""
         size, position = self.spec.block_size_tokens, checkpoint.position
         if position < size:
-            return  # less than a block is sooner computed
+            return  # computing less than a block is faster
         salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
         keys = self._keys.of(tokens, salt)
         full = position // size
@@ -182,8 +184,8 @@ class Offload:
                 break
 
     def _offer_blocks(self, edge: Edge, end: int, tiers: list[Tier]) -> None:
-        """Offers the KV of the full blocks of the first `end` tokens on the way to and along an
-        edge to tiers, until one takes it."""
+        """Offer the full blocks of KV of the prefix that ends at position `end` of an edge to
+        tiers, until one keeps them."""
         size = self.spec.block_size_tokens
         end = end // size * size
         if not end:
@@ -199,7 +201,7 @@ class Offload:
         self._keep_in(lower, record, HostSource(self.tiers[0].store, record.chain(), record))
 
     def _offer_of_disk(self, other: Tier, record: Record) -> None:
-        """Offers a record of the disk tier to that of another folder; not what is damaged."""
+        """Offer a record of the disk tier to that of another folder, unless it is damaged."""
         store = self.disk.store
         chain = [*record.chain(), record] if record.is_state else record.chain()
         reads = [None if each.key in other else store.get(each) for each in chain]
@@ -217,20 +219,20 @@ class Offload:
             uses=record.uses,
         )
 
-    # ---- all of it ----
+    # ---- everything ----
 
     def save_to(self, tier: Tier) -> None:
-        """Copies all that is cached to a disk tier, as long as there is room: what is in the pool,
-        the most valuable first, then in host memory, then on the own disk. Ctrl-C comes between two
-        of them.
+        """Copy everything cached to a disk tier, as far as there is room: from the pool, the most
+        valuable first, then from host memory, then from the own disk. Ctrl-C takes effect between
+        two records.
 
         Raises:
-            OSError: writing failed, or reading the own disk.
+            OSError: writing failed, or reading from the own disk.
         """
         tier.store.recover()
         with interrupts_wait():
             self.poll()
-            if tier is self.disk:  # there may be space again
+            if tier is self.disk:  # the disk may have space again
                 room = tier.used_bytes + tier.store.free_bytes()
                 tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
@@ -281,7 +283,7 @@ class HostSource:
 
 
 class ReadSource:
-    """Bytes of a record that were read, behind those of the blocks before it (`tier.Source`)."""
+    """Bytes of a record read from disk, after those of the blocks before it (`tier.Source`)."""
 
     def __init__(self, pages: list[HostPages | None]):
         self._pages = pages
@@ -294,7 +296,7 @@ class ReadSource:
 
 
 def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: int | None) -> None:
-    """Raises ValueError if a tier is too small to be of any use; None: there is no disk."""
+    """Raises ValueError if a tier is too small for one block. disk_cache_bytes None: no disk."""
     least = least_capacity_bytes(spec)
     for name, capacity, source in (
         ("host_cache_bytes", host_cache_bytes, "host_cache_bytes"),
@@ -311,8 +313,8 @@ def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: i
 def disk_tier(
     store: DiskStore, spec: CacheSpec, capacity_bytes: int, *, shrinks: bool = True
 ) -> Tier:
-    """A tier with what a folder holds. If that is more than `capacity_bytes` the least valuable
-    goes, or, without `shrinks`, the tier is as large as what is there."""
+    """A tier with the records of a folder. If they take more than `capacity_bytes`, the least
+    valuable are evicted, or, without `shrinks`, the tier is as large as its records."""
     try:
         found = store.load()
         if not shrinks:
@@ -322,6 +324,6 @@ def disk_tier(
         tier.load(found)
         store.shrink(capacity_bytes)
     except BaseException:
-        store.close()  # or nobody could open the folder again
+        store.close()  # else nobody could open the folder again
         raise
     return tier

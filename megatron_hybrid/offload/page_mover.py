@@ -1,8 +1,8 @@
-"""Pages between the pool and host memory, beside the steps of the model.
+"""PageMover: copies pages between the pool and host memory, concurrently with the model's steps.
 
-On a CUDA device what leaves is first gathered on the device, in the order of the steps' own work,
-so that the pages may be written again at once; the way to pinned host memory and back runs on a
-stream of its own. Elsewhere both are plain copies.
+On a CUDA device outgoing pages are first gathered on the device, on the steps' own stream, so that
+they may be overwritten at once; copies to pinned host memory and back run on a stream of their own.
+Elsewhere both are plain copies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class HostPages:
     data: Tensor
     """uint8 [n, page_bytes]."""
     arrived: torch.cuda.Event | None = None
-    """Set while they are on their way; None: they are there."""
+    """Set while they are being copied; None: they have arrived."""
 
     def numpy(self) -> np.ndarray:
-        """uint8 [n, page_bytes], once they have arrived. Any thread may ask."""
+        """uint8 [n, page_bytes]; waits until they have arrived. Thread-safe."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.data.numpy()
@@ -47,10 +47,10 @@ class PageMover:
         return ids.to(self._pool.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:
-        """Copies of the pages of each list (int32 [n]); the pages may change at once."""
+        """Copy the pages of each list (int32 [n]); the pages may be overwritten at once."""
         if not page_lists:
             return []
-        # Each by itself: a record that goes must not wait for others to free its bytes.
+        # A tensor per list: an evicted record frees its bytes without waiting for others.
         if not self._on_cuda:
             copies = [self._pool.index_select(0, self._ids(pages)) for pages in page_lists]
             return [HostPages(data) for data in copies]
@@ -68,11 +68,11 @@ class PageMover:
         return [HostPages(data, arrived) for data in parts]
 
     def to_pool(self, page_lists: list[np.ndarray], sources: list[HostPages]) -> Arrival:
-        """Writes `sources` into the pages of each list; until the arrival they are nobody else's.
-        If it raises, nothing is on its way."""
+        """Write `sources` into the pages of each list, which nobody else may use until the arrival.
+        If it raises, no copy is running."""
         arrival = Arrival(sources)
         if self._on_cuda:
-            # The pages may be new: what the steps before still read of them comes first.
+            # The pages may be reused: earlier steps read them first.
             self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
             try:
                 with torch.cuda.stream(self._stream):
@@ -92,16 +92,16 @@ class PageMover:
 
 @dataclass
 class Arrival:
-    """Pages on their way into the pool."""
+    """A copy of pages into the pool."""
 
     sources: list[HostPages]
-    """Held until they have arrived."""
+    """Kept alive until they have arrived."""
     event: torch.cuda.Event | None = None
 
     def is_done(self) -> bool:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Returns when they are there."""
+        """Return when they have arrived."""
         if self.event is not None:
             self.event.synchronize()

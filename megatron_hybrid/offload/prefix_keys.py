@@ -1,8 +1,8 @@
-"""Names for what a prefix leaves behind, for memories that keep no tokens.
+"""PrefixKeys: keys of blocks and states, for memories that keep no tokens.
 
-The key of a full block is a hash of the salt and of all tokens up to the block's end; that of a
-state also of the tokens behind the last full block. 256 bits of BLAKE2b: two prefixes with one key
-are as good as impossible, also for somebody who looks for them.
+The key of a full block is a hash of the salt and all tokens up to the block's end, that of a state
+also of the tokens behind the last full block: 256 bits of BLAKE2b, so that nobody can find two
+prefixes with one key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_RECENT = 8
 
 
 class PrefixKeys:
-    """Keys of the prefixes of one token sequence, computed as far as they are asked for.
+    """Keys of the prefixes of one token sequence, computed on demand.
 
     Args:
         tokens: int32 [L].
@@ -41,11 +41,11 @@ class PrefixKeys:
         return np.frombuffer(self._bytes, dtype="<i4")
 
     def take_over(self, other: PrefixKeys, num_tokens: int) -> None:
-        """What is known of another sequence, with which this one has num_tokens in common."""
+        """Take the keys of another sequence with the same first num_tokens tokens."""
         self._chain = other._chain[: 1 + 4 * num_tokens // self._block_bytes]
 
     def block(self, index: int) -> bytes:
-        """Key of block `index`, which must be full: of the first (index + 1) * B tokens."""
+        """Key of block `index`, which must be full: hash of the first (index + 1) * B tokens."""
         chain, size = self._chain, self._block_bytes
         while len(chain) <= index + 1:
             start = (len(chain) - 1) * size
@@ -70,8 +70,7 @@ class PrefixKeys:
 
 
 class RecentKeys:
-    """Remembers the keys of the sequences that were asked for last: those of one conversation come
-    one after another, and what they have in common is hashed once.
+    """Keys of the last few sequences: the common prefix of a conversation's turns is hashed once.
 
     Args:
         block_size_tokens: B.
@@ -102,5 +101,5 @@ class RecentKeys:
 
 
 def _bytes_of(salt: str) -> bytes:
-    """Different for different strings, also for those that are no valid Unicode (JSON has some)."""
+    """Bytes of a string, also of one that is no valid Unicode (JSON has some)."""
     return salt.encode("utf-8", "surrogatepass")

@@ -1,13 +1,13 @@
-"""Tier: what a memory below the pool (host memory, a disk) holds, and what goes first there.
+"""Tier: the contents of one memory below the pool (host memory, a disk), and its eviction.
 
 It keeps records: the KV of one full block, or a state with the rows of its own partial block. A
-record's parent is the block before it, so a tier is a forest, and what is reached in it can be used
-without the pool: all blocks in front of a record are there too.
+record's parent is the block before it, so a tier is a forest, and each record can be used without
+the pool: all blocks before it are in the tier, too.
 
-What goes first: a record that no other one needs, by Greedy-Dual-Size-Frequency (Cherkasova 1998):
-priority = clock + uses x work that it saves / bytes that go with it, where the clock is the
-priority of the last one that went, and goes on with what is refused. Static keys, so an eviction is
-a heap operation. The bytes themselves are the store's.
+Records without children are evicted by Greedy-Dual-Size-Frequency (Cherkasova 1998): priority =
+clock + uses x saved work / freed bytes, where the clock is the priority of the last evicted record
+and also advances with each refused one. Priorities are static, so an eviction is a heap operation.
+The bytes are in the tier's store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_hybrid.offload.prefix_keys import PrefixKeys
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
-"""After reading or writing failed, it is left alone for so long."""
+"""Pause after a read or a write that failed."""
 
 
 class Record:
@@ -50,12 +50,12 @@ class Record:
         self, key: bytes, parent: Record | None, position: int, num_bytes: int, is_state: bool
     ):
         self.key = key
-        self.parent = parent  # the block before it; None: it is the first
+        self.parent = parent  # the block before it; None: it is the first block
         self.position = position  # tokens up to its end
         self.num_bytes = num_bytes
         self.is_state = is_state
         self.saved_work = 0.0  # work to be done again without it (`CacheSpec.work`)
-        self.cost_bytes = num_bytes  # its own, and those of the blocks that came with it
+        self.cost_bytes = num_bytes  # its own, and of the blocks that were kept with it
         self.uses = 1
         self.priority = 0.0
         self.num_children = 0
@@ -64,7 +64,7 @@ class Record:
         self.queued: Key | None = None
 
     def chain(self) -> list[Record]:
-        """The blocks that lead to it, first to last, itself too if it is one."""
+        """The blocks from the first one to it, itself included if it is a block."""
         found = []
         record = self.parent if self.is_state else self
         while record is not None:
@@ -74,23 +74,23 @@ class Record:
 
 
 class RecordStore(Protocol):
-    """Where the bytes of a tier are. `data` is whatever the store takes and gives."""
+    """The bytes of a tier. The type of `data` is the store's own."""
 
     def accepts(self) -> bool:
-        """Whether it takes more now (a writer that cannot keep up does not)."""
+        """Whether it takes more now (not if its writer cannot keep up)."""
 
     def put(self, record: Record, data: Any) -> None:
         """Keep a record's bytes."""
 
     def get(self, record: Record) -> Any:
-        """A record's bytes, or the promise of them."""
+        """A record's bytes, or a future of them."""
 
     def drop(self, record: Record) -> None:
         """Forget a record's bytes."""
 
 
 class Source(Protocol):
-    """Where the bytes of a state or of blocks come from."""
+    """The bytes of a state or of blocks, to be copied into a tier."""
 
     def blocks(self, indices: list[int]) -> Iterable[Any]:
         """Data of these blocks."""
@@ -104,7 +104,7 @@ class Tier:
 
     Args:
         name: "host" or "disk", for messages and counters.
-        spec: sizes.
+        spec: of the pool.
         capacity_bytes: most bytes of all records together.
         store: holds their bytes.
         on_evict: called with each record before it is evicted.
@@ -124,7 +124,7 @@ class Tier:
         self.used_bytes = 0
         self.num_states = self.num_evicted = 0
         self.num_without_memory = 0
-        """Times that the bytes to be kept found no memory."""
+        """How often a copy found no memory."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
         self._on_evict = on_evict
@@ -146,12 +146,12 @@ class Tier:
         return self.num_records - self.num_states
 
     def records(self) -> list[Record]:
-        """All records, in the order in which they came."""
+        """All records, in the order of their arrival."""
         return list(self._records.values())
 
     def find(self, keys: PrefixKeys) -> Record | None:
-        """The deepest record that a prompt with these keys can go on from: a state, or where KV
-        alone resumes a block. None: there is none."""
+        """The deepest record that a prompt with these keys can resume from: a state, in pure
+        attention a block. None: there is none."""
         found = None
         for index in range(keys.num_tokens // self._spec.block_size_tokens):
             record = self._records.get(keys.block(index))
@@ -181,17 +181,17 @@ class Tier:
         saved_work: float = 0.0,
         uses: int = 1,
     ) -> bool:
-        """Take in a state, or blocks of KV, if they are worth more than what has to go for them.
+        """Keep a state, or blocks of KV, if they are worth more than the records evicted for them.
 
         Args:
-            blocks: keys of all full blocks up to there; those that are here are not copied again.
-            source: gives the bytes of what is missing.
+            blocks: keys of all full blocks up to there; present ones are not copied again.
+            source: of the missing bytes.
             state: key of the state after `position` tokens; None: only the blocks.
             saved_work: work to be done again without the state (`CacheSpec.work`).
-            uses: how often it was of use, this time included.
+            uses: of the state, this one included.
         Returns:
-            Whether all of it is here now. Also False when the source finds no memory for its copies
-            (`optional_work`): that must cost no request.
+            Whether all of it is in the tier now. False also when the source finds no memory for its
+            copies (`optional_work`), which must fail no request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:
@@ -210,14 +210,14 @@ class Tier:
         else:
             cost += state_record_pages(spec, position) * spec.page_bytes
         if known * self._block_bytes + cost > self.capacity_bytes:
-            return False  # not even alone with the blocks that lead to it
+            return False  # not even alone with the blocks before it
         joint = last = self._records[blocks[known - 1]] if known else None
         if joint is not None:
             joint.pins += 1
         try:
             value = uses * saved_work / max(1, cost)
             if not self._make_room(cost, value):
-                # As if it had come and gone: what nobody returns to must not keep others out.
+                # As if it had been kept and evicted: else unused records would stay for ever.
                 self._clock += value * cost / self.capacity_bytes
                 return False
             data = None
@@ -239,7 +239,7 @@ class Tier:
                     record = Record(state, last, position, num_bytes, is_state=True)
                     record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
                     self.add(record, state_data)
-            except BaseException:  # of the store: blocks that lead nowhere would never go
+            except BaseException:  # blocks without a state behind them would never be evicted
                 for each in reversed(added):
                     self._forget(each)
                 raise
@@ -264,9 +264,9 @@ class Tier:
         self._queue.add(record)
 
     def load(self, found: list[tuple[Record, bytes | None]]) -> None:
-        """Enter records whose bytes the store has, each with its parent's key, parents first. What
-        follows a missing one is dropped, and so are blocks that lead nowhere; if there is less room
-        than they take, the least valuable go."""
+        """Enter records whose bytes the store has, each with its parent's key, parents first. Drops
+        descendants of missing records, and blocks that no state needs; then the least valuable
+        until the rest fits."""
         for record, parent in found:
             if parent is not None and parent not in self._records:
                 self.store.drop(record)
@@ -280,19 +280,19 @@ class Tier:
         self._make_room(0, float("inf"))
 
     def count_use(self, record: Record) -> None:
-        """A prompt goes on from this record."""
+        """A prompt resumes from this record."""
         record.uses += 1
         for each in [record] if self._spec.needs_state else record.chain():
             self._prioritise(each)
 
     def remove(self, record: Record) -> None:
-        """Forget a record, all that follows it, and blocks in front that lead nowhere any more.
-        Nothing happens if it has gone, also if its key has come again since."""
+        """Remove a record, its descendants, and the blocks before it that no state needs any more.
+        No effect if it was removed before, even if its key was kept again since."""
         if not self._holds(record):
             return
         doomed = {id(record)}
         removed = [record]
-        if record.num_children:  # only a damaged one: children come after their parents
+        if record.num_children:  # of a damaged one; children come after their parents
             for other in self._records.values():
                 if id(other.parent) in doomed:
                     doomed.add(id(other))
@@ -314,7 +314,7 @@ class Tier:
         self._queue.clear()
 
     def pin(self, record: Record) -> None:
-        """Keep a record, and so all that leads to it, until `unpin`."""
+        """Keep a record, and so the blocks before it, until `unpin`."""
         record.pins += 1
 
     def unpin(self, record: Record) -> None:
@@ -330,7 +330,8 @@ class Tier:
     # ---- within ----
 
     def note_lack_of_memory(self, error: Exception) -> None:
-        """What leaves the memory above is not kept here for want of memory to copy it."""
+        """Something evicted from the memory above is not kept here, for lack of memory to copy
+        it."""
         self.num_without_memory += 1
         if self.num_without_memory == 1:
             logger.warning(
@@ -349,7 +350,7 @@ class Tier:
         if record.num_children or record.pins or not self._holds(record):
             return None
         if self._spec.needs_state and not record.is_state:
-            return None  # it goes with the last state behind it
+            return None  # it is evicted with the last state behind it
         return 0, record.priority, record.position
 
     def _prioritise(self, record: Record) -> None:
@@ -357,8 +358,8 @@ class Tier:
         record.priority = self._clock + record.uses * saved
 
     def _make_room(self, num_bytes: int, value: float) -> bool:
-        """Room for so many more bytes, if each record that has to go for it is worth less per byte
-        than `value`; if not, none goes."""
+        """Make room for num_bytes more bytes if each record to evict is worth less per byte than
+        `value`; else evict none."""
         missing = self.used_bytes + num_bytes - self.capacity_bytes
         going: list[Record] = []
         clock = self._clock
@@ -386,7 +387,7 @@ class Tier:
         return True
 
     def _uncount(self, record: Record) -> int:
-        """Counts a record as gone from what leads to it; bytes that are free without it."""
+        """Uncount a record in its ancestors. Returns the bytes that its eviction frees."""
         freed, parent = record.num_bytes, record.parent
         while parent is not None:
             parent.num_children -= 1
@@ -400,7 +401,7 @@ class Tier:
         return freed
 
     def _recount(self, record: Record) -> None:
-        """Undoes the last `_uncount`."""
+        """Undo the last `_uncount`."""
         parent = record.parent
         while parent is not None:
             parent.num_children += 1
@@ -423,7 +424,7 @@ class Tier:
 
 
 def state_record_pages(spec: CacheSpec, position: int) -> int:
-    """Pages of a state's record: its own, its local blocks, and the KV of its partial block."""
+    """Pages of a state's record: the state, its local blocks, and the KV of its partial block."""
     pages = spec.checkpoint_pages
     for group in spec.local_groups:
         blocks = spec.local_blocks(group, position)
@@ -434,7 +435,7 @@ def state_record_pages(spec: CacheSpec, position: int) -> int:
 
 
 def least_capacity_bytes(spec: CacheSpec) -> int:
-    """Bytes that a tier needs to be of any use: one block, and the state at its end."""
+    """Least useful capacity of a tier: one block, and the state at its end."""
     pages = spec.kv_pages_per_block
     if spec.needs_state:
         pages += state_record_pages(spec, spec.block_size_tokens)
