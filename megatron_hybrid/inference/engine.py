@@ -286,11 +286,12 @@ class DynamicInferenceEngine:
     def _step(self) -> None:
         self._check_weights()
         self.offload.poll()
+        had_fetches = self.offload.fetches.is_busy
         plan = self.scheduler.schedule()
         if not plan:
             if self.offload.fetches.is_busy:
                 self.offload.fetches.wait()
-            elif self.scheduler.waiting:
+            elif self.scheduler.waiting and not had_fetches:  # else they may have held the room
                 raise RuntimeError(
                     f"{len(self.scheduler.waiting)} requests wait and none can run: this is a bug "
                     "in the scheduler, please report it"
@@ -435,7 +436,7 @@ class DynamicInferenceEngine:
     def _cancel_abandoned(self) -> None:
         """Ends what nobody waits for any more."""
         while self._abandoned:
-            self.cancel(self._abandoned.popleft())
+            self._cancel(self._abandoned.popleft())
 
     @exclusive
     @interrupts_wait()
@@ -447,6 +448,7 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: another engine's request; nothing has changed.
             TypeError: it is no request.
+            RuntimeError: a step of this engine is running; nothing has changed.
         """
         if not isinstance(request, Request):
             raise TypeError(
@@ -454,6 +456,14 @@ class DynamicInferenceEngine:
             )
         if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
+        if self._is_stepping:
+            raise EngineBusyError(
+                "a step of this engine is running, and this call was made inside it: cancel the "
+                "request when step() has returned"
+            )
+        self._cancel(request)
+
+    def _cancel(self, request: Request) -> None:
         with ExitStack() as ends:  # all of them, whatever one raises
             ends.callback(self._move)
             for sample_ in reversed(request.samples or [request]):

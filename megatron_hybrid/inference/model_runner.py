@@ -99,6 +99,7 @@ class ModelRunner:
         self.memory.unpark(parked, blocks, local, unpark.first_block, unpark.slot)
 
     def _restore(self, restore: Restore) -> None:
+        self._parked.pop(restore.request_id, None)  # a failed step's: it starts from the cache
         if restore.source_slot is not None:
             self.memory.copy_slot(restore.source_slot, restore.slot)
         elif restore.checkpoint_pages is not None:

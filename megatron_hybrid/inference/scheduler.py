@@ -151,6 +151,8 @@ class Scheduler:
                 continue  # what has arrived can be evicted now
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
+            # Admissions come last and find their room: what is yet to be restored loses none.
+            assert victim not in draft.restores
             if closing:
                 draft.drop(victim)
                 self._retire(victim)  # answered: it only wants its last state kept
@@ -357,10 +359,7 @@ class Scheduler:
                     raise MemoryError(result.unrestored[request.request_id])
             draft.drop(request)
             self._end_lease(request)
-            if request.done:
-                request.status = RequestStatus.FINISHED
-            else:
-                self._requeue(request)
+            self._requeue(request)
 
     def _publish(
         self, request: Request, reservations: list[Reservation], result: StepResult
@@ -417,21 +416,15 @@ class Scheduler:
         """A step failed, anywhere between its plan and its samples. What it had not yet filed does
         not count: pages and live slots may be half written. All running requests go back to the
         queue and start from what is cached."""
-        failed, drops = self._draft, self._next.drops
-        for request in failed.parks:
-            request.parked_tokens = 0
-        # Of those that were to be parked or to come back the bytes may be there, or not.
-        unparked = [r for r, restore in failed.restores.items() if isinstance(restore, Unpark)]
-        drops += failed.drops + [request.request_id for request in (*failed.parks, *unparked)]
-        self._draft, self._next = StepDraft(), StepDraft(drops=drops)
+        for request in self._draft.parks:
+            request.parked_tokens = 0  # the runner may have its bytes, or not
+        self._next = StepDraft(drops=self._draft.drops + self._next.drops)
+        self._draft = StepDraft()
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
         for request in running:
-            if request.done:
-                request.status = RequestStatus.FINISHED
-            else:
-                self._requeue(request)
+            self._requeue(request)
         for lease in leases:
             self.cache.release(lease)
 
@@ -440,7 +433,7 @@ class Scheduler:
         self.retire_closing()
         self.abort()
         for request in self.waiting:
-            self._drop_parked(request)
+            request.parked_tokens = 0
             if not request.num_generated:
                 request.prompt_log_probs = []
 
@@ -455,12 +448,12 @@ class Scheduler:
         """Takes the request out; what it computed stays cached, with its last state if that is
         worth its room."""
         self.waiting.pop(request, None)
-        self._drop_parked(request)
         try:
             if request.fetch is not None:
                 self.fetches.leave(request.fetch)
         finally:
             if request.lease is None:
+                self._next.drops.append(request.request_id)
                 request.status = RequestStatus.FINISHED
             else:
                 request.status = RequestStatus.CLOSING
@@ -492,7 +485,6 @@ class Scheduler:
     def retire_closing(self) -> None:
         """Ends them as they are."""
         for request in self.closing:
-            self._next.drop(request)
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
@@ -529,34 +521,26 @@ class Scheduler:
 
     def _preempt(self, draft: StepDraft, request: Request) -> None:
         """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
-        goes on where it was. Without memory for them, or where they are not there yet, it starts
-        from what is cached."""
+        goes on where it was. Without memory for them it starts from what is cached."""
         self.num_preemptions += 1
-        restore, lease, done = draft.restores.get(request), request.lease, request.num_computed
         draft.drop(request)
+        lease, done = request.lease, request.num_computed
         # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
-        if isinstance(restore, Unpark):
-            request.parked_tokens, request.lease_before = done, lease  # it stays parked
-        elif restore is None and 0 < done < request.num_tokens:
+        if 0 < done < request.num_tokens:
             request.parked_tokens, request.lease_before = done, lease
             draft.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
         try:
-            if restore is None:
-                self._give_up_lease(request)
-            else:
-                self._end_lease(request)
+            self._give_up_lease(request)
         finally:
             self._requeue(request)
 
-    def _drop_parked(self, request: Request) -> None:
-        """Its parked bytes, if there are any, are not wanted any more."""
-        if request.parked_tokens:
-            self._next.drops.append(request.request_id)
-        request.parked_tokens, request.lease_before = 0, None
-
     def _requeue(self, request: Request) -> None:
-        request.status = RequestStatus.WAITING
-        self._put_first(request)
+        """Puts a request that lost its slot first in line, or ends it where it is answered."""
+        if request.done:
+            request.status = RequestStatus.FINISHED
+        else:
+            request.status = RequestStatus.WAITING
+            self._put_first(request)
 
     def _put_first(self, request: Request) -> None:
         self.waiting[request] = None

@@ -116,7 +116,7 @@ class StepPlan:
 
     number: int = 0
     drops: list[int] = field(default_factory=list)
-    """Request ids whose parked bytes nobody wants any more."""
+    """Ids of requests that ended while they waited, maybe parked."""
     parks: list[Park] = field(default_factory=list)
     loads: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
     """By the key of a fetch: pages for each of its records, int32 [n]. Others see them once the

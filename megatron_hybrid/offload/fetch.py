@@ -101,7 +101,7 @@ class Fetch:
 
     @property
     def is_coming(self) -> bool:
-        """Whether the pool has pages for it, in which it arrives without fail."""
+        """Whether it has pages of the pool."""
         return self.state in (FetchState.PLANNED, FetchState.LOADING)
 
     @property
@@ -225,7 +225,8 @@ class Fetches:
         `PrefixCache.acquire`)."""
         if fetch.is_coming:
             self._publish_if_there(fetch)
-        if fetch.lease is not None or not self._is_true_on_all(fetch.is_read):
+            return
+        if not self._is_true_on_all(fetch.is_read):
             return
         with self._may_fail(fetch):
             if self._is_sound(fetch) and self._adopt(fetch, capacity_tokens, chunk_tokens):

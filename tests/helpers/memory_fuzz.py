@@ -30,6 +30,7 @@ CONFIGURATIONS = {
         {"cache_bytes": 120 << 10, "host_cache_bytes": 1 << 20, "state_encoding": "int8"},
     ),
     "hybrid, short of pages": ("M*-", {"cache_bytes": 60 << 10}),
+    "hybrid, preempting": ("M*-", {"cache_bytes": 40 << 10}),
     "full attention, host memory": (
         "*-",
         {"cache_bytes": 60 << 10, "host_cache_bytes": 200 << 10},

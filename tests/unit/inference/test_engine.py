@@ -29,6 +29,7 @@ from scripted import ByteTokenizer
 from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.exclusive import EngineBusyError
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
@@ -564,6 +565,48 @@ def test_the_next_turn_resumes_where_an_answer_was_cancelled(answered):
     # The last token was drawn and not computed: the state lies before it.
     assert later.report.skipped_tokens == 40 + answered - 1
     assert is_greedy(MODEL, next_turn, later.generated_tokens)
+    assert_idle(engine)
+
+
+def test_parked_bytes_of_a_failed_step_go_when_the_request_starts_again():
+    engine = small_pool_engine("restore")
+    requests = [engine.add_request(random_tokens(20, seed=s), greedy(40)) for s in range(4)]
+    forward = engine.runner.forward
+
+    def failing(plan):
+        if plan.parks:
+            engine.runner.forward = forward
+            raise InjectedError
+        return forward(plan)
+
+    engine.runner.forward = failing
+    with pytest.raises(InjectedError):
+        while engine.has_work:
+            engine.step()
+    assert engine.stats()["parked_bytes"] > 0
+    assert not any(request.parked_tokens for request in requests)
+    finish(engine, *requests)
+    assert engine.stats()["parked_bytes"] == 0
+    for request, seed in zip(requests, range(4)):
+        assert is_greedy(MODEL, random_tokens(20, seed=seed), request.generated_tokens)
+    assert_idle(engine)
+
+
+def test_a_request_is_not_cancelled_inside_a_step():
+    engine = tiny_engine(MODEL)
+    one, other = (engine.add_request(random_tokens(20, seed=s), greedy(5)) for s in range(2))
+    append, refused = engine.output.append, []
+
+    def cancelling(request, sampled):
+        if request is one:
+            with pytest.raises(EngineBusyError, match="when step"):
+                engine.cancel(other)
+            refused.append(request)
+        return append(request, sampled)
+
+    engine.output.append = cancelling
+    finish(engine, one, other)
+    assert len(refused) == 5 and other.num_generated == 5
     assert_idle(engine)
 
 

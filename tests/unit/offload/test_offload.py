@@ -510,6 +510,39 @@ def test_queued_prompts_do_not_push_out_each_other(monkeypatch, slots, in_pool, 
     engine.check_integrity()
 
 
+def test_a_fetch_that_arrives_while_its_step_is_planned_fails_no_step(monkeypatch):
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    prompt = random_tokens(100)
+    answer(engine, prompt)
+    empty_pool(engine)
+    asked = []
+    monkeypatch.setattr(Arrival, "is_done", lambda self: asked.append(self) or len(asked) > 1)
+    request = engine.add_request(prompt, greedy(6))
+    while not request.closed:
+        engine.step()
+    assert request.result().prefix.fetched_tokens == 100 and len(asked) > 1
+
+
+@pytest.mark.parametrize("pattern", ["*-", "MG*-"])
+@pytest.mark.parametrize("lengths", [(20, 33), (40, 64), (70, 81)])
+def test_a_request_waits_for_the_pages_of_a_fetch_behind_it(pattern, lengths):
+    """The pool has just the pages that two fetches take, and requests need one or two more."""
+    model = tiny_model(pattern)
+    spec = tiny_engine(model).cache.spec
+    blocks = sum(spec.num_blocks(length) for length in lengths)
+    least = 1 + blocks * sum(spec.pages_per_block) + 2 * spec.checkpoint_pages
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    for pages in range(least - 2, least + 4):
+        engine = tiny_engine(model, cache_bytes=pages * spec.page_bytes, host_cache_bytes=64 << 20)
+        if not engine.cache.fits(max(lengths) + 3):
+            continue
+        expected = [answer(engine, prompt).generated_tokens for prompt in prompts]
+        empty_pool(engine)
+        results = engine.generate(prompts, greedy(6))
+        assert [result.generated_tokens for result in results] == expected
+        engine.check_integrity()
+
+
 def test_a_fetch_is_an_entry_of_the_plan():
     """Its pages are written when the plan is run, and nobody else's until it has arrived."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
