@@ -1,4 +1,4 @@
-"""Tensor functions of the mixers: they know sequences and states, but no request and no cache.
+"""Tensor functions of the mixers. They know sequences and states, no request and no cache.
 
 Shape letters, used as suffixes of tensor names in this package:
 
@@ -12,8 +12,8 @@ Shape letters, used as suffixes of tensor names in this package:
 In attention, `b` counts sequences of one length, `s` query rows, `t` key rows, and `q` the query
 rows of all heads of a key/value head.
 
-Each op has a folder: the function and its contract in `__init__.py`, `reference.py`, and a file for
-each faster backend. `dispatch.py` chooses among them.
+Each op has a folder: the function and its contract in `__init__.py`, `reference.py`, and one file
+per faster backend. `dispatch.py` chooses among them.
 
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """

@@ -35,7 +35,7 @@ def check_rows(name: str, x: torch.Tensor, layout: RaggedLayout) -> None:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """float32, or float64 for float64 inputs (which only checks of gradients use)."""
+    """float32, or float64 for float64 inputs (used only to check gradients)."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -46,7 +46,7 @@ def states_or_zeros(
     meaning: str,
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """The states to start from in the compute dtype of `like`, zeros for None.
+    """The initial states in the compute dtype of `like`, zeros for None.
 
     Raises:
         TypeError: the states are float16 or not floating-point.
@@ -68,7 +68,7 @@ def states_or_zeros(
 
 
 def without_autocast(op):
-    """Run `op` outside autocast, which would turn its fp32 matmuls into bf16 ones."""
+    """Run `op` outside autocast, which would run its fp32 matmuls in bf16."""
 
     @functools.wraps(op)
     def wrapper(*args, **kwargs):
@@ -82,7 +82,8 @@ def without_autocast(op):
 
 
 def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """`x_T[first:end]`; the whole tensor as it is, whose slice would cost a copy in backward."""
+    """`x_T[first:end]`; the tensor itself if that is all of it: a slice costs a copy in
+    backward."""
     return x_T if (first, end) == (0, len(x_T)) else x_T[first:end]
 
 
@@ -94,5 +95,5 @@ def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 
 
 def join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat` along the rows that copies nothing where there is but one part."""
+    """`torch.cat` along the rows, without a copy of a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""The chunks of a ragged batch: laying tokens out on them, and carrying states through them."""
+"""ChunkGrid: tokens of a ragged batch laid out in chunks, and states carried through these."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ChunkGrid:
     """Chunks of the sequences behind the leading steps of a layout.
 
     The grid is anchored at absolute position 0: the token at position t sits in row
-    `t % chunk_size` of its chunk, whichever call computes it. A sequence that starts inside a
-    chunk leaves the rows before it empty; empty rows hold zeros, which change no state (decay 1,
-    input 0). The S chunks lie sequence by sequence.
+    `t % chunk_size` of its chunk in every call. A sequence that starts inside a chunk leaves the
+    rows before it empty; empty rows hold zeros, which change no state (decay 1, input 0). The S
+    chunks are ordered by sequence.
     """
 
     @classmethod
     def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> ChunkGrid:
-        """The one of a layout, made once per chunk size and device and kept with it."""
+        """The grid of a layout, made once per chunk size and device and cached in the layout."""
         return layout.cached(
             ("chunk_grid", chunk_size, torch.device(device)),
             lambda: cls(layout, chunk_size, device),
@@ -117,8 +117,8 @@ class ChunkGrid:
     def capture_decays(
         self, cum_SHL: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decays up to each captured row: of the chunk's start state `[n, H, 1]`, and of what its
-        rows added `[n, H, L]`, 0 for the rows behind the captured one.
+        """Decays up to each captured row: of the chunk's start state `[n, H, 1]`, and of the
+        contributions of its rows `[n, H, L]`, 0 for the rows behind the captured one.
 
         `cum_SHL` is the float64 running sum of log decays in each chunk. Dimensions behind L are
         carried along.

@@ -1,4 +1,4 @@
-"""Which backend serves an op: the first one by priority that can. The reference always can."""
+"""Dispatch: the first backend by priority that can serve an op; the reference always can."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Backend:
     priority: int
     """The backend of the highest priority is asked first."""
     missing: str | None = None
-    """Why it can serve nothing in this process, such as a library that is not installed."""
+    """Why it is unusable in this process, such as a library that is not installed."""
 
 
 class Op:
@@ -39,7 +39,7 @@ class Op:
 
     Args:
         name: of the public function.
-        reference: serves all inputs, and is what the other backends are tested against.
+        reference: serves all inputs; the other backends are tested against it.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
@@ -76,10 +76,8 @@ class Op:
         return self.reference(*inputs)
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
-        """Each backend by priority, and why it cannot serve; None where it can.
-
-        Without inputs, what holds for all inputs.
-        """
+        """Each backend by priority, and why it cannot serve these inputs (any inputs, if none are
+        given); None where it can."""
         reasons = {}
         for backend in self.backends:
             reasons[backend.name] = backend.missing

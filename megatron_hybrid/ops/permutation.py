@@ -1,4 +1,4 @@
-"""Reordering rows, and back, with gradients that are gathers too."""
+"""Permutation of rows and its inverse, both with gathers as gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Permutation:
 
 
 class _Reorder(torch.autograd.Function):
-    """`x[order]` for a permutation: its gradient is a gather too, not a sum into zeros."""
+    """`x[order]` for a permutation: its gradient is a gather, not a sum into zeros."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):

@@ -1,4 +1,4 @@
-"""How the sequences of one call lie one behind the other in flat tensors."""
+"""RaggedLayout: the sequences of one call, concatenated in flat tensors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-# Batches of linear layers are padded to a multiple of as many rows: MKL's fp32 kernels then give a
-# row the same bits wherever it lies and whatever lies beside it. Two exceptions were measured: one
-# of 8 rows and one of 16 or more, where inputs are 192 or wider; layers of 2 or 3 outputs.
+# Batches of linear layers are padded to a multiple of this many rows: MKL's fp32 kernels then give
+# a row the same bits at any place and beside any other rows. Exceptions measured: with inputs of
+# 192 or wider, 8 rows differ from 16 or more; layers of 2 or 3 outputs.
 ROW_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class RaggedLayout:
-    """Lengths, positions and wanted states of the sequences that one call computes together.
+    """Lengths, positions and captures of the sequences of one call.
 
     Row t of a flat tensor `[T, ...]` is a token; sequence r owns rows
     `cu_seqlens[r] .. cu_seqlens[r + 1]`; `num_padding` trailing rows belong to no sequence.
     A batch is laid out with its decodes (length 1) first: the leading sequences of length 1 take
-    one vectorised recurrent step, all others the chunked scan. Any other mix is right too, only
-    slower. The layout is immutable; index tensors are made once per device and kept with it.
+    one vectorised recurrent step, all others the chunked scan. Any other order is correct, but
+    slower. The layout is immutable; it caches index tensors per device.
 
     Raises:
         ValueError: a value is out of its range; the message names it.
@@ -35,8 +35,8 @@ class RaggedLayout:
     start_positions: tuple[int, ...]
     """Absolute position of each sequence's first token of this call."""
     captures: tuple[int, ...] = ()
-    """Wanted states, as strictly ascending counts c of flat tokens: the state of the sequence that
-    owns flat token c - 1, right after that token."""
+    """States to capture, as strictly ascending counts c of flat tokens: the state right after flat
+    token c - 1, of the sequence that owns it."""
     num_padding: int = 0
     """Trailing rows of the flat tensors that belong to no sequence; outputs are zero there."""
 
@@ -132,9 +132,9 @@ class RaggedLayout:
         return tuple(owners)
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """`make()`, kept with the layout under `key`: index tensors are built once, not per layer.
+        """`make()`, cached under `key`, so that index tensors are built once and not per layer.
 
-        Tensors made here are normal ones even in inference mode, so that autograd may keep them.
+        Tensors are made outside inference mode, so that autograd may save them.
         """
         if key not in self._memo:
             with torch.inference_mode(False):

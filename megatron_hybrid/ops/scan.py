@@ -1,4 +1,4 @@
-"""What the scans of all recurrent mixers share: decays, and the split in steps and scans."""
+"""Parts shared by the scans of all recurrent mixers: decays, and the split in steps and scans."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def ragged_scan(
     Args:
         step: `(*inputs of the steps, states) -> (outputs, states after them)`.
         scan: `(*inputs of the rest, states, plan()) -> (outputs, final, captured states)`.
-        inputs_T: flat tensors; padding rows are not looked at.
+        inputs_T: flat tensors; padding rows are not read.
         states_R: initial states, one per sequence.
         layout: lengths, positions and captures.
-        plan: makes what `scan` needs to know of the layout; called only if there is a rest.
+        plan: makes the last argument of `scan` from the layout; called only if `scan` is.
 
     Returns:
         Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`.
@@ -54,10 +54,10 @@ def ragged_scan(
 def decay_matrix(cum_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp(cum[i] - cum[j]) for i >= j and 0 above the diagonal: `[..., L]` -> `[..., L, L]`.
 
-    `cum_L` is a float64 running sum of log decays. A chunk with a strong decay in it has sums in
-    the hundreds, whose fp32 spacing alone would be an error of 1e-5 in the decays behind it. The
-    sum is split in a rounded part and its rest: the difference of two nearby rounded parts is exact
-    in fp32, and two distant ones decay to nothing.
+    `cum_L` is a float64 running sum of log decays. After a strong decay the sums are in the
+    hundreds, where the spacing of fp32 alone means an error of 1e-5 in later decays. So the sum is
+    split in a rounded part and its rest: the difference of two nearby rounded parts is exact in
+    fp32, and decays between distant ones vanish.
     """
     high = cum_L.to(dtype)
     diff = high.unsqueeze(-1) + (-high).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Recurrent states where they lie: in the live slots of a pool."""
+"""SlotStates: recurrent states in the live slots of a pool."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class SlotStates(NamedTuple):
     """One state of one layer, and the slots of the sequences of a call.
 
-    A recurrent op starts sequence r from `pool_S[slot_ids_R[r]]` and leaves there the state after
-    its last token.
+    A recurrent op starts sequence r from `pool_S[slot_ids_R[r]]` and writes the state after its
+    last token there.
     """
 
     pool_S: torch.Tensor
@@ -20,16 +20,16 @@ class SlotStates(NamedTuple):
     slot_ids_R: torch.Tensor
     """int64 `[R]`, all different."""
     captured_n: torch.Tensor | None = None
-    """Where the op puts the states at the layout's captures, `[n, *shape]`; None: it has none."""
+    """Output for the states at the layout's captures, `[n, *shape]`; None: the layout has none."""
 
 
 def in_slots(scan: Callable[..., tuple], place: int) -> Callable[..., Any]:
     """The reference of a recurrent op: `scan` on states that are gathered and scattered.
 
     Args:
-        scan: a function of its inputs; that of number `place` is the initial states `[R, *shape]`,
-            None for zeros. Returns `(outputs, final states, captured states)`.
-        place: where the op takes `SlotStates`; None: start from zeros and keep nothing.
+        scan: a function; its argument number `place` is the initial states `[R, *shape]`, None for
+            zeros. Returns `(outputs, final states, captured states)`.
+        place: number of the op's argument `SlotStates`; None there: start from zeros, keep nothing.
     """
 
     def run(*inputs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tokens of a ragged batch in the order in which a plain recurrence takes them."""
+"""TimeOrder: the tokens of a ragged batch in the order of a plain recurrence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TimeOrder:
 
     @classmethod
     def of(cls, layout: RaggedLayout, device: torch.device | str) -> TimeOrder:
-        """The one of a layout, made once per device and kept with it."""
+        """The order of a layout, made once per device and cached in the layout."""
         return layout.cached(("time_order", torch.device(device)), lambda: cls(layout, device))
 
     def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:
@@ -30,7 +30,7 @@ class TimeOrder:
             for j in range(max(lengths))
         ]
         self.row_sizes = [len(row) for row in rows]
-        """Sequences that have a token in row j."""
+        """Number of sequences with a token in row j."""
         tokens = [token for row in rows for token in row]
         self.tokens = Permutation(tokens, device)
         self.sequences = Permutation(order, device)
@@ -40,5 +40,5 @@ class TimeOrder:
         places = [place_of[token] for token in captured]
         in_time = sorted(range(len(places)), key=places.__getitem__)
         self.captured = [places[i] for i in in_time]
-        """Places in time order of the tokens whose states are wanted, ascending."""
+        """Places of the captured tokens in time order, ascending."""
         self.captures = Permutation(in_time, device)

@@ -24,27 +24,28 @@ def paged_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence's new tokens over its pages, which hold them already.
+    """Attention of each sequence's new tokens over its pages, into which their K and V were
+    written.
 
-    Blocks wholly before the first position that a new token sees are not read, so their entries in
-    the block table may be anything.
+    Blocks before the first visible position are not read; their entries in the block table may be
+    anything.
 
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
         k_pages_nBKD, v_pages_nBKP: `[pages, B, K, D]` and `[pages, B, K, P]`; may be views with any
-            strides (values may be a part of the keys), and of another dtype than q: what is read is
-            converted.
+            strides (values may be a part of the keys), and of another dtype than q, to which they
+            are converted.
         block_table_RM: int32 or int64 `[R, M]`: position p of sequence r lies in page
             `block_table[r, p // B]`, row `p % B`.
         layout: lengths and start positions; sequence r has start + length keys.
-        pattern: what a token sees, and how scores are made; positions are absolute.
+        pattern: visible positions, which are absolute, and the form of scores.
         sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
             floating dtype (attention sinks of GPT-OSS); None for none.
 
     Returns:
-        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable, though a cache seldom
-        is. With a softcap or sinks the arithmetic is fp32, whatever the inputs are (float64 for
-        float64 inputs); else it is that of torch's scaled_dot_product_attention.
+        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable. With a softcap or
+        sinks the arithmetic is fp32 for all inputs (float64 for float64 ones); else that of torch's
+        scaled_dot_product_attention.
 
     Raises:
         TypeError: q or the sinks are not floating-point.
@@ -68,9 +69,8 @@ def varlen_attention(
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
         k_TKD, v_TKP: `[T, K, D]` and `[T, K, P]`.
-        layout: lengths of the sequences; each is taken as whole, start positions are ignored.
-        pattern: what a token sees, and how scores are made; positions count from each sequence's
-            first token.
+        layout: lengths of the sequences, each a whole one; start positions are ignored.
+        pattern: visible positions, counted from each sequence's first token; form of scores.
         sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
             floating dtype (attention sinks of GPT-OSS); None for none.
 

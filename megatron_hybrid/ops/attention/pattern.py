@@ -1,4 +1,4 @@
-"""What a token sees."""
+"""AttentionPattern: the positions that a token sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """What a token sees, and how a score is made of q . k.
+    """The positions that a token sees, and the score as a function of q . k.
 
     Raises:
         ValueError: a value is out of its range, or both window and chunk are given.
@@ -23,7 +23,7 @@ class AttentionPattern:
     """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
     None: not chunked."""
     softcap: float | None = None
-    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: it stays as it is."""
+    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: no cap."""
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
@@ -45,8 +45,8 @@ class AttentionPattern:
         return self.window is not None or self.chunk is not None
 
     def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
-        """The first position that the token at `position` sees, if tokens begin there already:
-        it is below 0 where a window reaches in front of the sequence."""
+        """The first position that the token at `position` sees; negative where a window reaches
+        before the start of the sequence."""
         if self.window is not None:
             return position - self.window + 1
         return 0 if self.chunk is None else position // self.chunk * self.chunk

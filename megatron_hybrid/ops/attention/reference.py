@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention; written out where it lacks a part."""
+"""Attention by torch's scaled_dot_product_attention; with softcap or sinks, written out."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_hybrid.ops.checks import (
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 QUERY_TILE = 128
-"""Queries that share one mask. Keys that no query of a tile sees are skipped, which is half of all
-in a causal square (torch's CPU kernel reads them even with is_causal), and masks stay small."""
+"""Queries that share one mask. Keys that no query of a tile sees are skipped: half of a causal
+square, which torch's CPU kernel reads even with is_causal. Masks stay small."""
 
 SCORE_TILE = 32
-"""The same where the scores are written out: all heads' scores of a tile lie in memory at once."""
+"""The same for written-out scores: those of a tile are in memory for all heads at once."""
 
 GATHER_BYTES = 8 << 20
-"""Keys and values that one group of decodes gathers: many decodes over one long shared prefix
-must not copy it as many times as they are."""
+"""Bytes of keys and values that one group of decodes gathers at a time: many decodes over one long
+shared prefix must not all copy it at once."""
 
 
 def paged_attention(
@@ -130,7 +130,7 @@ def _attend(
 
 
 def _is_fused(pattern: AttentionPattern, sinks: torch.Tensor | None) -> bool:
-    """Whether torch's scaled_dot_product_attention can do it."""
+    """Whether torch's scaled_dot_product_attention covers the pattern."""
     return pattern.softcap is None and sinks is None
 
 
@@ -177,7 +177,7 @@ def _written_out(
     weights_bKqt = scores_bHst.softmax(-1).view(*q_bKqD.shape[:3], -1)
     o_bHsP = (weights_bKqt @ v_bKtP).view(*q_bHsD.shape[:3], -1)
     if sinks_H11 is not None:
-        # What the softmax leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
+        # The part of the softmax without the sink: exp(lse) / (exp(lse) + exp(sink)).
         lse_bHs1 = scores_bHst.logsumexp(-1, keepdim=True)
         o_bHsP = o_bHsP * (lse_bHs1 - sinks_H11.to(lse_bHs1.dtype)).sigmoid()
     return o_bHsP
@@ -212,7 +212,7 @@ def _decode(
             for page in pages
         )
         for edge, hidden_re11 in edges:
-            # Memory that nobody wrote yet may hold NaN, and 0 * NaN would reach the output.
+            # Unwritten memory may hold NaN, and 0 * NaN would reach the output.
             k[:, edge].masked_fill_(hidden_re11, 0.0)
             v[:, edge].masked_fill_(hidden_re11, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.

@@ -33,7 +33,7 @@ def causal_conv1d(
 
     Returns:
         y `[T, C]` in the dtype of x, zeros in padding rows. Sums are fp32 (float64 for float64
-        inputs). A tail is a copy of inputs, so it loses nothing in the dtype of x.
+        inputs). A tail is a copy of inputs, exact in the dtype of x.
 
     Raises:
         TypeError: inputs or tails that are not floating-point, or fp16 tails of other inputs.

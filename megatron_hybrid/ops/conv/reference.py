@@ -80,7 +80,7 @@ def _step(
     x_RC: torch.Tensor,
     tails_RCk: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the sum as it is written."""
+    """One token for each of R sequences: the plain sum."""
     dtype = compute_dtype(x_RC)
     *weights, weight_C = weight_CK.to(dtype).unbind(1)
     y_RC = x_RC.to(dtype) * weight_C
@@ -92,8 +92,8 @@ def _step(
 
 
 class _Windows:
-    """Where the sequences behind the leading steps of a layout lie, each behind its tail: row t of
-    sequence r becomes row t + (r + 1)(K - 1)."""
+    """Rows of the sequences behind the leading steps of a layout, each preceded by its tail: row t
+    of sequence r becomes row t + (r + 1)(K - 1)."""
 
     def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
         first = layout.num_steps

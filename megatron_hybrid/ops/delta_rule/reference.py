@@ -172,10 +172,10 @@ def _decayed_products(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x_i exp(c_i - c_j)) . k_j and (y_i exp(c_i - c_j)) . k_j for i >= j, 0 above the diagonal.
 
-    exp(c_i) exp(-c_j) would overflow. Cut at a row m between j and i, exp(c_i - c_m) and
-    exp(c_m - c_j) are both at most 1: a row of sub-blocks takes its own start for m, and the
-    decays of the keys before it grow from one row to the next. Inside a sub-block there is no m for
-    all pairs, so there they are written out.
+    exp(c_i) exp(-c_j) would overflow. With a row m between j and i, exp(c_i - c_m) and
+    exp(c_m - c_j) are both at most 1: each row of sub-blocks takes its start as m, and the decays
+    of earlier keys accumulate from row to row. Inside a sub-block no m fits all pairs, so their
+    decays are written out.
     """
     L, dtype = k_SHLN.shape[2], k_SHLN.dtype
 
@@ -254,7 +254,7 @@ def _step(
     beta_RH: torch.Tensor,
     S_RHNP: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the recurrence as it is written."""
+    """One token for each of R sequences: the plain recurrence."""
     repeats = v_RHP.shape[1] // k_RHN.shape[1]
     q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
     decay_RHN1 = g_RHN.exp().unsqueeze(-1)
@@ -275,7 +275,7 @@ def _solve_and_recur(
     S_RHNP: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Solve each chunk for what its rows write, then carry the states through the chunks.
+    """Solve each chunk for the values that its rows write, then carry states through the chunks.
 
     With c the running sum of g in a chunk and S0 the state it starts from, row i writes
     w_i = beta_i (v_i - (k_i exp(c_i)) S0 - sum_{j < i} ((k_i exp(c_i - c_j)) . k_j) w_j) into the
@@ -283,8 +283,8 @@ def _solve_and_recur(
     U and W are solved for all chunks and heads at once and only S0 is sequential.
 
     Args:
-        keys_SHLL, scores_SHLL: (k_i exp(c_i - c_j)) . k_j and (q_i exp(c_i - c_j)) . k_j; of keys,
-            what is not strictly below the diagonal is not read, of scores it is 0 above it.
+        keys_SHLL, scores_SHLL: (k_i exp(c_i - c_j)) . k_j and (q_i exp(c_i - c_j)) . k_j; of keys
+            only the part strictly below the diagonal is read, scores are 0 above it.
         q_SHLN, k_SHLN, v_SHLP, beta_SHL1: the inputs on the grid.
         cum_SHLN: c in float64, `[S, H, L, N]` or `[S, H, L, 1]`.
         S_RHNP: initial states.
@@ -312,7 +312,7 @@ def _solve_and_recur(
 
     captured_nHNP = S_RHNP[:0]
     if len(chunks_n := grid.capture_chunks):
-        # A row writes the same whatever comes behind it, so a capture is a sum over fewer rows.
+        # A row's value does not depend on later rows, so a capture is a sum over fewer rows.
         decay_nH1N, weight_nHLN = grid.capture_decays(cum_SHLN, dtype)
         added_nHNP = (k_SHLN[chunks_n] * weight_nHLN).mT @ written_SHLP[chunks_n]
         captured_nHNP = torch.addcmul(added_nHNP, start_SHNP[chunks_n], decay_nH1N.mT)

@@ -32,7 +32,7 @@ def routed_experts(
     y_mh = torch.cat([_mlp(*layer, activate) for layer in layers if len(layer[0])]).float()
     if not weigh_inputs:
         y_mh = y_mh * weights_m1
-    # A sum over each token's k experts in the order of their numbers, whatever the batch.
+    # Sum over each token's k experts in the order of their numbers, independent of the batch.
     by_token = token_m.argsort(stable=True)
     parts = y_mh[by_token].unflatten(0, (len(hidden_nh), -1)).unbind(1)
     y_nh = parts[0]

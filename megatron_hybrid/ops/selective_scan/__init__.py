@@ -25,10 +25,10 @@ def selective_scan(
 ) -> torch.Tensor:
     """h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t;  y_t = h_t C_t + D x_t, for each sequence.
 
-    Each channel of each state has a decay of its own, so there is no form by matrix products as
-    for Mamba-2. The recurrence is taken as it is written, one row of all sequences at a time: that
-    needs each exponential once, all of them at most 1, where a scan in chunks needs them twice.
-    What a token yields thus does not depend on how its sequence is cut.
+    Each channel of each state has its own decay, so there is no form by matrix products as for
+    Mamba-2. The plain recurrence runs over one row of all sequences at a time: it needs each
+    exponential once (all at most 1), a scan in chunks would need them twice. So outputs do not
+    depend on how a sequence is cut into calls.
 
     Args:
         x_TC: values `[T, C]`.

@@ -22,7 +22,8 @@ from megatron_hybrid.ops.scan import ragged_scan
 from megatron_hybrid.ops.time_order import TimeOrder
 
 BLOCK_BYTES = 1 << 20
-"""States, and as much of decays, that the forward has in hand at once: what a CPU's cache holds."""
+"""Bytes of states, and as many of decays, that the forward handles at once, to fit a CPU's
+cache."""
 
 
 @without_autocast
@@ -86,8 +87,8 @@ def _scan(
     h_RCN: torch.Tensor,
     order: TimeOrder,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chunks of rows one after the other, with states turned to `[N, C]`: N is small, and loops
-    over C, the last dimension, run at full speed."""
+    """Chunks of rows in order, with states transposed to `[N, C]`: N is small, and loops over C,
+    the last dimension, run at full speed."""
     inputs_T = [order.tokens.apply(t) for t in (dtx_TC, dt_TC, B_TN, C_TN)]
     A_NC = A_CN.t().contiguous()
     h_RNC = order.sequences.apply(h_RCN.mT)
@@ -113,7 +114,8 @@ def _scan(
 
 
 class _Rows(torch.autograd.Function):
-    """Some rows of all sequences: keeps its inputs and no state but those it starts from."""
+    """Some rows of all sequences. Saves its inputs and initial states for backward, no other
+    state."""
 
     @staticmethod
     def forward(ctx, h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC, sizes, captures):
@@ -137,13 +139,13 @@ class _Rows(torch.autograd.Function):
         h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC = ctx.saved_tensors
         sizes = ctx.sizes
         decay_TNC, h_TNC, _ = _advance(h_RNC, dtx_TC, dt_TC, B_TN, A_NC, sizes)
-        # Gradients of the states: first those by the outputs of their own token alone.
+        # Gradients of the states: first from the output of their own token.
         grad_TNC = grad_y_TC.unsqueeze(1) * C_TN.unsqueeze(2)
         if ctx.captures:
             grad_TNC[ctx.captures] += grad_captured_nNC
         grad_C_TN = (h_TNC @ grad_y_TC.unsqueeze(2)).squeeze(2)
-        # Then, from the last row to the first, those by the tokens behind; and with them those of
-        # the logarithms of the decays, which take the place of the decays.
+        # Then, from the last row to the first, from later tokens. Gradients of the log decays
+        # replace the decays.
         before = [h_RNC, *h_TNC.split(sizes)[:-1]]
         grad_RNC = grad_end_RNC.clone()
         rows = zip(sizes, grad_TNC.split(sizes), decay_TNC.split(sizes), before, strict=True)
@@ -182,7 +184,7 @@ def _advance(
     A_NC: torch.Tensor,
     sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Decays of all tokens, states after them, and the states that ended before the last row."""
+    """Decays of all tokens, states after them, and final states of sequences that end earlier."""
     decay_TNC = (dt_TC.unsqueeze(1) * A_NC).exp_()
     h_TNC = dtx_TC.unsqueeze(1) * B_TN.unsqueeze(2)
     ended = []

@@ -65,7 +65,7 @@ def _step(
     C_RGN: torch.Tensor,
     S_RHPN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the recurrence as it is written."""
+    """One token for each of R sequences: the plain recurrence."""
     heads_per_group = S_RHPN.shape[1] // B_RGN.shape[1]
     B_RH1N, C_RH1N = (
         t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)

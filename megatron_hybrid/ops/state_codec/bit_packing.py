@@ -40,7 +40,7 @@ def to_planes(values_B64: Tensor) -> Tensor:
 
 
 def from_planes(planes_B16: Tensor) -> Tensor:
-    """What `to_planes` was given, int32 `[B, 64]`."""
+    """Inverse of `to_planes`: int32 `[B, 64]`."""
     octets_B2x8x8 = _transposed(planes_B16.contiguous().view(torch.uint8).view(-1, 2, 8, 8))
     octets_B2x8 = _transpose_bits(octets_B2x8x8.view(torch.int64).view(-1, 2, 8))
     bytes_B64x2 = _transposed(octets_B2x8.view(torch.uint8).view(-1, 2, BLOCK))
@@ -53,7 +53,7 @@ def _transposed(matrices: Tensor) -> Tensor:
 
 
 def _transpose_bits(octets: Tensor) -> Tensor:
-    """Each int64 as 8 bytes of 8 bits: bit j of byte i changes places with bit i of byte j."""
+    """Each int64 as 8 bytes of 8 bits: swap bit j of byte i with bit i of byte j."""
     for shift, mask in _EXCHANGES:
         changed = (octets >> shift).bitwise_xor_(octets).bitwise_and_(mask)
         octets = (octets ^ changed).bitwise_xor_(changed.bitwise_left_shift_(shift))
@@ -114,7 +114,7 @@ def rice_pack(values_B64: Tensor, parameters_B: Tensor, num_words: int) -> Tenso
 
 
 def rice_unpack(words_W: Tensor, parameters_B: Tensor) -> Tensor:
-    """What `rice_pack` was given, int32 `[B, 64]`."""
+    """Inverse of `rice_pack`: int32 `[B, 64]`."""
     device = words_W.device
     parameters_B1 = parameters_B.unsqueeze(-1)
     present_B16 = torch.arange(_MAX_PLANES, device=device) < parameters_B1
@@ -123,7 +123,7 @@ def rice_unpack(words_W: Tensor, parameters_B: Tensor) -> Tensor:
     planes_B16[present_B16] = words_W[:num_planes]
 
     octets = words_W[num_planes:].contiguous().view(torch.uint8).unsqueeze(-1)
-    # The other way round: `_GATHER_BITS` puts the first byte of eight into the lowest bit.
+    # In reverse: `_GATHER_BITS` puts the first byte of eight into the lowest bit.
     stream = (octets >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     ends = stream.flatten().nonzero().squeeze(-1)
     quotients = ends.diff(prepend=ends.new_full((1,), -1)) - 1

@@ -1,18 +1,17 @@
-"""Recurrent states in one byte per element: what a checkpoint of encoding "int8" holds.
+"""StatesCodec: recurrent states in one byte per element (state_encoding="int8").
 
-A state is a matrix for each head. Three things make a byte go further than rounding to 255 levels:
+A state is a matrix for each head. Three measures beat rounding to 255 levels:
 
-1. Its matrices are close to low rank, so their leading rank-1 parts are taken out, in 6-bit
-   factors, as long as they save more than they take. Rounding a factor loses nothing: what it
-   misses stays in the rest.
-2. The rest is rounded to multiples of one step, so that its error is the same everywhere, which is
-   where the sum of squares is least for a given number of bits. Between elements, heads and states
-   the steps differ by what an error does to the outputs: `importance_of`, `_relative_steps`.
+1. The matrices are close to low rank: leading rank-1 parts are subtracted, in 6-bit factors, while
+   they save more bits than they take. Rounding a factor loses nothing: its error stays in the rest.
+2. The rest is rounded to multiples of one step, so that its error is the same everywhere, which
+   gives the least sum of squares for a number of bits. Between elements, heads and states the steps
+   differ by the effect of an error on the outputs: `importance_of`, `_relative_steps`.
 3. The integers are entropy-coded (Rice codes, a parameter for each block of 64) in one budget for
-   all states: what is simple leaves its bits to what is not. The step is the smallest that fits.
+   all states: simple ones leave their bits to complex ones. The step is the smallest that fits.
 
-So the states of a model always take the same number of bytes. docs/encodings.md has the figures,
-and what else was tried. Shape letters: H heads, N rows, P columns (whatever they mean to the
+So the states of a model always take the same number of bytes. docs/encodings.md has figures and
+alternatives. Shape letters: H heads, N rows, P columns (whatever they mean to the
 layer), B blocks of 64 elements, W words of 64 bits.
 """
 
@@ -36,22 +35,22 @@ from megatron_hybrid.ops.state_codec.bit_packing import (
 )
 
 HORIZON_TOKENS = 16
-"""The outputs of so many tokens count for how much an error of a state matters."""
+"""Number of next outputs by which the effect of an error in a state is weighed."""
 _FACTOR_BITS = 6
 _FACTOR_LEVELS = 2 ** (_FACTOR_BITS - 1) - 1
 _MOST_LEVELS = 2.0**22
-"""No step is smaller than this part of the largest element: fp32 has no more to give."""
+"""The least step, as a part of the largest element, is 1 / this: the precision of fp32."""
 _MOST_SPREAD_BITS = 3.5
-"""No head is told to be smaller than the largest of its state by more bits: 11 times."""
+"""Most bits by which a head counts as smaller than the largest one of its state: 11 times."""
 _HEADROOM = 0.125
-"""What is weighted is decoded in eighths: weights are 1 to 4, and parts may exceed their sum."""
+"""Weighted values are decoded in eighths: weights are 1 to 4, and parts may exceed their sum."""
 
 
 def importance_of(decay: Tensor) -> Tensor:
-    """How many of the next outputs feel an error of a state element: 1 to `HORIZON_TOKENS`.
+    """Number of next outputs that an error of a state element affects: 1 to `HORIZON_TOKENS`.
 
     Args:
-        decay: what is left of an element after a token, 0 to 1, any shape.
+        decay: factor of an element from one token to the next, 0 to 1, any shape.
 
     Returns:
         The sum of decay^2t over the first 16 tokens t.
@@ -69,10 +68,10 @@ class StatesCodec:
 
     Args:
         shapes: of the states, `[..., N, P]` each; all but the last two dimensions count heads.
-        decays: what a token typically leaves of each element, 0 to 1, broadcastable to `shapes`.
-        bytes_per_element: what encoded states take, overheads included, from about 300 elements of
+        decays: typical factor of each element per token, 0 to 1, broadcastable to `shapes`.
+        bytes_per_element: size of encoded states, overheads included, from about 300 elements of
             each on; smaller ones get their overheads in addition.
-        max_rank: most rank-1 parts that are taken out of a state; None: what a tenth of its bytes
+        max_rank: most rank-1 parts subtracted from a state; None: as many as a tenth of its bytes
             holds.
 
     Raises:
@@ -121,7 +120,7 @@ class StatesCodec:
 
 
 class _State:
-    """What is known of one state beforehand, and how its words are read.
+    """Constants of one state, and the decoder of its words.
 
     In this order: int32 [number of parts, words of Rice codes], fp32 steps [H] and scales of the
     parts [parts, H], Rice parameters of 4 bits [B], factors of 6 bits [parts, H, N + P], codes.
@@ -147,8 +146,8 @@ class _State:
         self.num_blocks = -(-self.num_elements // BLOCK)
         num_bytes = bytes_per_element * self.num_elements
         least = 7 / 8 * bytes_per_element * self.num_blocks * BLOCK + 8 * sum(self.section_words(0))
-        self.num_words = math.ceil(max(num_bytes, least) / 8)  # its share of what all states have
-        # A bit for each element of the rest is left in any case.
+        self.num_words = math.ceil(max(num_bytes, least) / 8)  # its share of all words
+        # Leave at least a bit for each element of the rest.
         while sum(self.section_words(self.max_rank)) + self.num_blocks > self.num_words:
             self.max_rank -= 1
 
@@ -189,7 +188,7 @@ class _State:
 
 
 class _Prepared:
-    """A state without its leading parts, in levels: what is left is to choose a step for all."""
+    """A state without its leading parts, in levels; only the common step is still to be chosen."""
 
     def __init__(self, known: _State, state: Tensor):
         x_HNP = state.reshape(known.matrices).float().contiguous()
@@ -233,11 +232,10 @@ class _Prepared:
 def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
     """Steps of the heads of a state in their units, `[H, 1, 1]`.
 
-    Errors are relative to the size of a state: the layers of a model normalise what they get.
-    Within a state a step grows with the square root of a head's rms: half-way between equal errors,
-    right where the outputs of heads are summed up as they are, and equal relative errors, right
-    where each is normalised by itself. But no head is so much smaller than the largest that its
-    step is more than 3.4 times as long, relative to it, as the average.
+    Errors are relative to the size of a state, since layers normalise their inputs. Within a state
+    a step grows with the square root of a head's rms: half-way between equal errors (best if the
+    outputs of heads are summed) and equal relative errors (best if each is normalised). A head's
+    step is at most 3.4 times the average, relative to its rms.
     """
     rms_H11 = x_HNP.square().mean((1, 2), keepdim=True).sqrt()
     some_H11 = rms_H11 > 0
@@ -251,7 +249,7 @@ def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
 def _take_out_leading_parts(
     known: _State, x_HNP: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Takes out rank-1 parts as long as they save more bits of the rest than they take.
+    """Subtract rank-1 parts as long as they save more bits of the rest than they take.
 
     Returns:
         The rest `[H, N, P]`; for each part its factors, integers -31..31 `[H, N + P]`, and its
@@ -262,7 +260,7 @@ def _take_out_leading_parts(
     size, factors, scales = _fine_bits(known.blocks(x_HNP)), [], []
     while len(factors) < known.max_rank:
         # One step of the power method, from the largest row; then the best partner of the rounded
-        # left vector. What rounding loses is seen by the next part and by the rest.
+        # left vector. Rounding errors go into the next part and the rest.
         largest_H11 = x_HNP.square().sum(-1, keepdim=True).argmax(1, keepdim=True)
         row_HP1 = x_HNP.gather(1, largest_H11.expand(-1, 1, columns)).mT
         left_HN1, _ = _round_factor(x_HNP @ row_HP1)
@@ -293,7 +291,7 @@ def _integers(levels_B64: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _average_step(means_B: Tensor, num_words: int) -> Tensor:
-    """The step, fp32 scalar, with which codes of levels of such means fit on average."""
+    """The step, fp32 scalar, at which codes of levels with these means fit on average."""
     smallest = means_B.amax().clamp(min=1e-30) / _MOST_LEVELS
     step = smallest
     # Bits fall with the logarithm of the step, ever slower: Newton's method comes from below.
@@ -306,7 +304,7 @@ def _average_step(means_B: Tensor, num_words: int) -> Tensor:
 
 
 def _smallest_step(states: list[Tensor], num_words: int) -> Tensor:
-    """The step, fp32 scalar, with which the codes of levels `[B, 64]` fit into so many words."""
+    """The step, fp32 scalar, at which the codes of levels `[B, 64]` fit into num_words words."""
     budget = BLOCK * num_words
     step = _average_step(torch.cat([levels_B64.abs().mean(-1) for levels_B64 in states]), num_words)
     peak = torch.stack([levels_B64.abs().amax() for levels_B64 in states]).amax()
