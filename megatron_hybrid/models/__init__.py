@@ -1,3 +1,3 @@
-"""What is computed: hybrid models on megatron-core."""
+"""Hybrid models on megatron-core."""
 
 from megatron_hybrid import compat  # noqa: F401  (explains a broken megatron-core before all else)

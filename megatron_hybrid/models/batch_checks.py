@@ -1,7 +1,7 @@
-"""What a caller says of positions and masks, against what HybridModel computes.
+"""Checks of a caller's positions and masks, which HybridModel ignores.
 
-Values are compared where they lie in host memory. Those on a device would have to be waited for,
-in every forward: there only dtype and shape are checked.
+Values are compared in host memory only. Reading them from a device would make every forward wait:
+there only dtype and shape are checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = (
 def check_position_ids(
     position_ids: Tensor | None, shape: tuple[int, int], layout: RaggedLayout, inference: bool
 ) -> None:
-    """Whether positions are those of the layout or, but for inference, 0..s-1 in each row.
+    """Check that positions are those of the layout or, except in inference, 0..s-1 in each row.
 
     Args:
         position_ids: int [b, s], [1, s] or [s]; padding rows may hold anything.
@@ -56,14 +56,14 @@ def check_position_ids(
 def check_attention_mask(
     attention_mask: Tensor | None, shape: tuple[int, int], layout: RaggedLayout, inference: bool
 ) -> None:
-    """Whether a mask is causal: over each row or, in one packed row, inside each sequence.
+    """Check that a mask is causal: over each row or, in one packed row, inside each sequence.
 
     Args:
         attention_mask: bool [b, 1, s, s] or [1, 1, s, s], True where a token (second to last
             dimension) does not see another. Not in inference.
         shape: (b, s) of the tokens.
         layout: of the b * s rows.
-        inference: whether an inference context says what each token sees.
+        inference: whether an inference context decides which positions a token sees.
 
     Raises:
         ValueError: another dtype or shape, or another mask.

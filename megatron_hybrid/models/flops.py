@@ -1,4 +1,4 @@
-"""How the work of a token grows with its context."""
+"""FLOPs of a token, with and without its context."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 def token_flops(model: HybridModel) -> tuple[float, float]:
-    """FLOPs, in units of 2, of one token in the layers of this rank: (of the token itself, for each
+    """FLOPs, in units of 2, of one token in the layers of this rank: (of the token itself, per
     token that it attends to).
 
-    Counted are matrix products: each weight that a token meets (of routed experts those that it is
-    sent to), and each element of a key and of a value that a query head meets. What recurrent and
-    local layers do beside their projections is a few percent of these.
+    Only matrix products count: each weight applied to a token (of its own experts, where routed),
+    and each element of keys and values per query head. Other work of recurrent and local layers is
+    a few percent of that.
     """
     weights = pairs = 0.0
     for number, layer in enumerate(model.decoder.layers, start=1):
@@ -31,6 +31,6 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
 
 
 def attention_parity(weights: float, pairs: float) -> float:
-    """Tokens of context at which full attention costs a token as many FLOPs as the rest of its way
-    through the layers (`token_flops`); inf where nothing attends to everything."""
+    """Tokens of context at which full attention is half of a token's FLOPs (`token_flops`); inf
+    without full attention."""
     return weights / pairs if pairs else math.inf

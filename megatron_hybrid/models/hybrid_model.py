@@ -41,7 +41,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 NO_LABEL = -100
-"""In the place of a label: this token has none. As in torch's `cross_entropy` and transformers."""
+"""Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
 
 
 class HybridModel(LanguageModule):
@@ -121,11 +121,12 @@ class HybridModel(LanguageModule):
         self.setup_embeddings_and_output_layer()
         self.register_load_state_dict_pre_hook(_respell_parameters)
         self.num_weight_changes = 0
-        """How often something was called that changes weights: `train()`, `load_state_dict`."""
+        """Number of calls that change weights: `train()`, `load_state_dict`."""
         self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
 
     def train(self, mode: bool = True) -> HybridModel:
-        """As in torch; an engine that serves the model takes its weights for others from now on."""
+        """As in torch. An engine that serves the model treats its weights as changed from now
+        on."""
         if mode:
             self._note_weight_change()
         return super().train(mode)
@@ -134,11 +135,12 @@ class HybridModel(LanguageModule):
         self.num_weight_changes += 1
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """What core's pipeline schedules received from the stage before, [s, b, hidden]."""
+        """Set the input that core's pipeline schedules received from the previous stage, [s, b,
+        hidden]."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def cache_requirements(self) -> list[LayerCache]:
-        """What each layer of this stage needs kept between calls; index is layer_number - 1."""
+        """State that each layer of this stage keeps between calls; index is layer_number - 1."""
         return [layer.cache_requirements() for layer in self.decoder.layers]
 
     def forward(
@@ -155,29 +157,30 @@ class HybridModel(LanguageModule):
         """Logits, or the loss of each token.
 
         Attention is causal and positions count from each sequence's start (in inference, from the
-        context's start positions). `position_ids` and `attention_mask` change nothing; they are
-        there because megatron-core passes them, and those that say otherwise are refused. Values
-        are compared on the CPU alone: on a device every forward would have to wait for them, so
-        there GPTDataset's `reset_position_ids` and `reset_attention_mask` go unnoticed.
+        context's start positions). `position_ids` and `attention_mask` have no effect;
+        megatron-core passes them, and deviating ones are refused. Their values are compared on the
+        CPU only, since
+        on a device every forward would have to wait for them: there GPTDataset's
+        `reset_position_ids` and `reset_attention_mask` go unnoticed.
 
         Args:
             input_ids: [b, s] int64. Packed and in inference: [1, T].
-            position_ids: [b, s], [1, s] or [s] int: 0..s-1. Packed: that, or from each boundary on.
+            position_ids: [b, s], [1, s] or [s] int: 0..s-1. Packed: or counted from each boundary.
                 In inference: those of the context.
             attention_mask: [b, 1, s, s] or [1, 1, s, s] bool, True = not seen: the causal mask.
-                Packed: that, or the one inside each sequence. In inference: None.
-            labels: [b, s] int64: for each token the one that follows, as megatron-core has it;
-                where it is -100 the loss is 0.
-            inference_context: what serves caches and states; the sole sign of inference.
-            packed_seq_params: boundaries of the sequences that the one row holds; recurrent states
-                start anew at each. Rows after the last boundary are padding.
+                Packed: or the one inside each sequence. In inference: None.
+            labels: [b, s] int64: for each token the next one, as in megatron-core; where it is -100
+                the loss is 0.
+            inference_context: serves caches and states; given in inference only.
+            packed_seq_params: boundaries of the sequences in the one row; recurrent states restart
+                at each. Rows after the last boundary are padding.
             runtime_gather_output: gather the logits of all tensor-parallel ranks.
 
         Returns:
             With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
-            the rows that its `last_token_logits(hidden [1, T, hidden])` picks. Else logits
-            [b, s, vocab], or this rank's part of the (padded) vocabulary where they are not
-            gathered. A pipeline stage before the last: hidden states [s, b, hidden].
+            the rows chosen by its `last_token_logits(hidden [1, T, hidden])`. Else logits
+            [b, s, vocab], or this rank's part of the (padded) vocabulary if they are not gathered.
+            A pipeline stage before the last: hidden states [s, b, hidden].
 
         Raises:
             ValueError: positions, a mask or boundaries that are not supported.
@@ -220,8 +223,8 @@ class HybridModel(LanguageModule):
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
 
-        Rows are padded to a multiple of `ROW_ALIGNMENT`, as those of the layers before are: on the
-        CPU, logits do not depend to the bit on which other rows are wanted.
+        Rows are padded to a multiple of `ROW_ALIGNMENT`, as in the layers before: on the CPU, the
+        bits of a row's logits do not depend on other rows.
         """
         padded = F.pad(hidden_nh, (0, 0, 0, -len(hidden_nh) % ROW_ALIGNMENT))
         logits = gather_last_dim(self._local_logits(padded), self.pg_collection.tp)
@@ -260,7 +263,7 @@ class HybridModel(LanguageModule):
         width = logits.shape[-1]
         padding = (self.pg_collection.tp.rank() + 1) * width - self.vocab_size
         if padding > 0:
-            # Columns that only make the vocabulary divisible are no tokens.
+            # Columns of padding are no tokens.
             column = torch.arange(width, device=logits.device)
             logits = logits.masked_fill(column >= width - padding, -torch.inf)
         flat = labels.reshape(1, -1)
@@ -276,8 +279,8 @@ def build_hybrid_model(
 ) -> HybridModel:
     """A model with random weights (of torch's generator) on torch's default device.
 
-    torch.distributed and megatron-core's process groups are set up for this process where the
-    caller has not done so.
+    Initialises torch.distributed and megatron-core's process groups for this process if the caller
+    has not.
 
     Args:
         config: the architecture, and the sizes of the parallel groups.
@@ -300,7 +303,7 @@ def build_hybrid_model(
 
 
 def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
-    """Let `load_state_dict` take the names of either layer spec and any megatron-core release."""
+    """Let `load_state_dict` accept the names of both layer specs and any megatron-core release."""
     own = own_spelling(model.state_dict().keys())
     stacked = stack_experts(state_dict)
     state_dict.clear()

@@ -19,9 +19,9 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
 @dataclass
 class HybridLayerSubmodules:
-    """The norms before and behind the mixer, and the mixer.
+    """The mixer, and the norms before and behind it.
 
-    A norm is an identity where `norm_placement` has none; the first one also where the mixer's
+    A norm is an identity if `norm_placement` has none there; the first one also if the mixer's
     input projection normalises.
     """
 
@@ -35,11 +35,11 @@ class HybridLayer(MegatronModule):
 
     Args:
         config: configuration of the layer.
-        submodules: what to build.
+        submodules: classes of the mixer and the norms.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups.
-        norm_name: what the norm is called in a checkpoint.
-        mixer_name: what the mixer is called in a checkpoint.
+        norm_name: name of the norm in a checkpoint.
+        mixer_name: name of the mixer in a checkpoint.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class HybridLayer(MegatronModule):
         self.register_buffer("layer_scalar", scalar)
 
     def cache_requirements(self) -> LayerCache:
-        """What the mixer needs kept between calls."""
+        """The state that the mixer keeps between calls."""
         return getattr(self, self.mixer_name).cache_requirements()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        # Straight from the dict: an attribute that is a module takes longer than a small kernel.
+        # From the dict: access to a module as an attribute takes longer than a small kernel.
         norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
         extra = (inputs,) if mixer.takes_stack_inputs else ()
         output, bias = mixer(norm(hidden_Th), context, *extra)

@@ -156,7 +156,7 @@ def layer_symbols(pattern: str) -> list[str]:
 def split_stages(pattern: str, num_stages: int) -> list[list[str]]:
     """The layers of each pipeline stage.
 
-    A pattern with boundaries says where the stages lie; one without is cut into equal parts.
+    A pattern with boundaries defines the stages; one without is cut into equal parts.
 
     Raises:
         ValueError: the pattern does not give `num_stages` stages.
@@ -166,7 +166,7 @@ def split_stages(pattern: str, num_stages: int) -> list[list[str]]:
     if len(stages) == num_stages:
         return stages
     if num_stages == 1:
-        # A model for several stages also runs on one: the boundaries then mean nothing.
+        # A model for several stages also runs on one, without boundaries.
         return [[symbol for stage in stages for symbol in stage]]
     if len(stages) > 1:
         raise ValueError(

@@ -18,9 +18,9 @@ from megatron_hybrid.models.norms import LocalNorm
 
 
 def resolve_layer_spec(config: HybridConfig) -> str:
-    """`local` or `transformer_engine`, where the config says `auto`.
+    """`local` or `transformer_engine`, for a config with `auto`.
 
-    Transformer Engine runs on CUDA alone, so the device decides on which the model is built.
+    Transformer Engine runs on CUDA only, so the device on which the model is built decides.
     """
     if config.layer_spec != "auto":
         return config.layer_spec
@@ -32,7 +32,7 @@ def get_norm(config: HybridConfig) -> type:
     """The class of every norm of hidden states.
 
     Raises:
-        ImportError: `transformer_engine` is asked for and not installed.
+        ImportError: `transformer_engine` is required and not installed.
     """
     if resolve_layer_spec(config) == "transformer_engine":
         return compat.transformer_engine_modules().TENorm
@@ -47,7 +47,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
         symbol: of the layer pattern.
 
     Raises:
-        ImportError: `transformer_engine` is asked for and not installed.
+        ImportError: `transformer_engine` is required and not installed.
     """
     kind = KINDS[symbol]
     module, _, name = kind.mixer.rpartition(".")
@@ -56,7 +56,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
     if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
-        # A projection that takes all of the layer's input normalises it itself.
+        # A projection of all of the layer's input normalises it itself.
         fused = mixer.input_projection is not None and config.norm_placement != "post"
         modules = MixerSubmodules(
             input_projection=te.TELayerNormColumnParallelLinear

@@ -10,7 +10,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class LocalNorm(nn.Module):
-    """RMSNorm or LayerNorm, as `config.normalization` says; statistics in fp32.
+    """RMSNorm or LayerNorm by `config.normalization`; statistics in fp32.
 
     With `layernorm_zero_centered_gamma` the factor is 1 + weight, as in Transformer Engine.
 

@@ -1,4 +1,4 @@
-"""One spelling for each parameter, whichever layer spec and megatron-core release wrote it.
+"""Canonical names of parameters, for any layer spec and megatron-core release.
 
 The canonical spelling is that of the local spec in 0.16: norms apart from projections.
 """
@@ -36,7 +36,7 @@ def canonical_name(name: str, layer_offset: int = 0) -> str:
     """The canonical spelling of a parameter's name.
 
     Args:
-        layer_offset: layers of the pipeline stages before the one that `name` counts within.
+        layer_offset: number of layers in the pipeline stages before that of `name`.
     """
     name = compat.canonical_parameter_name(name)
     match = _LAYER.match(name)
@@ -60,7 +60,7 @@ def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
 
 
 def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose experts are stacked, as they are here, of one that may have them apart."""
+    """A state dict with stacked experts, from one that may have separate ones."""
     result: dict[str, Any] = {}
     apart: dict[str, dict[int, torch.Tensor]] = {}
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, Gemma 4): what each `P` layer is told about each token."""
+"""Per-layer embeddings (Gemma 3n, Gemma 4): inputs of the `P` layers, one per token and layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicat
 
 
 class PerLayerEmbedding(nn.Module):
-    """(norm(projection of the word embedding) + another embedding of the token) / sqrt(2), for
-    each of the J layers of the symbol `P` its own.
+    """(norm(projection of the word embedding) + another embedding of the token) / sqrt(2), separate
+    for each of the J layers of the symbol `P`.
 
-    Every rank holds all of it.
+    Replicated on all ranks.
 
     Args:
         config: `vocab_size`, `hidden_size` and `per_layer_input_size` are used.

@@ -1,5 +1,5 @@
-"""The configuration of a model: one file per group of fields, put together by `hybrid_config.py`.
+"""The configuration of a model: one file per group of fields, combined by `hybrid_config.py`.
 
-A group holds fields, their docstrings, the defaults that follow from other fields, and `check`. The
-layer pattern names the groups that a layer kind reads.
+A group has fields, their docstrings, derived defaults, and `check`. The layer pattern names the
+groups that a layer kind reads.
 """

@@ -18,12 +18,12 @@ class ArchitectureFields(ModelFields):
     layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
     whole model; it wins over the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
-    False}}`. Every field of a layer may be overridden, those of the whole model may not. A default
+    False}}`. Every field of a layer may be overridden, fields of the whole model may not. A default
     that depends on another field, such as mamba_num_heads on mamba_head_dim, is computed from the
-    model's value: to override the one for a layer, set the other too."""
+    model's value: to override either for a layer, set both."""
 
     vocab_size: int = 0
-    """Number of tokens. Inside, padded to a multiple of the tensor-parallel size."""
+    """Number of tokens; padded internally to a multiple of the tensor-parallel size."""
 
     hidden_size: int = 0
     """Width of the residual stream."""
@@ -44,7 +44,7 @@ class ArchitectureFields(ModelFields):
     """c: logits become c tanh(logits / c), after `logits_multiplier`."""
 
     num_shared_blocks: int = 1
-    """Blocks that the `Z` layers take in turn."""
+    """Number of blocks that the `Z` layers use in turn."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""

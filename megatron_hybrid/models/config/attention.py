@@ -133,7 +133,7 @@ class WindowFields(LayerFields):
     """Fields of sliding-window attention."""
 
     sliding_window: int | None = None
-    """Positions that a token of a `W` layer sees, its own included: (t - sliding_window, t]."""
+    """Tokens in the window of a `W` layer: the token at t sees (t - sliding_window, t]."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
@@ -149,7 +149,7 @@ class ChunkFields(LayerFields):
     """Fields of chunked attention."""
 
     attention_chunk_size: int | None = None
-    """A token of an `L` layer sees its own chunk of so many positions, up to itself."""
+    """Tokens in a chunk of an `L` layer: a token sees its own chunk up to itself."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

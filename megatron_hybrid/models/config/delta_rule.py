@@ -39,8 +39,8 @@ class DeltaRuleFields(LayerFields):
     layernorm_epsilon."""
 
     linear_norm_zero_centered_gamma: bool | None = None
-    """Whether that norm's factor is 1 + weight; None: as layernorm_zero_centered_gamma says for all
-    other norms. Qwen3-Next has it False where the others are True."""
+    """Whether the output norm's factor is 1 + weight; None: layernorm_zero_centered_gamma, as for
+    all other norms. Qwen3-Next has False here and True there."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -1,4 +1,4 @@
-"""Base of the config's field groups, with the checks that they share."""
+"""Base of the config's field groups, with shared checks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FieldGroup:
             raise ValueError(f"{field} is {value!r}; use {names} or {choices[-1]!r}.")
 
     def _require_for_layers(self, field: str, layers: str, value: str) -> None:
-        """Raises ValueError unless a field that the pattern's `layers` need is set."""
+        """Raises ValueError unless a field that the pattern's `layers` require is set."""
         if getattr(self, field) is None:
             raise ValueError(
                 f"layer_pattern {self.layer_pattern!r} has layers of {layers}, but {field} is "

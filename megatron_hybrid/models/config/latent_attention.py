@@ -19,14 +19,14 @@ class LatentAttentionFields(LayerFields):
     """Rank of an MLA layer's query projection; None: full rank, in one projection."""
 
     kv_lora_rank: int = 512
-    """Width of the latent that the keys and values of an MLA layer are made of."""
+    """Width of the latent from which an MLA layer computes keys and values."""
 
     qk_head_dim: int = 128
-    """Width of an MLA head's query and key, without what RoPE rotates."""
+    """Width of the part of an MLA head's query and key that RoPE does not rotate."""
 
     qk_pos_emb_head_dim: int = 64
-    """Further width of an MLA head's query, and of the key that all heads share: what RoPE
-    rotates, unless position_embedding_type is none."""
+    """Width of the part of an MLA head's query that RoPE rotates (unless position_embedding_type is
+    none), and of the key part that all heads share."""
 
     v_head_dim: int = 128
     """Width of an MLA head's value."""

@@ -38,7 +38,7 @@ class Mamba1Fields(LayerFields):
     """
 
     mamba1_norm_epsilon: float = 1e-6
-    """Epsilon of those norms."""
+    """Epsilon of the norms of dt, B and C."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

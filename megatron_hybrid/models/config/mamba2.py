@@ -36,7 +36,7 @@ class Mamba2Fields(LayerFields):
     """Width of the causal convolution of a Mamba-2 layer."""
 
     mamba_chunk_size: int = 64
-    """Tokens per chunk of the SSD scan: speed only, no effect on the function that is computed."""
+    """Tokens per chunk of the SSD scan: affects speed only."""
 
     mamba_conv_bias: bool = True
     """A bias in the convolution of a Mamba-2 layer."""
@@ -49,7 +49,7 @@ class Mamba2Fields(LayerFields):
     """
 
     mamba_norm_epsilon: float = 1e-5
-    """Epsilon of that norm; megatron-core's, whatever layernorm_epsilon says."""
+    """Epsilon of the output norm; megatron-core's value, not layernorm_epsilon."""
 
     mamba_dt_min: float = 0.0
     """Lower limit of the time steps of a Mamba-2 layer, after their softplus."""
@@ -58,7 +58,7 @@ class Mamba2Fields(LayerFields):
     """Upper limit of the time steps of a Mamba-2 layer."""
 
     mamba_section_multipliers: list[float] | None = None
-    """Factors of z, x, B, C and dt as they come out of a Mamba-2 layer's input projection."""
+    """Factors of z, x, B, C and dt behind a Mamba-2 layer's input projection."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -32,7 +32,7 @@ class MoEFields(LayerFields):
     """Multiply the shared expert's output by the sigmoid of a projection of its input."""
 
     moe_latent_size: int | None = None
-    """Width that a token is projected to for the experts, and back from; None: hidden_size."""
+    """Width of the latent in which the experts run, between two projections; None: hidden_size."""
 
     moe_apply_probs_on_input: bool = False
     """Multiply an expert's input by its routing weight, not its output."""

@@ -1,4 +1,4 @@
-"""Per-layer inputs: an embedding of each token for single layers (Gemma 4)."""
+"""Per-layer inputs: a further token embedding for single layers (Gemma 4)."""
 
 from __future__ import annotations
 

@@ -11,15 +11,15 @@ from megatron_hybrid.models.config.field_group import FieldGroup
 
 @dataclass
 class RunFields(FieldGroup):
-    """Fields of a run, not of the architecture. Those of TransformerConfig have defaults here that
-    run anywhere."""
+    """Fields of a run, not of the architecture. Fields of TransformerConfig have portable defaults
+    here."""
 
     if TYPE_CHECKING:
         gradient_accumulation_fusion: bool
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """`local`: plain torch. `transformer_engine`: fused norm and projection, on CUDA. `auto`: the
-    second where Transformer Engine is installed and the model is built on a CUDA device."""
+    latter if Transformer Engine is installed and the model is built on a CUDA device."""
 
     hidden_dropout: float = 0.0
     """Dropout on the embedding and on each layer's output, in training."""

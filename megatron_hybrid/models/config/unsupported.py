@@ -1,4 +1,4 @@
-"""Fields of TransformerConfig that HybridModel does not implement: refused, or warned of."""
+"""Fields of TransformerConfig that HybridModel does not implement: an error or a warning."""
 
 from __future__ import annotations
 

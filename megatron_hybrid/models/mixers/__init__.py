@@ -1,1 +1,1 @@
-"""The layers' insides: one file per layer kind, each maps (hidden, context) -> output."""
+"""Mixers: one file per layer kind, each maps (hidden, context) -> output."""

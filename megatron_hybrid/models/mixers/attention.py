@@ -34,9 +34,9 @@ class AttentionMixer(Mixer):
         submodules: classes of the projections and norms.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
-        locality: None for all positions; "window" for the last `config.sliding_window` of them;
-            "chunk" for those of the token's own chunk of `config.attention_chunk_size`.
-        input_size: width of what comes in; None: hidden_size.
+        locality: None: a token sees all positions; "window": the last `config.sliding_window`;
+            "chunk": those of its own chunk of `config.attention_chunk_size`.
+        input_size: width of the input; None: hidden_size.
     """
 
     input_projection = "linear_qkv"
@@ -53,7 +53,7 @@ class AttentionMixer(Mixer):
         super().__init__(config)
         self.layer_number = layer_number
         self.kv_layer = config.kv_source_layer or layer_number
-        """Number of the layer whose keys and values are read: this one, or one before it."""
+        """Number of the layer whose keys and values are read: this or an earlier one."""
         self.head_dim = config.kv_channels
         self.pattern = AttentionPattern(
             config.softmax_scale or self.head_dim**-0.5,
@@ -67,7 +67,7 @@ class AttentionMixer(Mixer):
         self.rotary = build_rotary(config, config.rotary_dim)
         queries = config.num_attention_heads * self.head_dim
         gates = queries if config.attention_output_gate else 0
-        # Rows go group by group: its queries (and gates), its key, its value; so a plain cut works.
+        # Rows are ordered by group: its queries (and gates), key and value; so a plain cut works.
         keys_values = config.num_kv_projections * config.num_query_groups * self.head_dim
         self.linear_qkv = build_input_projection(
             submodules.input_projection,
@@ -100,7 +100,7 @@ class AttentionMixer(Mixer):
             mark_tensor_parallel(self.core_attention.softmax_offset, 0)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values, unless they are another layer's."""
+        """Keys and values, unless the layer reads those of another one."""
         if self.kv_layer != self.layer_number:
             return LayerCache()
         pattern = self.pattern
@@ -136,8 +136,8 @@ class AttentionMixer(Mixer):
         return self.linear_proj(o)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Normed queries [T, H, D]; normed keys and values, each [T, K, D], or neither where they
-        are another layer's; gates [T, H * D]."""
+        """Normed queries [T, H, D]; normed keys and values, [T, K, D] each, or None if the layer
+        reads those of another one; gates [T, H * D]."""
         config = self.config
         queries = self.heads_per_group * self.head_dim
         gates = [queries] if config.attention_output_gate else []

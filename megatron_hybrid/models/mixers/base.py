@@ -1,4 +1,4 @@
-"""What a mixer is: the cache it declares, and what it is built of."""
+"""Base of all mixers: declarations of cached state, classes of the parts, inputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class StateTensor:
     """One recurrent state of a layer."""
 
     name: str
-    """What `MixerContext.states` calls it."""
+    """Name for `MixerContext.states`."""
     shape: tuple[int, ...]
     """Shape per sequence, on this tensor-parallel rank."""
     dtype: torch.dtype
-    """What it is stored in between calls."""
+    """dtype between calls."""
     decay: Tensor | None = field(default=None, compare=False)
-    """What a token typically leaves of each element, 0 to 1, broadcastable to `shape`: an encoding
-    may then round the state, and knows which errors last. None: it is kept as it is."""
+    """Typical factor of each element per token, 0 to 1, broadcastable to `shape`, by which an
+    encoding that rounds the state weighs errors. None: the state is never rounded."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class KVShape:
     chunk: int | None = None
     """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
     value_dim: int | None = None
-    """Width of a value; None: that of a key, which then stands here. 0: no values are kept, the
-    layer takes them from its keys (the latent cache of MLA)."""
+    """Width of a value; None becomes that of a key. 0: no values are kept, the layer computes them
+    from its keys (the latent cache of MLA)."""
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -52,7 +52,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer needs kept between the calls of a sequence; nothing, for an MLP."""
+    """State of one sequence that a layer keeps between calls; empty for an MLP."""
 
     kv: KVShape | None = None
     states: tuple[StateTensor, ...] = ()
@@ -60,7 +60,7 @@ class LayerCache:
 
 @dataclass
 class MixerSubmodules:
-    """The classes that a mixer builds its parts of: plain torch, or Transformer Engine's."""
+    """Classes of a mixer's parts: of plain torch, or of Transformer Engine."""
 
     input_projection: type
     """Column-parallel linear of the layer's input; may normalise it first."""
@@ -73,28 +73,28 @@ class MixerSubmodules:
 
 @dataclass(frozen=True)
 class StackInputs:
-    """What the first pipeline stage knows beside the hidden states, for the mixers that ask."""
+    """Inputs of the first pipeline stage beside the hidden states, for mixers that need them."""
 
     embedding_Th: Tensor | None
-    """The word embedding that the stack starts from; None on later stages."""
+    """Word embedding, the input of the stack; None on later stages."""
     per_layer_TJp: Tensor | None = None
-    """What each of the J layers of the symbol `P` is told about each token; None without any."""
+    """Per-layer embedding of each token for the J layers of the symbol `P`; None without any."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
-    """The blocks that layers of the symbol `Z` share, each from its first layer on."""
+    """Blocks shared by the layers of the symbol `Z`, each entered by its first layer."""
 
 
 class Mixer(MegatronModule):
     """Base of all mixers: `forward(hidden_Th, context) -> (output_Th, bias or None)`."""
 
     input_projection: str | None = None
-    """Name of the one projection that takes all of the layer's input, where there is one."""
+    """Name of the one projection of all of the layer's input, if there is one."""
 
     norms_input = False
-    """Whether it does itself what the norm in front of a mixer does."""
+    """Whether the mixer applies the norm in front of it by itself."""
 
     takes_stack_inputs = False
     """Whether `forward` takes the `StackInputs` as a third argument."""
 
     def cache_requirements(self) -> LayerCache:
-        """What is kept between the calls of a sequence."""
+        """State of one sequence that is kept between calls."""
         return LayerCache()

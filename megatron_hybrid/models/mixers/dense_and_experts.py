@@ -1,4 +1,4 @@
-"""An MLP and a mixture of experts side by side, each between norms of its own (Gemma 4)."""
+"""An MLP and a mixture of experts in parallel, each between its own norms (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_hybrid.models.mixers.router import Router
 
 
 class DenseAndExpertsMixer(Mixer):
-    """norm(MLP(norm(x))) + norm(experts(norm(x))), where the router sees x under a norm too.
+    """norm(MLP(norm(x))) + norm(experts(norm(x))); the router has a norm of x, too.
 
     Args:
         config: the fields of the symbols `-` and `E` are used.

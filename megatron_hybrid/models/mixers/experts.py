@@ -23,11 +23,11 @@ from megatron_hybrid.ops import routed_experts
 
 
 class StackedLinear(nn.Module):
-    """E linear layers: weight [E, out, in] and bias [E, out] or None, this rank's pieces of them.
+    """This rank's pieces of E linear layers: weight [E, out, in] and bias [E, out] or None.
 
     Args:
-        shape: (E, out, in), of the whole.
-        dim: 1 or 2, which dimension of the weight is cut over the ranks.
+        shape: full (E, out, in).
+        dim: 1 or 2, the dimension of the weight that is cut over the ranks.
         sections: see `mark_tensor_parallel`.
     """
 
@@ -78,12 +78,12 @@ class Experts(nn.Module):
         self.linear_fc2 = StackedLinear(config, (num_experts, hidden, width), 2, pg_collection)
 
     def forward(self, hidden_Th: Tensor, weights_nE: Tensor, chosen_nE: Tensor) -> Tensor:
-        """[T, h] -> [T, h]; a row's result does not depend on what other rows there are.
+        """[T, h] -> [T, h]; a row's result does not depend on other rows.
 
         Args:
             hidden_Th: n tokens, then padding rows, which get zeros.
-            weights_nE: of each expert, fp32.
-            chosen_nE: which experts, bool, the same number k for each token.
+            weights_nE: weight of each expert, fp32.
+            chosen_nE: the chosen experts, bool, the same number k for each token.
         """
         # Each rank weighs its own part of every sum, so the gradients of both add up over ranks.
         hidden_nh = copy_to_tensor_model_parallel_region(

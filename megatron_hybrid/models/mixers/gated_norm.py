@@ -1,4 +1,4 @@
-"""The norms that recurrent mixers end with, and the gate of Mamba's."""
+"""Output norms of recurrent mixers, and the gate of Mamba's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_delta_norm(
         norm: its class.
         config: the fields `linear_norm_*` are used.
         head_dim: width of a value head.
-        tp_group: ranks that share the heads.
+        tp_group: ranks over which the heads are split.
     """
     norm_config = copy(config)
     if config.linear_norm_zero_centered_gamma is not None:
@@ -52,7 +52,7 @@ class GatedGroupNorm(nn.Module):
         group_size: channels per group.
         eps: added to the mean square.
         dtype: dtype of the weight.
-        norm_before_gate: which of the two forms.
+        norm_before_gate: the second of the two forms.
     """
 
     def __init__(

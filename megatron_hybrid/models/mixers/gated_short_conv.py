@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2: a layer that mixes the last few tokens alone."""
+"""The gated short convolution of LFM2, a layer that mixes only the last few tokens."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class KimiDeltaAttentionMixer(Mixer):
     """With P = Diag(exp(g)) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
     g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys. f and the output
-    gate are projections of low rank, that of a value head.
+    gate are projections whose rank is the width of a value head.
 
     Args:
         config: sizes are its `linear_*` fields; there are `linear_num_key_heads` heads.
@@ -59,7 +59,7 @@ class KimiDeltaAttentionMixer(Mixer):
         self.num_heads = heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
 
-        # Heads are split over the ranks; what the low-rank gates pass through is whole on each.
+        # Heads are split over the ranks; the inner dimension of the low-rank gates is replicated.
         self.in_proj = build_input_projection(
             submodules.column,
             config,

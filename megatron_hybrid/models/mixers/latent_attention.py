@@ -26,12 +26,12 @@ from megatron_hybrid.ops import AttentionPattern
 
 
 class LatentAttentionMixer(Mixer):
-    """Causal attention whose keys and values are made of one short latent vector per token.
+    """Causal attention with keys and values computed from one short latent vector per token.
 
     With a latent c_t (`kv_lora_rank` wide), a head's key is [W_uk c_t, r_t] and its value W_uv c_t;
-    r_t, which RoPE rotates, is the same for all heads. What is cached is [c_t, r_t] alone: a head's
-    q . (W_uk c) is (q W_uk) . c, so cached attention runs on the latents themselves, with one
-    key/value head, and W_uv comes behind it (the "absorbed" form of the same function).
+    r_t, which RoPE rotates, is the same for all heads. Only [c_t, r_t] is cached: as a head's
+    q . (W_uk c) is (q W_uk) . c, cached attention runs on the latents, with one key/value head, and
+    applies W_uv afterwards (the "absorbed" form of the same function).
 
     Args:
         config: sizes are the heads, `kv_lora_rank`, `q_lora_rank`, `qk_head_dim`,
@@ -39,7 +39,7 @@ class LatentAttentionMixer(Mixer):
         submodules: classes of the projections and norms.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used. Heads are split over its ranks, the latent is
-            whole on each of them.
+            replicated.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LatentAttentionMixer(Mixer):
         )
 
     def cache_requirements(self) -> LayerCache:
-        """The latents, as keys of one head; values are a part of them."""
+        """The latents, as keys of one head that contain its values."""
         return LayerCache(kv=KVShape(1, self.rank + self.head_dims[1], value_dim=0))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
@@ -128,7 +128,7 @@ class LatentAttentionMixer(Mixer):
         return self.linear_proj(o_THP.flatten(1))
 
     def _queries(self, hidden_Th: Tensor) -> Tensor:
-        """[T, H, D], D being what a head matches by content and by position."""
+        """Queries [T, H, D]; D = width of content and position."""
         if self.config.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_Th)
         else:

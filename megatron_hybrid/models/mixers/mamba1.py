@@ -30,7 +30,7 @@ from megatron_hybrid.ops import selective_scan
 class Mamba1Mixer(Mixer):
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t, gated.
 
-    Each rank has its own channels. dt, B and C come of the channels of all ranks: a sum.
+    Channels are split over the ranks; dt, B and C are sums over the channels of all ranks.
 
     Args:
         config: sizes are its `mamba1_*` fields.
@@ -129,7 +129,8 @@ class Mamba1Mixer(Mixer):
         parts, _ = self.x_proj(x_TC)
         dt, B_TN, C_TN = parts.split(self.split_sizes, -1)
         dt_TC, dt_bias_C = self.dt_proj(self.dt_layernorm(dt))
-        # Every rank uses all of B and C for its own channels: their gradients add up over ranks.
+        # Every rank uses all of B and C for its own channels: their gradients are summed over
+        # ranks.
         B_TN, C_TN = (
             copy_to_tensor_model_parallel_region(norm(part), self.tp_group)
             for norm, part in ((self.b_layernorm, B_TN), (self.c_layernorm, C_TN))
@@ -148,7 +149,7 @@ class Mamba1Mixer(Mixer):
         return self.out_proj(gated(y_TC, z_TC))
 
     def _build_norm(self, size: int) -> nn.Module:
-        """The norm of dt, B or C: an RMS norm whatever `normalization` says, or nothing."""
+        """The norm of dt, B or C: an RMS norm, for any `normalization`, or None."""
         config = self.config
         if config.mamba1_norm == "none":
             return nn.Identity()

@@ -1,6 +1,6 @@
-"""What a mixer asks of the context that it runs in, and the context of a forward without a cache.
+"""MixerContext, the interface of a mixer to its context, and the context of uncached forwards.
 
-A mixer never asks which context it is: each context does in its own way what it is asked for.
+A mixer does not know which context it runs in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, varl
 
 
 class LatentHeads(Protocol):
-    """How the heads of latent attention read latents [T, r + d], of which `rank` are the content.
+    """The heads of latent attention over latents [T, r + d]; `rank` r is the width of the content.
 
     H heads, D the width of a query, P that of a head's value.
     """
@@ -26,14 +26,14 @@ class LatentHeads(Protocol):
         """Each head's own keys [T, H, D] and values [T, H, P]."""
 
     def absorb(self, q_THD: Tensor) -> Tensor:
-        """The queries that meet the latents themselves, [T, H, r + d]."""
+        """Queries for the latents, [T, H, r + d]."""
 
     def values(self, o_THr: Tensor) -> Tensor:
-        """Each head's average of the latents' contents as values, [T, H, P]."""
+        """Values [T, H, P] from each head's average of the latents' contents [T, H, r]."""
 
 
 class MixerContext(Protocol):
-    """What a mixer may ask of the context that it runs in.
+    """The interface of a mixer to its context.
 
     A ragged batch holds R sequences in T = layout.num_tokens + layout.num_padding rows.
     `layer_number` counts from 1 within the pipeline stage.
@@ -46,8 +46,8 @@ class MixerContext(Protocol):
         """Absolute position of each row, [T] int64; 0 for padding rows."""
 
     def states(self, layer_number: int, name: str) -> SlotStates | None:
-        """Where a recurrent op finds a state and leaves it; None where all sequences start from
-        nothing and nothing is kept."""
+        """The slots of a state for a recurrent op; None: all sequences start from zeros, and
+        nothing is kept."""
 
     def attend(
         self,
@@ -61,11 +61,11 @@ class MixerContext(Protocol):
         """Attention of this call's tokens over all tokens of their sequences, [T, H, P].
 
         Args:
-            layer_number: whose keys and values are read.
+            layer_number: the layer whose keys and values are read.
             q_THD: queries, after RoPE.
             k_TKD, v_TKP: this call's keys (after RoPE) and values, which are kept for that layer;
-                None where the layer, an earlier one, has been given its own.
-            pattern: what a token sees, and how scores are made.
+                None: that layer, an earlier one, has stored them in this call.
+            pattern: visible positions and form of scores.
             sinks_H: see `ops.paged_attention`.
         """
 
@@ -77,14 +77,14 @@ class MixerContext(Protocol):
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """Latent attention, [T, H, P]: over expanded heads, or over the latents themselves.
+        """Latent attention, [T, H, P]: over expanded heads, or over the latents.
 
         Args:
             layer_number: of the layer, whose `KVShape` is one head of latents without values.
             q_THD: queries, after RoPE.
             latents_TL: this call's latents; they are kept.
-            heads: what the heads make of latents.
-            pattern: what a token sees, and how scores are made.
+            heads: expands latents, or absorbs queries.
+            pattern: visible positions and form of scores.
         """
 
 
@@ -114,7 +114,7 @@ class UncachedContext:
         return self._layout.token_positions(self._device)
 
     def states(self, layer_number: int, name: str) -> None:
-        """See `MixerContext`: every sequence starts from nothing, and nothing is kept."""
+        """See `MixerContext`: every sequence starts from zeros, and nothing is kept."""
         return None
 
     def attend(
@@ -141,5 +141,5 @@ class UncachedContext:
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """See `MixerContext`: over expanded heads, which take less work than long latents."""
+        """See `MixerContext`: over expanded heads, which is less work than over latents."""
         return varlen_attention(q_THD, *heads.expand(latents_TL), self._layout, pattern)

@@ -1,4 +1,4 @@
-"""megatron-core's MLP as a mixer that needs no context."""
+"""megatron-core's MLP as a mixer; it uses no context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
 def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
-    """What the second layer of an MLP takes: [T, 2f] -> [T, f] where it is gated, else [T, f]."""
+    """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f]."""
     if not config.gated_linear_unit:
         return config.activation_func(x_Tg)
     gate_Tf, x_Tf = x_Tg.chunk(2, -1)

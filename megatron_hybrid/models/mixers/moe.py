@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, routed experts, and an expert that every token shares."""
+"""Mixture of experts: a router, routed experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_hybrid.models.mixers.router import Router
 class MoEMixer(Mixer):
     """sum_e weight_e(x) MLP_e(x) over the chosen experts e, plus the shared expert's MLP(x).
 
-    Parameters are called as in megatron-core, which keeps the experts apart in part of its forms
-    (`experts.local_experts.0.linear_fc1.weight`); here they are stacked
+    Parameter names are megatron-core's, but where that has one parameter per expert
+    (`experts.local_experts.0.linear_fc1.weight`), here they are stacked
     (`experts.linear_fc1.weight`, [E, out, in]).
 
     Args:
@@ -64,7 +64,7 @@ class MoEMixer(Mixer):
 
 
 class SharedExperts(MLPMixer):
-    """The expert that every token goes to, with a gate of its own or without.
+    """The expert of every token, with or without a gate.
 
     Args: see `MoEMixer`.
     """
@@ -78,7 +78,7 @@ class SharedExperts(MLPMixer):
     ):
         config = copy(config)
         config.ffn_hidden_size = config.moe_shared_expert_intermediate_size
-        # The layer's norm serves the router too, so it is in front of all.
+        # The layer's norm is applied before, as the router needs it, too.
         submodules = replace(submodules, input_projection=submodules.column)
         super().__init__(config, submodules, layer_number, pg_collection)
         gate = replicated_weight(config, 1, config.hidden_size)

@@ -1,4 +1,4 @@
-"""Attention and Mamba-2 side by side in one layer (Falcon-H1, arXiv 2507.22448)."""
+"""Attention and Mamba-2 in parallel in one layer (Falcon-H1, arXiv 2507.22448)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ParallelHeadsMixer(Mixer):
         self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values of the one, states of the other."""
+        """Keys and values of attention, states of Mamba-2."""
         kv = self.attention.cache_requirements().kv
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
 

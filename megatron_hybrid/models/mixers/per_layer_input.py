@@ -1,4 +1,4 @@
-"""The layer that brings a per-layer embedding into the residual stream (Gemma 3n, Gemma 4)."""
+"""The layer that adds a per-layer embedding to the residual stream (Gemma 3n, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_hybrid.models.mixers.projections import ReplicatedLinear
 
 
 class PerLayerInputMixer(Mixer):
-    """projection(activation(gate(x)) * input), where the input is this layer's of
-    `PerLayerEmbedding`. Every rank holds all of it.
+    """projection(activation(gate(x)) * input), with this layer's input of `PerLayerEmbedding`.
+    Replicated on all ranks.
 
     Args:
         config: `per_layer_input_size` and `activation_func` are used.
@@ -34,7 +34,7 @@ class PerLayerInputMixer(Mixer):
     ):
         super().__init__(config)
         self.index = layer_symbols(config.layer_pattern)[: layer_number - 1].count("P")
-        """How many layers of the symbol come before this one."""
+        """Number of layers of this symbol before this one."""
         size = config.per_layer_input_size
         self.gate = ReplicatedLinear(config, config.hidden_size, size)
         self.projection = ReplicatedLinear(config, size, config.hidden_size)

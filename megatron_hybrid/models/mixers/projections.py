@@ -16,8 +16,8 @@ from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
 
 
 class LocalColumnLinear(ColumnParallelLinear):
-    """core's, as one product where no gradient is wanted and a single rank holds the weight: its
-    autograd functions alone take longer than a small product on the CPU."""
+    """core's; one plain product if no gradient is needed and a single rank has the weight, since
+    core's autograd functions alone take longer than a small product on the CPU."""
 
     def forward(
         self,
@@ -63,10 +63,10 @@ def build_input_projection(
     """hidden_size (or input_size) -> sum(sections), split over the ranks by output row.
 
     Args:
-        sections: full sizes of the blocks that lie one after another, each cut on its own.
-        comm_buffer: which of Transformer Engine's communication buffers it shares ("fc1", "qkv").
-        section_names: what core's distributed checkpoints call the sections, where they do.
-        skip_bias_add: give the bias back beside the output.
+        sections: full sizes of the concatenated blocks, each cut separately.
+        comm_buffer: name of Transformer Engine's communication buffer to share ("fc1", "qkv").
+        section_names: names of the sections in core's distributed checkpoints, if they have any.
+        skip_bias_add: return the bias beside the output.
         init_method: of the weight; None: the config's.
     """
     projection = build_module(
@@ -101,7 +101,7 @@ def build_output_projection(
     init_method: Callable | None = None,
 ) -> nn.Module:
     """width -> hidden_size (or output_size), split over the ranks by input column and summed over
-    them; drawn by `init_method` or as the config draws what goes into the residual stream."""
+    them; drawn by `init_method`, or as the config draws output layers."""
     projection = build_module(
         spec,
         width,
@@ -122,7 +122,7 @@ def build_output_projection(
 def replicated_weight(
     config: HybridConfig, *shape: int, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """A weight that every rank holds whole, drawn as those of the projections are.
+    """A replicated weight, drawn like those of the projections.
 
     Args:
         dtype: None: `config.params_dtype`.
@@ -134,7 +134,7 @@ def replicated_weight(
 
 
 class ReplicatedLinear(nn.Module):
-    """A projection without bias that every rank holds whole."""
+    """A replicated projection without bias."""
 
     def __init__(self, config: HybridConfig, input_size: int, output_size: int):
         super().__init__()

@@ -48,7 +48,7 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
         return kept * plain + (1.0 - kept) * plain / factor, 1.0
 
     def pair_of(turns: float) -> float:
-        """The (fractional) pair that makes so many turns in the original context."""
+        """The (fractional) pair that makes this many turns in the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first = pair_of(scaling.get("beta_fast") or 32.0)
@@ -70,12 +70,12 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """YaRN's temperature: the factor of cos and sin that makes up for longer contexts."""
+    """YaRN's temperature: the factor of cos and sin for longer contexts."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def build_rotary(config: HybridConfig, dim: int) -> RotaryEmbedding | None:
-    """What an attention layer rotates `dim` dimensions of its heads with; None without RoPE."""
+    """RoPE of `dim` dimensions of an attention layer's heads; None without RoPE."""
     if config.position_embedding_type != "rope":
         return None
     return RotaryEmbedding(
@@ -112,7 +112,7 @@ class RotaryEmbedding:
 
         Args:
             positions_T: absolute positions, int64.
-            num_positions: a bound that all of them lie below, known without reading the tensor.
+            num_positions: an exclusive bound of them, known without reading the tensor.
         """
         # Tables grow in powers of two, so that a growing sequence makes few of them.
         size = max(_SMALLEST_TABLE, 1 << (num_positions - 1).bit_length())
@@ -122,7 +122,7 @@ class RotaryEmbedding:
     def cos_sin_of_batch(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """`cos_sin` of all rows of a call, made for the first layer and kept with the layout."""
+        """`cos_sin` of all rows of a call, computed once and cached in the layout."""
 
         def make() -> tuple[Tensor, Tensor]:
             return self.cos_sin(positions_T, layout.last_end, dtype)
@@ -131,7 +131,7 @@ class RotaryEmbedding:
         return layout.cached(key, make)
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """`x_THD` with its leading `dim` dimensions rotated; the rest passes through."""
+        """`x_THD` with its leading `dim` dimensions rotated; the rest is unchanged."""
         cos, sin = cos_sin
         rotated = x_THD[..., : self.dim]
         if self.interleaved:
@@ -151,7 +151,7 @@ def _tables(
     dim: int, base: float, scaling: str, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin at positions [0, size), each [size, 1, dim / 2]; shared by all layers."""
-    # A table made in inference mode could not be used in a later training step.
+    # Outside inference mode, as a later training step may use the table.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         radians, amplitude = frequencies(dim, base, json.loads(scaling))
         positions = torch.arange(size, dtype=torch.float32)

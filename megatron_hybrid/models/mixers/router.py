@@ -1,5 +1,5 @@
-"""Which experts a token goes to, with the parameters and the routing function of core's TopKRouter
-(whose class keeps its tensors on CUDA)."""
+"""Router: the experts of each token, with the parameters and the routing function of core's
+TopKRouter (whose class keeps its tensors on CUDA)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ class Router(nn.Module):
         else:
             self.register_parameter("bias", None)
         if config.moe_router_enable_expert_bias:
-            # core's finalize_model_grads moves the first by what the second has counted.
+            # core's finalize_model_grads updates the first by the counts in the second.
             self.register_buffer("expert_bias", torch.zeros(num_experts))
             self.register_buffer("local_tokens_per_expert", torch.zeros(num_experts), False)
 
     def forward(self, hidden_Th: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token, fp32 [n, E], and which are chosen, bool [n, E].
+        """The weight of each expert for each token, fp32 [n, E], and the chosen ones, bool [n, E].
 
         Args:
-            hidden_Th: all rows, padding included: so their number is one that a row's bits do not
-                depend on.
-            num_tokens: the leading n rows, which are tokens.
+            hidden_Th: all rows, with padding, so that a row's bits do not depend on their number.
+            num_tokens: n, the number of leading rows that are tokens.
         """
         config = self.config
         bias = None if self.bias is None else self.bias.float()

@@ -30,7 +30,7 @@ class SharedBlockMixer(Mixer):
     """mamba(norm(x + linear(block(x, embedding)))), with a block that several layers share.
 
     The k-th layer of this kind uses block k mod `num_shared_blocks`. The first layer that uses a
-    block owns its parameters; in a forward pass it hands the block on to the later ones.
+    block owns its parameters; in a forward pass it passes the block to the later ones.
 
     Args:
         config: sizes are those of attention, MLP and Mamba-2, and `shared_block_adapter_rank`.
@@ -132,7 +132,7 @@ class SharedBlock(nn.Module):
         """[T, 2 * hidden] -> [T, hidden].
 
         Args:
-            layer_number: of the layer that runs it, whose keys and values are kept apart.
+            layer_number: of the layer that runs it; each layer has its own keys and values.
             qkv_adapters: that layer's additions to queries, keys and values.
             mlp_adapter: that layer's addition to the gate and value of the MLP.
         """

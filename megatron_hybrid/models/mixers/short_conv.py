@@ -19,11 +19,11 @@ class ShortConv(nn.Module):
 
     Args:
         sections: full sizes of the blocks of channels, each cut over the tensor-parallel ranks.
-        section_names: what core calls these blocks.
+        section_names: core's names of these blocks.
         kernel_size: width of the convolution.
         bias: whether it has one.
         tp_size: number of tensor-parallel ranks.
-        dtype: dtype of the parameters, and of the inputs that are kept.
+        dtype: dtype of the parameters and of the tail.
         activation: "silu" or None.
     """
 
@@ -54,7 +54,7 @@ class ShortConv(nn.Module):
             self.register_parameter("bias", None)
 
     def state(self) -> StateTensor:
-        """The inputs that the next token still needs: [C, K - 1], oldest first."""
+        """The tail, the last K - 1 inputs: [C, K - 1], oldest first."""
         channels, _, width = self.weight.shape
         return StateTensor(self.state_name, (channels, width - 1), self.weight.dtype)
 

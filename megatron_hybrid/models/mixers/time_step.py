@@ -1,4 +1,4 @@
-"""Time steps of the recurrent layers: where they start, and what they leave of a state."""
+"""Time steps of the recurrent layers: initial values, and typical decays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def initial_dt_bias(size: int) -> Tensor:
 
 
 def typical_decay(A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """exp(-exp(A_log) dt) for the time step that the bias alone gives: what a token typically
-    leaves of a state, 0 to 1, fp32, broadcast over both shapes. See `StateTensor.decay`."""
+    """exp(-exp(A_log) dt) for the time step of the bias alone: the typical factor of a state per
+    token, 0 to 1, fp32, broadcast over both shapes. See `StateTensor.decay`."""
     dt = F.softplus(dt_bias.detach().float())
     return (-A_log.detach().float().exp() * dt).exp()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 def gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate every rank's `x` along the last dimension; same result on all ranks.
 
-    Differentiable: each rank's gradient is its own part, as all ranks compute the same from here.
-    (core's own function of this kind puts its result on a CUDA device.)
+    Differentiable: each rank's gradient is its own part, as all ranks compute the same with the
+    result. (core's function of this kind puts its result on a CUDA device.)
     """
     return x if group.size() == 1 else _GatherLastDim.apply(x, group)
 
@@ -31,10 +31,11 @@ class _GatherLastDim(torch.autograd.Function):
 
 
 def sum_gradient_over_ranks(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """For a parameter that every rank holds whole, but applies to its own heads alone.
+    """Sum the gradient of a replicated parameter over the ranks, each of which applies it to its
+    own heads only.
 
-    Its gradient on a rank lacks the other ranks' heads. (core's `finalize_model_grads` does the
-    same for the query and key norms of attention, which therefore must not be given here.)
+    (core's `finalize_model_grads` does the same for the query and key norms of attention: do not
+    pass these.)
     """
     if group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Process groups for a model: the caller's, or else a set of our own that needs no launcher."""
+"""Process groups of a model: the caller's, or new ones, which need no launcher."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def process_groups(
 ) -> ProcessGroupCollection:
     """The groups to build a model with.
 
-    Without `given`, megatron-core's own are used; if the caller has not set those up either, they
-    are made here: from the launcher's environment under torchrun, else for this one process.
+    Without `given`, megatron-core's own; if these do not exist, they are made here: from the
+    launcher's environment under torchrun, else for this one process.
     """
     if given is None:
         _initialize_distributed()
@@ -30,10 +30,10 @@ def process_groups(
 
 
 def check_process_groups(config: HybridConfig, groups: ProcessGroupCollection) -> None:
-    """Whether a model can be split over these groups. Those that are missing or None are not used.
+    """Check that a model can be split over these groups; missing or None ones are not used.
 
     Raises:
-        ValueError: a size is not that of the config, or a group splits what HybridModel does not.
+        ValueError: a size differs from the config, or a group splits what HybridModel cannot split.
     """
     for field, group in (
         ("tensor_model_parallel_size", groups.tp),

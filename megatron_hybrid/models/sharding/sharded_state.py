@@ -1,8 +1,8 @@
-"""The model as megatron-core's distributed checkpoints see it: every tensor with its place.
+"""The sharded state dict of a model for megatron-core's distributed checkpoints.
 
-Keys are those of core's own hybrid models, so that their `torch_dist` checkpoints load and ours
-load there: concatenated blocks apart (`in_proj.weight.z`), and each layer's norm under the name
-that the transformer_engine spec gives it, which is what core's local specs do too.
+Keys are those of core's own hybrid models, so that `torch_dist` checkpoints load in both
+directions: concatenated blocks are separate (`in_proj.weight.z`), and each layer's norm has the
+name of the transformer_engine spec, as in core's local specs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
     """Sharded tensors (and extra states) of a pipeline stage, by this rank's state-dict names.
 
     Args:
-        model: a HybridModel, whose parameters say how they are cut (`tensor_sharding`).
+        model: a HybridModel; its parameters carry their sharding (`tensor_sharding`).
         prefix: of names and keys.
         metadata: core's; `dp_cp_group` and `singleton_local_shards` are used.
     """
@@ -61,7 +61,7 @@ _EXPERTS = ".mlp.experts."
 
 
 def _fused_norms(model: Any) -> dict[str, str]:
-    """Each layer's norm -> the projection behind it, both by whole canonical names."""
+    """Each layer's norm -> the projection behind it, both as full canonical names."""
     modules = {}
     for i, layer in enumerate(model.decoder.layers, model.layer_offset):
         path = f"decoder.layers.{i}."
@@ -98,7 +98,7 @@ def _split_sections(
     names: tuple[str, ...],
     group: torch.distributed.ProcessGroup,
 ) -> ShardedTensorFactory:
-    """One tensor per concatenated block, `key.name`, each cut over the ranks on its own."""
+    """One tensor per concatenated block, `key.name`, each cut over the ranks separately."""
     dim = parameter.partition_dim
     sizes = [size // group.size() for size in parameter.partition_sections]
     place = (dim, group.rank(), group.size())
@@ -118,8 +118,8 @@ def _split_sections(
 def _stacked_experts(
     key: str, parameter: Tensor, groups: dict[str, Any], singletons: bool
 ) -> ShardedTensorFactory:
-    """One piece per expert and block of its rows, each cut over the ranks on its own: the places
-    that core's experts have, whichever of its forms they come in."""
+    """One piece per expert and block of its rows, each cut over the ranks separately: the places of
+    core's experts, in all of its forms."""
     group = groups["tp_group"]
     cut = getattr(parameter, "tensor_model_parallel", False)
     # The dimension within an expert's tensor, which has no leading one.

@@ -1,10 +1,10 @@
-"""How a parameter is cut over tensor-parallel ranks, said by the parameter itself.
+"""Sharding of parameters over tensor-parallel ranks, by attributes of the parameters.
 
 A sharded parameter carries megatron-core's attributes (`tensor_model_parallel`, `partition_dim`,
 `partition_stride`) and, where a rank holds pieces of several concatenated blocks,
 `partition_sections`: the full sizes of these blocks along `partition_dim` (and `section_names`,
-what core's distributed checkpoints call them). One pair of functions then cuts and joins any
-parameter of any layer.
+their names in core's distributed checkpoints). So one pair of functions cuts and joins all
+parameters.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def mark_tensor_parallel(
     section_names: Sequence[str] | None = None,
     unpadded_size: int | None = None,
 ) -> None:
-    """Say that `parameter` is this rank's piece of a tensor that is cut along `dim`.
+    """Mark `parameter` as this rank's piece of a tensor that is cut along `dim`.
 
     Args:
-        sections: full sizes of the blocks that lie one after another along `dim`, each of which is
-            cut on its own; None: one block.
-        section_names: a name for each of them, where core keeps them apart under such names.
-        unpadded_size: full size along `dim` without the rows that only make it divisible.
+        sections: full sizes of the concatenated blocks along `dim`, each cut separately; None: one
+            block.
+        section_names: core's names of these blocks, if it keeps them apart.
+        unpadded_size: full size along `dim` without padding rows.
     """
     parameter.tensor_model_parallel = True
     parameter.partition_dim = dim
@@ -52,7 +52,7 @@ def full_shape(parameter: Tensor, tp_size: int) -> tuple[int, ...]:
 
 
 def shard(full: Tensor, parameter: Tensor, rank: int, tp_size: int) -> Tensor:
-    """The piece of `full` that belongs where `parameter` is, for one rank."""
+    """One rank's piece of `full`, cut like `parameter`."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
     dim = parameter.partition_dim
