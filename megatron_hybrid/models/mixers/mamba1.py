@@ -149,7 +149,7 @@ class Mamba1Mixer(Mixer):
         return self.out_proj(gated(y_TC, z_TC))
 
     def _build_norm(self, size: int) -> nn.Module:
-        """The norm of dt, B or C: an RMS norm, for any `normalization`, or None."""
+        """The norm of dt, B or C: an RMS norm, for any `normalization`, or an identity."""
         config = self.config
         if config.mamba1_norm == "none":
             return nn.Identity()
