@@ -125,7 +125,7 @@ def part(n, start):
 
 
 class TestEvictor:
-    def test_the_least_valuable_state_goes_first_then_the_kv_that_led_to_it(self):
+    def test_the_least_valuable_state_is_evicted_before_its_kv(self):
         room = Room()
         for n, rate in ((32, 1.0), (64, 0.1), (96, 1.0)):
             room.add(part(n, 1000 * n))
@@ -140,7 +140,7 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.stored() == {96}
 
-    def test_of_equal_value_the_one_used_longest_ago_goes_first(self):
+    def test_of_equal_values_the_least_recently_used_is_evicted_first(self):
         room = Room()
         for start, used in ((0, 5), (1000, 3), (2000, 4)):
             room.add(part(32, start))
@@ -158,7 +158,7 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.walk(part(100, 0)).depth == 48
 
-    def test_a_tail_that_starts_inside_a_block_goes_whole(self):
+    def test_a_tail_that_starts_inside_a_block_is_dropped_whole(self):
         room = Room()
         room.add(part(40, 0), tick=1)
         room.save(part(20, 0))
@@ -172,7 +172,7 @@ class TestEvictor:
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
 
-    def test_the_least_state_is_looked_for_again_once_values_may_have_changed(self):
+    def test_the_least_state_is_searched_again_after_values_changed(self):
         room = Room()
         for n, rate in ((32, 1.0), (48, 2.0)):
             room.add(part(n, 1000 * n))
@@ -190,7 +190,7 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.stored() == {32}
 
-    def test_what_is_pinned_is_passed_over_and_stays_in_line(self):
+    def test_pinned_items_are_skipped_and_return_when_unpinned(self):
         room = Room()
         for start, rate in ((0, 1.0), (1000, 2.0)):
             room.add(part(32, start))
@@ -218,7 +218,7 @@ class TestEvictor:
         assert room.make_room(1) and not room.walk(part(320, 1000)).deepest_checkpoint()
         assert room.walk(part(320, 2000)).deepest_checkpoint()
 
-    def test_what_many_requests_hold_is_come_across_once(self):
+    def test_items_pinned_by_many_requests_are_scanned_once(self):
         room = Room(num_pages=1001)
         for start in range(0, 100_000, 1000):
             room.pool.retain(room.add(part(96, start)))
@@ -257,7 +257,7 @@ class TestEvictor:
         assert room.pool.ref_counts[pages[3]] == 1
         room.index.check_integrity()
 
-    def test_the_first_to_make_room_does_not_come_across_all_that_was_saved(self):
+    def test_the_first_eviction_does_not_scan_all_saved_states(self):
         """A prompt's KV is a tail until its state is published."""
         room = Room(num_pages=4 * 300 + 1)
         for start in range(0, 300_000, 1000):
@@ -268,7 +268,7 @@ class TestEvictor:
         assert keys.calls < 10
 
     @pytest.mark.parametrize("force", [False, True])
-    def test_what_fails_to_leave_stays_in_line(self, force):
+    def test_an_item_whose_eviction_fails_stays_in_its_heap(self, force):
         room = Room()
         pages = room.add(part(96, 0))
         room.save(part(96, 0))
@@ -342,7 +342,7 @@ class TestEvictor:
         room.make_room(1)
         assert room.stored() == {64}
 
-    def test_a_state_that_another_covers_now_is_reckoned_anew(self):
+    def test_a_state_covered_since_is_valued_again(self):
         room = Room()
         room.rates.if_covered = 0.01
         for start in (0, 1000):
@@ -368,7 +368,7 @@ class TestEvictor:
         room.make_room(3)  # without the fork's tail
         assert [c.pages is None for c in (tip, middle, other)] == [True, False, False]
 
-    def test_refresh_orders_anew_what_became_worth_less(self):
+    def test_refresh_reorders_items_whose_value_fell(self):
         room = Room()
         for start in (0, 1000):
             room.add(part(32, start))
@@ -379,7 +379,7 @@ class TestEvictor:
         room.make_room(1)
         assert popular.pages is None
 
-    def test_after_many_values_rose_nothing_goes_that_is_worth_more(self):
+    def test_after_many_values_rose_no_item_of_a_higher_value_is_evicted(self):
         room = Room(num_pages=2000)
         for start in range(0, 200_000, 1000):
             room.add(part(32, start))
@@ -391,7 +391,7 @@ class TestEvictor:
         assert len(room.stored()) == 1  # at one position each
         assert room.stats.checkpoints_evicted == 0
 
-    def test_a_state_that_is_dropped_stands_in_line_no_more(self):
+    def test_a_dropped_state_leaves_the_heap(self):
         room = Room()
         room.add(part(32, 0))
         for _ in range(5):
@@ -399,7 +399,7 @@ class TestEvictor:
         assert (room.evictor.num_values(), room.evictor.checkpoints.least()) == (0, None)
 
     @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
-    def test_states_and_tails_have_their_turns_alike_where_kv_alone_resumes(self, at_once):
+    def test_in_pure_attention_refresh_alternates_states_and_tails(self, at_once):
         room = Room(PURE, num_pages=1000)
         for start in range(0, 8000, 1000):
             room.add(part(32, start))
@@ -431,7 +431,7 @@ class TestEvictor:
         room.make_room(1)
         assert room.walk(part(32, 0)).depth == 16
 
-    def test_a_tail_goes_no_further_than_what_is_worth_least_where_kv_alone_resumes(self):
+    def test_in_pure_attention_a_tail_is_cut_down_to_its_least_valuable_blocks(self):
         room = Room(PURE)
         room.add(part(160, 0))
         leaf = room.walk(part(160, 0)).edges[-1]
@@ -448,7 +448,7 @@ class TestEvictor:
         depths = [room.walk(part(160, start)).depth for start in (0, 1000)]
         assert depths == [64, 0]
 
-    def test_tails_and_states_are_compared_where_kv_alone_resumes(self):
+    def test_in_pure_attention_tails_and_states_are_compared(self):
         room = Room(PURE)
         room.add(part(2, 1000))
         room.save(part(2, 1000), 8.0)  # worth 4
@@ -494,7 +494,7 @@ def serve(sim, tokens, *positions):
     return running
 
 
-def test_kv_without_a_state_goes_first_and_the_newest_last():
+def test_kv_without_a_state_is_evicted_first_by_recency():
     sim = simulator(num_pages=41)
     a, b = prompt(160, 1), prompt(160, 2)
     running = sim.start(a)  # 10 pages, cancelled: no state reaches them
@@ -508,7 +508,7 @@ def test_kv_without_a_state_goes_first_and_the_newest_last():
     assert skipped(sim, b) == 160
 
 
-def test_among_states_the_one_that_saves_least_per_page_goes_first():
+def test_the_state_that_saves_least_per_page_is_evicted_first():
     sim = simulator()
     long, short = prompt(320, 1), prompt(32, 2)
     serve(sim, long)
@@ -542,7 +542,7 @@ def test_what_is_never_used_again_sinks():
     assert skipped(sim, prompt(160, 39)) == 160
 
 
-def test_old_valuable_states_give_way_to_small_ones_that_keep_coming():
+def test_old_valuable_states_are_evicted_for_a_flow_of_small_ones():
     """Whether its state was stored or not, each return of a prompt speaks for it."""
     sim = simulator(num_pages=1 + 2 * (20 + 2) + 3)
     for seed in (1, 2):
@@ -553,7 +553,7 @@ def test_old_valuable_states_give_way_to_small_ones_that_keep_coming():
     assert got[-1] == 48
 
 
-def test_pinned_things_are_passed_over():
+def test_pinned_items_are_skipped():
     sim = simulator()
     tokens = prompt(160, 1)
     serve(sim, tokens)

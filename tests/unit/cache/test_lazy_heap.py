@@ -32,13 +32,13 @@ class TestLazyHeap:
         a.key = (0, 3.0, 0)
         assert drain(queue) == [b, a]
 
-    def test_a_key_that_fell_is_told(self):
+    def test_update_notices_a_key_that_fell(self):
         queue, (a, b) = self.make(2.0, 1.0)
         a.key = (0, 0.5, 0)
         queue.update(a)
         assert drain(queue) == [a, b]
 
-    def test_an_item_that_is_none_any_more_is_dropped_and_may_come_back(self):
+    def test_an_item_without_a_key_is_dropped_and_may_return(self):
         queue, (a, b) = self.make(1.0, 2.0)
         a.key = None
         assert queue.least() == (0, 2.0, 0)
@@ -63,7 +63,7 @@ class TestLazyHeap:
         queue.add(c)
         assert drain(queue) == [c]
 
-    def test_refresh_comes_round_to_all_a_part_at_a_time(self):
+    def test_refresh_covers_all_items_a_part_at_a_time(self):
         queue, items = self.make(*map(float, range(1, 8)))
         looked_at = []
         queue.key = lambda item: looked_at.append(items.index(item)) or item.key
@@ -73,7 +73,7 @@ class TestLazyHeap:
         queue.refresh(99)
         assert sorted(looked_at[15:]) == [*range(7)]
 
-    def test_refresh_comes_once_to_an_item_whose_key_went_and_came_back(self):
+    def test_refresh_reaches_an_item_that_left_and_returned_once(self):
         queue, (a, b) = self.make(2.0, 3.0)
         a.key = (0, 0.5, 0)
         queue.update(a)
@@ -123,14 +123,14 @@ class TestLazyHeap:
         assert max(steps) == CLEANED_AT_ONCE  # entries that went
         assert drain(queue) == sorted(items, key=lambda item: item.key)
 
-    def test_what_cannot_go_any_more_is_taken_out_when_it_is_told(self):
+    def test_update_removes_an_item_without_a_key(self):
         queue, (a, b, c) = self.make(1.0, 2.0, 3.0)
         a.key = None
         for item in (a, a, b):
             queue.update(item)
         assert len(queue) == 2 and drain(queue) == [b, c]
 
-    def test_after_many_keys_rose_at_once_the_one_that_was_the_least_goes(self):
+    def test_after_many_keys_rose_at_once_the_former_least_is_evicted(self):
         """Nobody waits until all of them were looked at; and its key is what it has become."""
         queue, items = self.make(*map(float, range(1, 1001)), max_risen=64)
         looked_at = []
@@ -143,7 +143,7 @@ class TestLazyHeap:
         queue.refresh(1000)
         assert drain(queue) == items[:64] + items[65:]
 
-    def test_without_a_bound_all_that_rose_are_looked_at(self):
+    def test_without_a_bound_all_risen_keys_are_checked(self):
         queue, items = self.make(*map(float, range(1, 1001)))
         for item in items:
             item.key = (0, 5000 - item.key[1], 0)

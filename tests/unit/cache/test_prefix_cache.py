@@ -202,7 +202,7 @@ def test_tokens_between_p_and_q_are_computed_but_not_written():
     sim.check()
 
 
-def test_a_state_that_a_request_waits_for_goes_before_all_that_nobody_holds():
+def test_a_state_that_a_request_waits_for_evicts_any_unpinned_item():
     sim = simulator(num_pages=9)  # eight pages: a prompt's KV of two, and three states of two
     for seed in range(3):
         sim.run(tokens(16, seed))
@@ -425,7 +425,7 @@ def test_a_lease_goes_forward_and_not_after_its_release():
         cache.extend(lease, 40)
 
 
-def test_alone_a_request_gets_the_pool_even_if_what_it_would_restore_must_go():
+def test_alone_a_request_gets_the_pool_even_if_its_own_state_is_evicted():
     """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
     sim = simulator(num_pages=1 + 12)
     prompt = tokens(100)
@@ -439,7 +439,7 @@ def test_alone_a_request_gets_the_pool_even_if_what_it_would_restore_must_go():
     sim.check()
 
 
-def test_beside_others_a_request_waits_for_what_it_would_restore():
+def test_beside_others_a_request_waits_rather_than_lose_its_state():
     sim = simulator(num_pages=1 + 13)
     prompt = tokens(100)
     sim.run(prompt)
@@ -592,7 +592,7 @@ def test_states_of_one_forward_know_of_each_other():
     assert sim.cache.match(tokens(64)).skipped_tokens == kept
 
 
-def test_pure_attention_counts_who_goes_on_from_a_position():
+def test_pure_attention_counts_requests_that_continue_a_position():
     """Ends of prompts and answers, and forks: what is known of them orders the KV."""
 
     def uses():
@@ -698,7 +698,7 @@ def test_the_state_of_a_new_prompt_outlives_its_first_answer():
     assert max(missed, default=0) < 5, missed  # it takes some to learn
 
 
-def test_a_state_that_only_comes_in_for_the_one_behind_it_gives_way_to_that_one():
+def test_a_state_that_only_serves_in_place_of_a_deeper_one_is_replaced_by_it():
     """Sessions behind one system prompt, and a state shortly before its end, from before that was
     known. All that resume there would go on to the end, but the tokens in between alone are worth
     less than any session's."""

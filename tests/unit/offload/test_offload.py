@@ -490,7 +490,7 @@ class LateArrival(Arrival):
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("slots", "in_pool"), [(1, 2), (2, 2), (2, 3), (4, 4)])
-def test_queued_prompts_do_not_push_out_each_other(monkeypatch, slots, in_pool, is_late):
+def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_late):
     """All are in host memory, and the pool has room for a few."""
     model = tiny_model("MG*-")
     spec = tiny_engine(model).cache.spec
@@ -1047,7 +1047,7 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
     tiny_engine(again, cache_dir=tmp_path).close()
 
 
-def test_an_engine_that_could_not_be_made_lets_its_folder_go(tmp_path, monkeypatch):
+def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "OutputProcessor", lambda tokenizer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
@@ -1055,7 +1055,7 @@ def test_an_engine_that_could_not_be_made_lets_its_folder_go(tmp_path, monkeypat
     tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
 
 
-def test_an_engine_as_a_context_lets_its_folder_go(tmp_path):
+def test_an_engine_as_a_context_releases_its_folder(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(60)
     with pytest.raises(ZeroDivisionError), tiny_engine(model, cache_dir=tmp_path) as engine:
         answer(engine, prompt)
@@ -1135,7 +1135,7 @@ def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
         assert log_probs_of(engine) == expected
 
 
-def test_an_engine_that_nobody_closed_lets_its_folder_go(tmp_path):
+def test_an_engine_that_nobody_closed_releases_its_folder(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(90)
     engine = tiny_engine(model, cache_dir=tmp_path, host_cache_bytes=1 << 20)
     answer(engine, prompt)

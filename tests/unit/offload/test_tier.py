@@ -191,7 +191,7 @@ def test_what_is_there_is_not_copied_again():
     assert (tier.num_states, tier.num_blocks) == (2, 6)
 
 
-def test_the_state_that_saves_least_for_its_bytes_goes_first():
+def test_the_state_that_saves_least_per_byte_is_evicted_first():
     spec = SPECS["hybrid"]
     prompts = {16 + i: [i] * 40 for i in range(4)}
     tier = Tier("host", spec, bytes_of(spec, 40, 40, 40), Bytes())
@@ -296,7 +296,7 @@ def test_what_is_used_stays_longer_and_time_passes():
     assert find(tier, [1] * 40) == 0
 
 
-def test_kv_that_resumes_by_itself_goes_from_its_ends():
+def test_in_pure_attention_kv_is_evicted_from_its_ends():
     spec = SPECS["pure attention"]
     block = spec.kv_pages_per_block * spec.page_bytes
     tier = Tier("host", spec, 4 * block, Bytes())

@@ -496,7 +496,7 @@ def test_checkpoints_are_watched_until_they_are_forgotten():
     assert all(each.edge is None for each in watched)
 
 
-def test_one_edge_watches_so_many_positions():
+def test_one_edge_watches_a_bounded_number_of_positions():
     tree = Tree()
     tree.add(counting(4000))
     leaf = tree.leaf(counting(4000))
@@ -516,7 +516,7 @@ def test_watching_a_position_again_finds_its_record():
     assert tree.index.num_checkpoints == 0
 
 
-def test_an_edge_remembers_so_many_positions_and_the_longest_unused_goes():
+def test_an_edge_keeps_a_bounded_number_of_ghost_entries():
     tree = Tree()
     tree.add(counting(200))
     stored = tree.save(counting(1))
@@ -598,7 +598,7 @@ def test_a_sequence_counts_as_more_than_its_tokens(monkeypatch):
     tree.check()
 
 
-def test_the_longest_unused_tokens_are_forgotten_first_and_no_more_than_needed():
+def test_the_least_recently_used_tokens_are_forgotten_first_as_needed():
     tree = Tree()
     for salt in "abcd":
         tree.add(counting(30), salt)

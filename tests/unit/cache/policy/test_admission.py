@@ -68,7 +68,7 @@ def start_strangers(cache, most=40):
     return leases
 
 
-def test_beyond_some_number_requests_wait_rather_than_push_out_what_others_use():
+def test_beyond_some_number_requests_wait_rather_than_evict_what_others_use():
     cache = served()
     leases = start_strangers(cache)
     assert 2 <= len(leases) < PAGES // STRANGER - DOCUMENTS

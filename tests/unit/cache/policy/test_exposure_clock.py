@@ -13,7 +13,7 @@ def watched(now=0):
     return SimpleNamespace(edge="here", last_use=now)
 
 
-def test_visits_come_when_the_age_has_doubled():
+def test_a_checkpoint_is_due_when_its_age_has_doubled():
     clock, state = ExposureClock(), watched(now=5)
     clock.add(state)
     due = {now: clock.due(now) for now in range(6, 700)}
@@ -22,7 +22,7 @@ def test_visits_come_when_the_age_has_doubled():
     }
 
 
-def test_a_use_starts_them_anew():
+def test_a_use_restarts_the_ages():
     clock, state = ExposureClock(), watched()
     clock.add(state)
     moments = []

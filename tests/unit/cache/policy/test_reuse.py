@@ -160,7 +160,7 @@ def test_without_data_every_hazard_fades_from_what_is_assumed():
         assert hazard[cls] == pytest.approx(fading / 32)
 
 
-def test_few_observations_lean_on_the_next_wider_circle():
+def test_few_observations_shrink_to_the_prior():
     uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
     uses[8, 4], risk[8, 4] = 500, 5000  # 0.1
     uses[16, 4], risk[16, 4] = 1, 50_000
@@ -185,7 +185,7 @@ def test_few_observations_lean_on_the_next_wider_circle():
     assert learnt_hazards(uses, risk)[PLAIN] == pytest.approx(before[PLAIN])
 
 
-def test_a_class_ages_as_the_one_that_differs_only_in_being_covered():
+def test_a_class_ages_as_the_one_that_differs_only_in_covered():
     """Covered tails are used at once or never again. What is known of uncovered ones says
     nothing, or that they are used a tenth as often; where much is known of an age, it counts."""
     uses, risk = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
@@ -366,7 +366,7 @@ def test_time_at_risk_is_neither_late_nor_early():
         assert before[cls, young] == pytest.approx(exact[cls, young], rel=0.1)
 
 
-def test_a_request_visits_the_more_the_longer_is_known_but_by_octaves():
+def test_visits_per_request_grow_with_the_octaves_of_known_time():
     """30,000 states, one new one per request: a request counts 12 of them."""
     model, most = ReuseModel(), 0
     for _ in range(30_000):
@@ -390,7 +390,7 @@ def sessions_of(model, origin, share, wait):
     return row
 
 
-def test_learning_tells_turns_apart_by_who_goes_on():
+def test_learning_tells_turns_apart_by_their_continuation():
     """The same waits; after two turns all sessions go on, after four hardly any. New states of both
     kinds, and those that have been waited for, are valued by that."""
     model = ReuseModel()
@@ -554,7 +554,7 @@ def test_the_lost_fork_is_the_one_that_would_save_most():
         (Kind.RUNG, FOUND_MORE),
     ],
 )
-def test_origin_says_what_a_prompt_goes_on_from(kind, origin):
+def test_origin_names_the_prefix_that_a_prompt_continues(kind, origin):
     tree = Tree()
     tree.add(counting(100))
     tree.watch(counting(20), Kind.PROMPT_END)

@@ -90,7 +90,7 @@ def test_a_turn_without_observations_has_the_mean_share():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_that_nobody_is_still_away_tells_more_than_how_long_it_took(seed):
+def test_no_pending_session_means_all_continue(seed):
     """At one turn all of 40 came back, if half as late again as at others; at most of these a tenth
     did not."""
     uses, risk = drawn(lambda k: 0.9 if k < 10 else 1.0, 0.03, 2000, seed=7)

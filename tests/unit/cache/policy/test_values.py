@@ -207,7 +207,7 @@ def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     [([], 2 + 16), ([23], 2), ([0, 23], 2), ([22], 2 + 16), ([24], 2 + 16)],
 )
 @pytest.mark.parametrize("position", [320, 325])  # who resumes inside a block copies that one
-def test_kv_that_a_request_holds_does_not_go_with_a_state(position, held, pages):
+def test_kv_that_a_request_holds_is_not_charged_to_a_state(position, held, pages):
     """A state on (64, 340], whose blocks 4 to 21 are the pages 8 to 25."""
     lower = edge(64, 340, (position,), edge(0, 64, (64,)))
     lower._pages = np.arange(8, 26, dtype=np.int32).reshape(-1, 1)
@@ -288,7 +288,7 @@ def test_value_of_nothing_held():
         (0, {}, 0),
     ],
 )
-def test_of_a_tail_that_goes_at_once_no_block_is_worth_more_than_the_last(start, watched, expected):
+def test_no_block_dropped_at_once_is_worth_more_than_the_last(start, watched, expected):
     kv, rates = edge(0, 100), Rates()
     for position, uses in watched.items():
         point = kv.checkpoints[position] = Checkpoint(kv, position, Kind.ANSWER_END, now=0)
