@@ -77,7 +77,8 @@ class LazyHeap:
         return self._heap
 
     def least(self) -> Key | None:
-        """The least key, or with `max_risen` an old estimate of it; brings its item to the top."""
+        """The least key, or after `max_risen` risen keys the next one; brings its item to the
+        top."""
         risen = 0
         while heap := self._first():
             key, _, item = heap[0]

@@ -61,7 +61,7 @@ def look_up(
         forced = MissReason.MODE
     if forced:
         reason = miss_reason(path, tokens, 0, in_flight(leases, tokens, salt, 0))
-        if reason is not MissReason.NO_SHARED_PREFIX:
+        if reason is not MissReason.NO_SHARED_PREFIX:  # else no mode could reuse anything
             reason = forced
         return Hit(path, shared, 0, None, reason)
     checkpoint = path.deepest_checkpoint()

@@ -1,4 +1,4 @@
-"""Edges with states, and uses to be expected of them as told."""
+"""Edges with states, and given expected uses of these."""
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
 
 
 class Rates:
-    """Uses to be expected, as told; notes of whom it heard that they change."""
+    """Given expected uses; records the checkpoints whose class changes."""
 
     def __init__(self):
         self.now, self.rates, self.changed = 0, {}, []
@@ -56,7 +56,7 @@ class Rates:
 
 
 def valued_by(rates, spec):
-    """The policy, which hears of uses from `rates`."""
+    """The policy with expected uses from `rates`."""
     policy = HybridPolicy(spec)
     policy.reuse = rates
     return policy

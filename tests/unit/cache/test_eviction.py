@@ -1,4 +1,4 @@
-"""Eviction: the order of what goes, and that room is made or nothing happens."""
+"""Eviction: its order, and that room is made or nothing happens."""
 
 from collections import Counter
 

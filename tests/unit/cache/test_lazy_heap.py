@@ -1,4 +1,4 @@
-"""The lazy heap: the least key first, whatever keys do behind its back."""
+"""LazyHeap: the least key first, however keys change."""
 
 from megatron_hybrid.cache.lazy_heap import CLEANED_AT_ONCE, MAX_STALE, LazyHeap
 

@@ -615,7 +615,7 @@ def test_pure_attention_counts_requests_that_continue_a_position():
 
 
 def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_start():
-    """It stands in line before that is watched, as if it were of no use."""
+    """It enters the heap before its end is watched, as if it had no use."""
     cache, edges = PrefixCache(PURE, 1000), []
     for seed in range(5):
         prompt = tokens(100, seed)
@@ -759,8 +759,7 @@ def test_new_documents_are_there_for_their_second_question():
 
 @pytest.mark.parametrize("spec", [HYBRID, PURE])
 def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
-    """However much is known, a request looks at so many states at most, and still each has its turn
-    in time."""
+    """A request recomputes a bounded number of states, and still each is recomputed in time."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
     monkeypatch.setattr(hybrid, "MAX_REFRESHED", 64)
     for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "_count")):
@@ -774,7 +773,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
         most, _ = max(most, len(looked_at)), looked_at.clear()
     watched = list(cache._index.checkpoints())
     assert len(watched) > 2000
-    assert most < 64 + 64 + 4 * MAX_RISEN  # visits, a part of a round, and its own business
+    assert most < 64 + 64 + 4 * MAX_RISEN  # visits, a part of a sweep, and its own work
     behind = [(1500 - c.counted) / (1500 - c.last_use) for c in watched if c.last_use < 1400]
     assert min(behind) >= -0.5 and max(behind) < 0.5  # counted for more than half of their age
     cache.check_integrity()

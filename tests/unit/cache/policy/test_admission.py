@@ -1,4 +1,4 @@
-"""Admission: how many run side by side, and at the cost of what."""
+"""Admission: how many requests run concurrently, and what is evicted for them."""
 
 import numpy as np
 import pytest
@@ -84,8 +84,8 @@ def test_beyond_some_number_requests_wait_rather_than_evict_what_others_use():
 
 
 def test_a_long_answer_holds_nobody_back_for_long():
-    """One request decodes and decodes; what has to go for a large stranger is worth much. But each
-    step in which it waits is one that both could have shared."""
+    """One request decodes for long, and a large new one would evict valuable states. But each step
+    of waiting is one that both could have shared."""
     cache = served()
     cache.policy.answers.mean = 1.0
     decoding = cache.acquire(tokens(16, 9), capacity_tokens=16)
@@ -137,7 +137,7 @@ def test_where_nothing_is_restored_nothing_is_held_back(mode):
 
 def test_what_is_worth_little_holds_nobody_back():
     engine = Ours(SPEC, PAGES * SPEC.page_bytes)
-    for n in range(40):  # nobody comes again
+    for n in range(40):  # no prompt returns
         run(engine, tokens(480, n), tokens(200, n))
     assert len(start_strangers(engine.cache)) == PAGES // STRANGER
 

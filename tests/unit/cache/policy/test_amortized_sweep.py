@@ -1,4 +1,4 @@
-"""When upkeep is due, and how much of it."""
+"""AmortizedSweep: how many items each request handles."""
 
 from megatron_hybrid.cache.policy.amortized_sweep import AmortizedSweep
 

@@ -1,4 +1,4 @@
-"""Whose time at risk is counted when, against a plain list of moments."""
+"""When the exposure of each checkpoint is counted, against a plain list of ages."""
 
 import random
 from types import SimpleNamespace

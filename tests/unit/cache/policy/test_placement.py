@@ -155,7 +155,7 @@ def test_worth_waiting(own_resume, other_done, other_position, expected):
     [
         (9, [10, 20, 30, 40, 50]),
         (5, [10, 20, 30, 40, 50]),
-        (4, [10, 30, 40, 50]),  # rungs, messages and tails give way, the shallow first
+        (4, [10, 30, 40, 50]),  # rungs, messages and tails are left out, shallow ones first
         (3, [10, 40, 50]),
         (2, [10, 40]),
         (1, [40]),  # then junctions

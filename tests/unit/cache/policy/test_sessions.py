@@ -91,8 +91,8 @@ def test_a_turn_without_observations_has_the_mean_share():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_pending_session_means_all_continue(seed):
-    """At one turn all of 40 came back, if half as late again as at others; at most of these a tenth
-    did not."""
+    """At one turn all 40 sessions return, half as late again as at others; at most other turns a
+    tenth does not."""
     uses, risk = drawn(lambda k: 0.9 if k < 10 else 1.0, 0.03, 2000, seed=7)
     slow_uses, slow_risk = drawn(lambda k: 1.0, 0.02, 40, seed)
     uses[5], risk[5] = slow_uses[5], slow_risk[5]

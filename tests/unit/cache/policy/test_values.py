@@ -1,4 +1,4 @@
-"""What states and tails are worth: work, pages and uses, counted by hand."""
+"""Values of states and tails: work, pages and uses, counted by hand."""
 
 from dataclasses import replace
 
