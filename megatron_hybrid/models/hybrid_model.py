@@ -159,8 +159,7 @@ class HybridModel(LanguageModule):
         Attention is causal and positions count from each sequence's start (in inference, from the
         context's start positions). `position_ids` and `attention_mask` have no effect;
         megatron-core passes them, and deviating ones are refused. Their values are compared on the
-        CPU only, since
-        on a device every forward would have to wait for them: there GPTDataset's
+        CPU only, since on a device every forward would have to wait for them: there GPTDataset's
         `reset_position_ids` and `reset_attention_mask` go unnoticed.
 
         Args:

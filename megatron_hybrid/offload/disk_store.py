@@ -223,7 +223,7 @@ class DiskStore:
         may_shed: if there is no room for the log, give up the records with the last pages.
 
         Raises:
-            OSError: writing failed, or another engine has the folder now.
+            OSError: writing failed, or the folder's files were removed or replaced.
         """
         self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
         # First, since the new log may need the room behind the last record. A crash in between is
@@ -471,8 +471,8 @@ class DiskStore:
         """Bind the folder, which holds no records, to another fingerprint.
 
         Raises:
-            OSError: writing failed, or another engine has the folder now. The files stay valid for
-                the old fingerprint, and nothing is written until `recover` succeeds.
+            OSError: writing failed, or the folder's files were removed or replaced. They stay valid
+                for the old fingerprint, and nothing is written until `recover` succeeds.
         """
         self._wait_for_jobs()
         self._head.update(fingerprint)

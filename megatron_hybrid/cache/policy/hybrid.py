@@ -39,7 +39,7 @@ class HybridPolicy(Policy):
     """Value of a candidate = expected uses per request x work to be done again / pages.
 
     Args:
-        spec: what one token and one sequence cost, and what a token sees.
+        spec: bytes per token and sequence, windows and chunks.
         parts: by name (`Parts`); False leaves a part out.
     Raises:
         TypeError: there is no part of that name.

@@ -11,8 +11,8 @@ A state is a matrix for each head. Three measures beat rounding to 255 levels:
    all states: simple ones leave their bits to complex ones. The step is the smallest that fits.
 
 So the states of a model always take the same number of bytes. docs/encodings.md has figures and
-alternatives. Shape letters: H heads, N rows, P columns (whatever they mean to the
-layer), B blocks of 64 elements, W words of 64 bits.
+alternatives. Shape letters: H heads, N rows, P columns (of any meaning), B blocks of 64 elements, W
+words of 64 bits.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class _Prepared:
         self._factor_words = _pack_factors(factors, state.device)
         self._scales_H11 = [level_H11 * scale_H11 for scale_H11 in scales]
         self.num_overhead_words = sum(known.section_words(len(factors)))
-        # By itself a state of much structure would get a small step. Half of that it gives away:
-        # nobody knows whether its layer matters more than others.
+        # Alone, a state of low rank would get a small step. It gives half of that gain to others,
+        # since its layer need not matter more.
         levels_B64 = known.blocks(rest_HNP)
         num_words = known.num_words - self.num_overhead_words
         own = _average_step(levels_B64.abs().mean(-1), num_words).sqrt()
