@@ -31,7 +31,7 @@ class ModelRunner:
         model: in eval mode.
         memory: pool and live slots.
         context: lays out the batch.
-        load: starts the way of what was fetched into pages of the pool, `Fetches.load`.
+        load: starts to copy a fetch into the pool: `Fetches.load`.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Moves what comes before the forward, in the plan's order; then the forward, the draws and
-        the saves. Only memory for the forward and the draws must be there."""
+        """Execute a plan in its order. Lack of memory in the moves and saves is noted in the
+        result; in the forward and the draws it raises."""
         result = StepResult()
         for request_id in plan.drops:
             self._parked.pop(request_id, None)
-        # First of all, since the pages that the request had may be written by this very step.
+        # Before all writes: this step may write the pages that the request had.
         for park in plan.parks:
             with optional_work(partial(_note, result.unparked, park.request_id)):
                 self._park(park)
@@ -110,14 +110,14 @@ class ModelRunner:
             self.memory.copy_pages(restore.sources, restore.targets)
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """Logits [n, V] of the wanted rows: those of `plan.work`, then those of `plan.ready`."""
+        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`."""
         self.context.begin_step(plan)
         if not plan.work:
             return self.model.compute_logits(self.context.ready_hidden())
         return self.model(self.context.input_ids, inference_context=self.context)[0]
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Sampled]:
-        """What is drawn for each request, by id."""
+        """Draw the tokens of a plan, by request id."""
         ids: list[int] = []
         draws: list[Draw] = []
         rows: list[int] = []
@@ -144,7 +144,7 @@ class ModelRunner:
         return sampled
 
     def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, list[float]]:
-        """Log-probabilities of prompt tokens, by request id."""
+        """Log-probabilities of `Work.scored`, by request id."""
         scores, start = {}, 0
         for work in plan.work:
             if work.scored:

@@ -1,9 +1,9 @@
-"""Which tokens of which requests run next.
+"""Scheduler: the tokens and requests of each step.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-new requests, all under one token budget. `Scheduler.complete` files what a step computed. No byte
-moves here: what has to move is in the plan. Every decision follows from the order of requests and
-from numbers equal on all ranks.
+new requests, all under one token budget. `Scheduler.complete` records the results of a step. It
+moves no bytes itself: all moves are in the plan. Decisions depend only on the order of requests and
+on numbers that are equal on all ranks.
 """
 
 from bisect import insort
@@ -25,18 +25,18 @@ if TYPE_CHECKING:  # it imports torch, and this module does not
     from megatron_hybrid.offload.fetch import Fetches
 
 MIN_CAPTURES = 16
-"""States that one forward may save on its way in any case."""
+"""States inside a forward that may always be captured."""
 
 
 class Scheduler:
     """Continuous batching over one prefix cache.
 
     Args:
-        cache: decides what is shared and kept.
-        fetches: from the memories below the pool.
+        cache: decides about sharing and eviction.
+        fetches: from the tiers.
         slot_bytes: size of a live slot.
-        max_requests: live slots.
-        max_tokens: tokens of one forward pass.
+        max_requests: number of live slots.
+        max_tokens: token budget of one forward pass.
     """
 
     def __init__(
@@ -51,15 +51,14 @@ class Scheduler:
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
-        # The states of one forward take as much memory on their way as the KV that it writes (as
-        # rungs do) and the live slots at most.
+        # Limit of staging memory: the live slots plus the KV of one forward (as much as rungs).
         kv_bytes = max_tokens * cache.spec.kv_bytes_per_token
         self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // slot_bytes
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # the first in line first
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # next first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
-        self._draft = StepDraft()  # of the plan that runs
-        self._next = StepDraft()  # of the plan after it
+        self._draft = StepDraft()  # of the current plan
+        self._next = StepDraft()  # of the next plan
         self._num_plans = 0
         self.num_preemptions = 0
         self.num_forward_tokens = 0
@@ -74,7 +73,7 @@ class Scheduler:
     # The policy --------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans one step. An empty plan means that there is nothing to do."""
+        """Plan one step. The plan is empty if there is nothing to do."""
         draft = self._begin()
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
@@ -86,15 +85,15 @@ class Scheduler:
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(draft) > 0
-            # Also asked of requests that cannot start yet: it is the running prefill that must know
-            # early where they will part from it, and what is on the disk is read meanwhile.
+            # Also for requests that cannot start yet: the running prefill must know their junction
+            # early, and the disk is read meanwhile.
             if self._waits_for_other(request):
                 continue
-            # First come, first served: nobody overtakes a request that lacks room, be it for what
-            # is fetched for it.
+            # First come, first served: none overtakes a request that lacks room, also for its
+            # fetch.
             if self._waits_for_fetch(draft, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
-                num_coming += request.fetch.is_coming  # it starts when that is there
+                num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
             else:
                 blocked = not can_start or not self._admit(draft, request)
         self.fetches.poll()
@@ -102,8 +101,8 @@ class Scheduler:
         return draft.plan(self._num_plans, self.fetches.take_loads())
 
     def schedule_moves(self) -> StepPlan:
-        """Plans what is due between two steps: forks of samples, and the last states of requests
-        that end, whose slots and pages others wait for."""
+        """Plan the moves due between two steps: forks of samples, and the last states of ending
+        requests, whose slots and pages others wait for."""
         return self._begin().plan(self._num_plans, {})
 
     def _begin(self) -> StepDraft:
@@ -115,7 +114,7 @@ class Scheduler:
         return self.max_tokens - draft.num_tokens
 
     def _plan_work(self, draft: StepDraft, request: Request) -> None:
-        """Adds the request's next tokens to the plan, as many as the budget allows."""
+        """Add as many of the request's next tokens to the plan as the budget allows."""
         start = request.num_computed
         count = min(self._budget(draft), request.num_tokens - start)
         if not count or request.lease is None or not self._make_room(draft, request, start + count):
@@ -124,7 +123,7 @@ class Scheduler:
         draft.add(Chunk(request, start, start + count, draws))
 
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
-        """Room for the states to be saved in this step; what finds none is left out."""
+        """Reserve room for the states to save in this step; those without room are left out."""
         captures_left = self.max_captures
         for chunk in draft.chunks:
             lease = chunk.request.lease
@@ -145,17 +144,17 @@ class Scheduler:
                     captures_left -= position < chunk.end
 
     def _make_room(self, draft: StepDraft, request: Request, end: int) -> bool:
-        """Room in the pool up to token `end`, if need be by taking it from later requests."""
+        """Make room in the pool up to token `end`, if need be by preempting later requests."""
         while not self.cache.extend(request.lease, end):
             if self.fetches.poll():
-                continue  # what has arrived can be evicted now
+                continue  # arrived fetches can be evicted now
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
-            # Admissions come last and find their room: what is yet to be restored loses none.
+            # Admissions come last and find room, so no victim is yet to be restored.
             assert victim not in draft.restores
             if closing:
                 draft.drop(victim)
-                self._retire(victim)  # answered: it only wants its last state kept
+                self._retire(victim)  # answered: only its last state is lost
             else:
                 self._preempt(draft, victim)
             if victim is request:
@@ -163,8 +162,8 @@ class Scheduler:
         return True
 
     def _admit(self, draft: StepDraft, request: Request) -> bool:
-        """Gives a waiting request a lease and a slot, and its first chunk. False: no room now, also
-        where memory is short and others run, which must not wait for it."""
+        """Give a waiting request a lease and a slot, and its first chunk. False: no room now, or
+        an allocation failed while others run, which must not fail with it."""
         try:
             return self._try_to_admit(draft, request)
         except Exception as error:
@@ -222,24 +221,24 @@ class Scheduler:
         if request.report is None:
             request.report = lease.report
         else:
-            lease.report = request.report  # it comes again: what it was told at first goes on
+            lease.report = request.report  # readmitted: the first report stays in use
 
     # Fetching ----------------------------------------------------------------------------------
 
     def _waits_for_fetch(self, draft: StepDraft, request: Request, can_start: bool) -> bool:
-        """Whether a part of its prompt is on its way from host memory or disk.
+        """Whether a part of its prompt is being fetched from a tier.
 
-        It is read ahead, and goes into the pool when the request can start: earlier it would push
-        out what was fetched for those before it, and be pushed out itself.
+        It is read ahead, but loaded into the pool only when the request can start: earlier, it
+        would evict the fetches of requests before it, and be evicted itself.
         """
         if not self.fetches.tiers or request.parked_tokens or request.params.needs_prompt_logits:
             return False
         tokens = request.tokens[: request.num_tokens]
         while True:
             if request.fetch is not None and request.fetch.has_failed:
-                request.fetch = request.looked_up_at = None  # what lies before it may be there
+                request.fetch = request.looked_up_at = None  # a shorter prefix may be there
             if request.fetch is None or request.fetch.is_over:
-                # Only an eviction takes from the pool, and only it gives to the tiers.
+                # The content of pool and tiers changes only by evictions from the pool.
                 now, before = self.cache.num_evicted, request.looked_up_at
                 if before is not None and (before == now or not can_start):
                     return False
@@ -257,8 +256,8 @@ class Scheduler:
     # Single flight -----------------------------------------------------------------------------
 
     def _waits_for_other(self, request: Request) -> bool:
-        """Whether a running prefill will soon make a position restorable that is deeper than what
-        this request can resume from now; then it is not computed twice."""
+        """Whether a running prefill will soon make a deeper position restorable than the present
+        ones, so that the request need not compute the same tokens."""
         if self.cache.mode != "restore" or request.parked_tokens:
             return False
         if request.params.needs_prompt_logits:
@@ -278,7 +277,7 @@ class Scheduler:
                 common = common_prefix(tokens, other.tokens[: other.num_tokens])
                 request.common_with[other.request_id] = common
             if common <= other.num_computed:
-                continue  # whatever it saves from here on is beyond what they share
+                continue  # its next states are beyond the common prefix
             if resume is None:
                 resume = self.cache.match(tokens, request.salt).skipped_tokens
             position = self._position_in_flight(other, common, resume)
@@ -288,17 +287,16 @@ class Scheduler:
         return False
 
     def _position_in_flight(self, other: Request, common: int, resume: int) -> int:
-        """The deepest of the first `common` positions that the running prefill `other` will make
-        restorable.
+        """Deepest position <= `common` that the running prefill `other` will make restorable.
 
-        Where the two part further on than any state that `other` is going to save, it is asked to
-        save one there: the junction is known before the prefill reaches it.
+        If the junction lies behind the states that `other` will save, ask it to save one there: the
+        junction is known before the prefill reaches it.
         """
         if not self.cache.spec.needs_state:
             return common
         deepest = max(self.cache.positions_to_save(other.lease, common), default=0)
         gain = common - max(deepest, resume, other.num_computed)
-        # Below one block of gain the copy of a state costs more than the tokens it saves.
+        # Below one block of gain the copy of a state costs more than computing the tokens.
         if gain >= self.cache.spec.block_size_tokens:
             self.cache.want(other.lease, common)
             deepest = common
@@ -307,9 +305,8 @@ class Scheduler:
     # After the forward -------------------------------------------------------------------------
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Files what the step computed: blocks and saved states become visible to others. Returns
-        the requests that have a token in `result.sampled`: those of the plan, each with the samples
-        that it was forked into.
+        """Record the results of a step: blocks and saved states become visible to others. Returns
+        the requests with a token in `result.sampled`: those of the plan, each before its forks.
         """
         draft, self._draft = self._draft, StepDraft()
         if plan.number != self._num_plans:
@@ -342,9 +339,12 @@ class Scheduler:
         return owners
 
     def _note_restored(self, draft: StepDraft, result: StepResult) -> None:
-        """Unpins what was restored from. A request that could not be, for want of memory, starts
-        later, from what is cached, or, where it did that, from its first token; alone, whoever
-        runs the step is told."""
+        """Unpin the sources of restores. A request whose restore lacked memory is queued again: to
+        start from the cache or, if that failed, from its first token.
+
+        Raises:
+            MemoryError: a restore from the cache failed, and no other request runs.
+        """
         for request, restore in list(draft.restores.items()):
             if request.request_id not in result.unrestored:
                 self.cache.restored(request.lease)
@@ -364,7 +364,7 @@ class Scheduler:
     def _publish(
         self, request: Request, reservations: list[Reservation], result: StepResult
     ) -> None:
-        """Makes saved states visible to others, and gives back the room of those that are not."""
+        """Publish saved states, and release the reservations of unsaved ones."""
         for reservation in reservations:
             position = reservation.position
             if (request.request_id, position) in result.unsaved:
@@ -376,19 +376,19 @@ class Scheduler:
             self.cache.abandon(request.lease.reservations[0])
 
     def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
-        """Around what saves a state: without memory it is not saved, and counted."""
+        """Context of saving a state: for lack of memory it is declined."""
         return optional_work(lambda error: self.cache.decline(lease, [position]))
 
     def fork(self, request: Request) -> list[Request]:
-        """Starts the request's further samples from its live slot, right after its prefill.
+        """Fork the request's further samples from its live slot, right after its prefill.
 
-        Those that find no room are queued and start from the cache later. Returns the others.
+        Returns the forked samples; those without room are queued and start from the cache later.
         """
         started, queued = [], []
         try:
             while request.siblings:
                 sibling = request.siblings[0]
-                if sibling.closed:  # cancelled before it began
+                if sibling.closed:  # cancelled before its start
                     request.siblings.pop(0)
                     continue
                 sibling.prompt_log_probs = list(request.prompt_log_probs)
@@ -407,15 +407,14 @@ class Scheduler:
                 sibling.num_computed = request.num_computed
                 sibling.status = RequestStatus.DECODE
                 started.append(sibling)
-        finally:  # also where a later one fails
+        finally:  # also if a later one fails
             for sibling in reversed(queued):
                 self._put_first(sibling)
         return started
 
     def abort(self) -> None:
-        """A step failed, anywhere between its plan and its samples. What it had not yet filed does
-        not count: pages and live slots may be half written. All running requests go back to the
-        queue and start from what is cached."""
+        """Roll back after a failed step. Its unrecorded results are dropped: pages and live slots
+        may be half written. All running requests are queued again and start from the cache."""
         for request in self._draft.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
         self._next = StepDraft(drops=self._draft.drops + self._next.drops)
@@ -429,7 +428,7 @@ class Scheduler:
             self.cache.release(lease)
 
     def start_over(self) -> None:
-        """Whatever requests have computed does not count; the tokens that they generated do."""
+        """Discard all computed tokens and states of requests; generated tokens stay known."""
         self.retire_closing()
         self.abort()
         for request in self.waiting:
@@ -438,14 +437,14 @@ class Scheduler:
                 request.prompt_log_probs = []
 
     def finish(self, request: Request) -> None:
-        """The request is answered. Its last state is kept, if need be after one more forward pass
-        for its last token; then its lease ends."""
+        """End an answered request, once its last state is saved; its last token may need one more
+        forward pass for that."""
         request.status = RequestStatus.CLOSING
         if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
             self._end(request)
 
     def cancel(self, request: Request) -> None:
-        """Takes the request out; what it computed stays cached, with its last state if that is
+        """Take the request out. Its computed tokens stay cached, with its last state if that is
         worth its room."""
         self.waiting.pop(request, None)
         try:
@@ -460,8 +459,8 @@ class Scheduler:
                 self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Ends a running request as it is; with the next plan, if its state is worth its room."""
-        if request in self._next.restores:  # forked, and nothing of it is there yet
+        """End a running request: with the next plan if its state is worth its room, else now."""
+        if request in self._next.restores:  # a fork that was not executed yet
             self._next.drop(request)
             self._end_lease(request)
             request.status = RequestStatus.FINISHED
@@ -479,16 +478,16 @@ class Scheduler:
 
     @property
     def closing(self) -> list[Request]:
-        """Those that are answered and only run on for a state to be kept, in order of arrival."""
+        """Answered requests that only run on to save their last state, in order of arrival."""
         return [r for r in self.running if r.status is RequestStatus.CLOSING]
 
     def retire_closing(self) -> None:
-        """Ends them as they are."""
+        """End them without their last states."""
         for request in self.closing:
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        """Ends the lease and frees the slot."""
+        """Commit the computed tokens of a request, and end it."""
         try:
             self._give_up_lease(request)
         finally:
@@ -501,7 +500,7 @@ class Scheduler:
             self._end_lease(request)
 
     def _commit_last(self, request: Request) -> None:
-        """Makes all that it has computed visible to others."""
+        """Commit all computed tokens."""
         done = request.num_computed
         answered = request.done and done == request.num_tokens
         self.cache.commit(request.lease, request.tokens, done, flush=True, answered=answered)
@@ -510,7 +509,7 @@ class Scheduler:
         self.cache.release(self._take_lease(request))
 
     def _take_lease(self, request: Request) -> Lease:
-        """The request is not running any more, and its slot is free; its lease is yet to end."""
+        """Take a request out of `running` and free its slot. Returns its lease, to release."""
         lease, request.lease = request.lease, None
         self.running.remove(request)
         self.free_slots.append(request.slot)
@@ -520,12 +519,12 @@ class Scheduler:
     # Preemption --------------------------------------------------------------------------------
 
     def _preempt(self, draft: StepDraft, request: Request) -> None:
-        """Takes the pages of a running request; its own bytes move to host memory meanwhile, so it
-        goes on where it was. Without memory for them it starts from what is cached."""
+        """Take the pages of a running request and queue it again. Its bytes are parked in host
+        memory, to continue at the same token; if they cannot be, it starts from the cache."""
         self.num_preemptions += 1
         draft.drop(request)
         lease, done = request.lease, request.num_computed
-        # Nothing computed, or all and the first token yet to be drawn: the cache has it anyway.
+        # Not parked: with nothing computed, or all but the first draw, the cache suffices.
         if 0 < done < request.num_tokens:
             request.parked_tokens, request.lease_before = done, lease
             draft.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
@@ -535,7 +534,7 @@ class Scheduler:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Puts a request that lost its slot first in line, or ends it where it is answered."""
+        """Queue a request that lost its slot as the first, or end it if it is answered."""
         if request.done:
             request.status = RequestStatus.FINISHED
         else:
@@ -547,7 +546,7 @@ class Scheduler:
         self.waiting.move_to_end(request, last=False)
 
     def _resume_parked(self, draft: StepDraft, request: Request) -> bool:
-        """Re-admits a preempted request at the very token where it stopped. False: no room."""
+        """Readmit a parked request at the token where it stopped. False: no room."""
         done = request.parked_tokens
         lease = self.cache.resume(
             request.lease_before,

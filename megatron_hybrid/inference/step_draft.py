@@ -1,4 +1,4 @@
-"""A step under way: what the scheduler has decided of it, until it is a plan of plain data."""
+"""StepDraft: a step with its requests and leases, from which the plan of plain data is made."""
 
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ class Chunk:
     start: int
     end: int
     draws: bool
-    """Its last row ends the known tokens: the next one is drawn."""
+    """The known tokens end with its last row, so the next token is drawn."""
     reservations: list[Reservation] = field(default_factory=list)
 
     def work(self) -> Work:
@@ -47,7 +47,7 @@ class Chunk:
             work.num_logits, work.draws = 1, draws_of(request)
         if request.prompt_needs_logits:
             work.num_logits = self.end - self.start
-            # One that is computed again after losing its place has some of them already.
+            # A preempted request that computes its prompt again has some of them already.
             work.first_scored = len(request.prompt_log_probs) + 1
             last = min(self.end, request.num_prompt_tokens - 1)
             work.scored = request.tokens[work.first_scored : last + 1].tolist()
@@ -60,7 +60,7 @@ def tables_of(lease: Lease) -> list[np.ndarray]:
 
 
 def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
-    """Pages to be copied for a new lease, and where to, int32 [n] each."""
+    """Source and target pages of a new lease's copies, int32 [n] each."""
     nothing = np.empty(0, np.int32)
     return (
         np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
@@ -69,13 +69,13 @@ def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draws_of(request: Request) -> dict[int, Draw]:
-    """For a request and the samples that will be forked from it."""
+    """Draws of a request and of the samples to fork from it, by request id."""
     return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
 
 
 @dataclass
 class StepDraft:
-    """A step under way: what its plan will say, and what is filed when it has run."""
+    """A step with the objects that `Scheduler.complete` needs after it has run."""
 
     chunks: list[Chunk] = field(default_factory=list)
     ready: list[Request] = field(default_factory=list)
@@ -83,7 +83,7 @@ class StepDraft:
     parks: dict[Request, Park] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
     ending: dict[Request, Reservation] = field(default_factory=dict)
-    """Requests that end with the step, and where their last state goes."""
+    """Requests that end with the step, with the reservation for their last state."""
     num_tokens: int = 0
 
     def add(self, chunk: Chunk) -> None:
@@ -91,7 +91,7 @@ class StepDraft:
         self.num_tokens += chunk.end - chunk.start
 
     def drop(self, request: Request) -> None:
-        """Takes a request out again that lost its place while the step was planned."""
+        """Take out a request that was preempted, or ended, while the step was planned."""
         self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]

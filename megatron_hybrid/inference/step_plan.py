@@ -1,6 +1,6 @@
-"""One step as plain data: all that a runner needs, and what it gives back.
+"""StepPlan, the input of a runner, and StepResult, its output: plain data.
 
-No tensor and no request: a plan can be pickled, compared and sent to another process.
+They hold no tensor and no request, so they can be pickled, compared and sent to another process.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from megatron_hybrid.inference.sampling_params import Draw, Sampled
 
 @dataclass
 class Save:
-    """A state to be saved."""
+    """A state to save."""
 
     position: int
     """Tokens that it has seen."""
@@ -23,7 +23,7 @@ class Save:
 
 @dataclass
 class Park:
-    """A preempted request's bytes, to be copied to host memory."""
+    """A copy of a preempted request's bytes to host memory."""
 
     request_id: int
     slot: int
@@ -35,35 +35,35 @@ class Park:
 
 @dataclass
 class Unpark:
-    """The parked bytes of a request that runs again."""
+    """A copy of parked bytes back to the device."""
 
     request_id: int
     slot: int
     first_block: int
-    """KV of full attention is copied from this block on; those before it are shared."""
+    """KV of full attention is copied from this block on; the blocks before it are shared."""
     tables: list[np.ndarray]
     """As `Work.tables`."""
 
 
 @dataclass
 class Restore:
-    """What a newly admitted request starts from; its sources stay pinned until it is there."""
+    """The start of a newly admitted request; its sources stay pinned until `Scheduler.complete`."""
 
     request_id: int
     slot: int
     sources: np.ndarray
     """int32 [n]: pages of blocks that are shared in part."""
     targets: np.ndarray
-    """int32 [n]: the request's own, to which they are copied."""
+    """int32 [n]: the request's own pages for copies of them."""
     checkpoint_pages: np.ndarray | None = None
-    """int32 [checkpoint_pages]: goes into the live slot."""
+    """int32 [checkpoint_pages]: to load into the live slot."""
     source_slot: int | None = None
-    """The live slot that it is forked from. Without this and a checkpoint it starts from zeros."""
+    """The live slot to fork from. Without it and a checkpoint the request starts from zeros."""
 
 
 @dataclass
 class Work:
-    """Tokens [start, end) of one request, to be run in one step."""
+    """Tokens [start, end) of one request to compute in the step."""
 
     request_id: int
     slot: int
@@ -73,16 +73,16 @@ class Work:
     shared_tokens: int
     """KV of full attention is written from this position on."""
     tables: list[np.ndarray]
-    """Block tables, int32 [blocks, pages per block]: of full attention, then each local group. One
-    that changes is another array."""
+    """Block tables, int32 [blocks, pages per block]: of full attention, then of each local group. A
+    changed table is a new array."""
     num_logits: int = 0
-    """Last rows whose logits are wanted: 0, 1, or all to score the prompt."""
+    """Number of last rows that need logits: 0, 1, or all to score the prompt."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """From the last row, by request id: for the request, and for samples to be forked from it."""
+    """From the last row, by request id: for the request, and for the samples to fork from it."""
     scored: list[int] = field(default_factory=list)
-    """Prompt tokens that want a log-probability."""
+    """Prompt tokens that need a log-probability."""
     first_scored: int = 0
-    """Position of the first of them; the row before it predicts it."""
+    """Position of the first of them, predicted by the row before it."""
     saves: list[Save] = field(default_factory=list)
     """In (start, end], ascending."""
 
@@ -93,7 +93,7 @@ class Work:
 
 @dataclass
 class Ready:
-    """A request whose prompt needs no forward: its last hidden state came with a checkpoint."""
+    """A request that draws without a forward: a checkpoint holds its last hidden state."""
 
     request_id: int
     slot: int
@@ -102,7 +102,7 @@ class Ready:
 
 @dataclass
 class SlotSave(Save):
-    """The state of a request that ends, as its live slot has it."""
+    """The state of an ending request, to save from its live slot."""
 
     request_id: int
     slot: int
@@ -110,17 +110,16 @@ class SlotSave(Save):
 
 @dataclass
 class StepPlan:
-    """One step, in the order in which it is executed; requests in batch order. One without work has
-    no forward.
-    """
+    """One step; its fields are executed in this order, requests in batch order. Without `work`
+    there is no forward."""
 
     number: int = 0
     drops: list[int] = field(default_factory=list)
-    """Ids of requests that ended while they waited, maybe parked."""
+    """Ids of requests that ended while they waited, perhaps parked."""
     parks: list[Park] = field(default_factory=list)
     loads: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
-    """By the key of a fetch: pages for each of its records, int32 [n]. Others see them once the
-    fetch has arrived."""
+    """By the key of a fetch: target pages of each of its records, int32 [n]. They are published
+    after the arrival."""
     restores: list[Restore | Unpark] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
@@ -131,7 +130,7 @@ class StepPlan:
         return bool(moves or self.work or self.ready)
 
     def tokens_digest(self) -> int:
-        """Of the tokens that the step computes; the same in every process."""
+        """CRC-32 of the tokens of the step; the same in every process."""
         digest = 0
         for work in self.work:
             digest = crc32(work.tokens, digest)
@@ -140,17 +139,17 @@ class StepPlan:
 
 @dataclass
 class StepResult:
-    """What came of a plan."""
+    """The result of a plan. Parts that lacked memory are left out, with the error's text."""
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
     """By request id."""
     unparked: dict[int, str] = field(default_factory=dict)
-    """Requests whose bytes found no host memory, and why."""
+    """Parks that lacked memory, by request id."""
     unloaded: dict[bytes, str] = field(default_factory=dict)
-    """Fetches, by key, for which memory was short, and why."""
+    """Loads that lacked memory, by the key of the fetch."""
     unrestored: dict[int, str] = field(default_factory=dict)
-    """Requests that lacked the memory for what they start from, which were left out, and why."""
+    """Restores that lacked memory, by request id; these requests were not run."""
     prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
     """Of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Saves, by request id and position, for which memory was short, and why."""
+    """Saves that lacked memory, by request id and position."""
