@@ -1,8 +1,8 @@
 """AsyncEngine: one engine for all coroutines of a program.
 
-The engine lives in a thread of its own, a `ThreadPoolExecutor` of one worker. Its queue holds what
-coroutines ask for; a step is a job, too, and puts the next one into the queue while there is work.
-So calls run between two steps, in order, and an idle engine waits in the queue and takes no CPU.
+The engine has its own thread, a `ThreadPoolExecutor` of one worker, whose queue holds the calls of
+coroutines. A step is a job, too, and queues the next step while there is work. So calls run between
+two steps, in order, and an idle engine takes no CPU.
 """
 
 import asyncio
@@ -29,30 +29,30 @@ R = TypeVar("R")
 
 
 class _Call:
-    """One prompt in the engine, and the coroutine that waits for it. The engine's thread never
-    waits for that coroutine: its mailbox has no limit.
+    """One prompt in the engine, and the mailbox of the coroutine that waits for it. The mailbox has
+    no limit, so that the engine's thread never waits.
 
     Args:
-        streams: the coroutine wants every output, not only the end.
+        streams: put every output into the mailbox, not only the result.
     """
 
     def __init__(self, streams: bool):
         self.streams = streams
         self.samples: list[Request] = []
-        self.num_unanswered = 0  # samples whose last output is yet to come
-        self.is_abandoned = False  # set by the coroutine, or by whoever collects it as garbage
+        self.num_unanswered = 0  # samples without their last output
+        self.is_abandoned = False  # set by the coroutine, or by its garbage collection
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
 
     async def get(self) -> RequestOutput | GenerationResult | None:
-        """The next output of a stream, and None at its end; the result of another call."""
+        """Wait for the next output of a stream (None at its end), or the result of `generate`."""
         item = await self._items.get()
         try:
             if isinstance(item, BaseException):
                 raise item
             return item
         finally:
-            del item  # it has a traceback, that has this frame, and tensors of the failed step
+            del item  # an error's traceback refers to this frame, and to the failed step's tensors
 
     # In the engine's thread
 
@@ -71,14 +71,14 @@ class _Call:
 
     @property
     def is_complete(self) -> bool:
-        """All is said, and the states behind the answers are in the cache."""
+        """Whether all outputs were taken, and the last states are in the cache."""
         return not self.num_unanswered and all(sample.closed for sample in self.samples)
 
 
 def _in_thread(
     method: Callable[Concatenate[DynamicInferenceEngine, P], R],
 ) -> Callable[Concatenate["AsyncEngine", P], Coroutine[Any, Any, R]]:
-    """A coroutine that calls a method of the engine between two steps."""
+    """Make a coroutine function that calls a method of the engine between two steps."""
 
     @wraps(method)
     async def call(self: "AsyncEngine", *args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,18 +88,17 @@ def _in_thread(
 
 
 class AsyncEngine:
-    """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run side by side.
+    """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run in one batch.
 
-    Coroutines of several event loops in several threads may use one AsyncEngine. Whoever is
-    cancelled, closes a stream or leaves it ends that request and no other. Where a step fails, the
-    requests that were admitted get its error; later ones are served. `stats`, `explain` and so on
-    are the engine's methods, as coroutines, and run between two steps.
+    Coroutines of several event loops in several threads may use one AsyncEngine. A cancelled
+    coroutine, or a closed or dropped stream, cancels its own request only. If a step fails, the
+    admitted requests get its error; later ones are served. `stats`, `explain` and so on are the
+    engine's methods as coroutines, and run between two steps.
 
-    `close` it, or use `async with`. A program that ends without that ends after the step under way.
+    `close` it, or use `async with`. Otherwise the program's exit ends it after the running step.
 
     Args:
-        model, tokenizer, config: as for `DynamicInferenceEngine`. The engine is made before the
-            constructor returns.
+        model, tokenizer, config: as for `DynamicInferenceEngine`.
 
     Raises:
         ValueError: the model is split over ranks, which would have to step together.
@@ -109,10 +108,10 @@ class AsyncEngine:
     def __init__(
         self, model: HybridModel, tokenizer=None, config: InferenceConfig | None = None
     ) -> None:
-        self._calls: dict[int, _Call] = {}  # by the id of each sample; of the engine's thread alone
+        self._calls: dict[int, _Call] = {}  # by the id of each sample; for the engine's thread only
         self._has_next_step = False
         self._closing: Future[None] | None = None
-        self._lock = threading.Lock()  # so that nothing follows the last job
+        self._lock = threading.Lock()  # so that no job is queued after the last one
         self._thread = ThreadPoolExecutor(1, "async-engine")
         try:
             self._engine = self._thread.submit(_make, model, tokenizer, config).result()
@@ -129,14 +128,13 @@ class AsyncEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
     ) -> GenerationResult:
-        """Answers one prompt; `samples` of the result hold all n. Arguments as for
-        `DynamicInferenceEngine.add_request`. A task that is cancelled meanwhile cancels the
-        request.
+        """Answer one prompt; `samples` of the result hold all n. Arguments as for
+        `DynamicInferenceEngine.add_request`. Cancelling the task cancels the request.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
-            RuntimeError: this engine is closed, or was before the answer was complete.
-            Exception: whatever a step raised.
+            RuntimeError: this engine is closed, or was closed before the answer was complete.
+            Exception: the error of a failed step.
         """
         call = _Call(streams=False)
         options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
@@ -154,9 +152,9 @@ class AsyncEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One prompt's outputs, one for each step that added to it, however slowly they are read.
-        The request is queued when the first one is asked for. Where its reader breaks off, or is
-        cancelled, the request is cancelled, too. Arguments and errors as for `generate`."""
+        """Yield one prompt's outputs, one for each step that added to the answer, however slow the
+        reader. The first `anext` queues the request; a closed stream or a cancelled reader cancels
+        it. Arguments and errors as for `generate`."""
         call = _Call(streams=True)
         options = {"salt": salt, "cache_breakpoints": cache_breakpoints}
         try:
@@ -174,9 +172,8 @@ class AsyncEngine:
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
     async def close(self) -> None:
-        """Ends the thread after the step under way. Requests that are not answered get a
-        RuntimeError, and so does every later call but `close`. The folder of `config.cache_dir` is
-        complete then."""
+        """End the thread after the running step, and complete the folder of `config.cache_dir`.
+        Unanswered requests get a RuntimeError, and so does every later call but `close`."""
         with self._lock:
             if self._closing is None:
                 self._closing = self._thread.submit(self._shut)
@@ -207,7 +204,7 @@ class AsyncEngine:
         return job()
 
     def _live_calls(self) -> list[_Call]:
-        """The oldest first."""
+        """Unanswered calls, the oldest first."""
         return list(dict.fromkeys(self._calls.values()))
 
     def _add(self, call: _Call, *args, **kwargs) -> None:
@@ -229,10 +226,10 @@ class AsyncEngine:
         self._has_next_step = False
         try:
             outputs = self._engine.step()
-        except BaseException as error:  # the thread goes on, whatever it is
+        except BaseException as error:  # the thread survives every error
             outputs = []
             self._fail(error)
-            if not self._calls:  # nobody could be told if it came again: so not before the next job
+            if not self._calls:  # no one to tell of a second error: no step before the next job
                 return
         for output in outputs:
             if output.request_id in self._calls:
@@ -243,8 +240,8 @@ class AsyncEngine:
         self._go_on()
 
     def _fail(self, error: BaseException) -> None:
-        """A step raised, and all who ran are back in the queue: those that were ever admitted are
-        told. If there is none, the oldest: a failing step ends at least one."""
+        """End the admitted calls with the error of a step, or the oldest call if none was admitted:
+        every failed step ends at least one. All requests are back in the queue."""
         calls = self._live_calls()
         if not calls:
             logger.error("a step failed with nobody waiting for it", exc_info=error)
@@ -262,7 +259,7 @@ class AsyncEngine:
         call.put(item)
 
     def _cancel(self, call: _Call, error: BaseException | None = None) -> None:
-        """The error: what its coroutine is told, if it waits."""
+        """Cancel a call. error: for its coroutine, if that waits."""
         self._end(call, error)
         try:
             self._engine.cancel(call.samples[0])
@@ -280,7 +277,7 @@ class AsyncEngine:
 
 
 def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> DynamicInferenceEngine:
-    """Runs in the thread that the engine will live in."""
+    """Make the engine, in its thread."""
     if isinstance(model, HybridModel) and (num_ranks := model.pg_collection.tp.size()) > 1:
         raise ValueError(
             f"the model is split over {num_ranks} ranks, which step together only where all of "
@@ -289,5 +286,5 @@ def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> Dyna
     engine = DynamicInferenceEngine(model, tokenizer, config)
     device = engine.memory.pool.device
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own, which kernels are launched on
+        torch.cuda.set_device(device)  # kernels are launched on the thread's current device
     return engine

@@ -1,7 +1,7 @@
 """DynamicInferenceEngine: requests in, tokens out.
 
-The engine checks requests at the door, runs the scheduler's plans through the model and samples.
-What is shared and kept is the cache's business, what runs next the scheduler's.
+The engine checks requests, executes the scheduler's plans and returns outputs. The cache decides
+about sharing and eviction, the scheduler about the tokens of each step.
 """
 
 import logging
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSaved:
-    """What a cache folder holds on this rank after `save_cache`."""
+    """Content of a cache folder on this rank after `save_cache`."""
 
     states: int
     kv_blocks: int
@@ -73,19 +73,19 @@ class CacheSaved:
 class DynamicInferenceEngine:
     """Serves a hybrid model with continuous batching and prefix sharing.
 
-    One thread at a time may call it: a call while another thread is inside one raises
-    `EngineBusyError`, a RuntimeError, at once and changes nothing.
+    One thread at a time may call it: a call during one of another thread raises `EngineBusyError`,
+    a RuntimeError, at once and changes nothing.
 
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
-            where there are several. Needed for text prompts and for stop strings only; its
-            `generation_config`, if it has one, holds the model's values for `SamplingParams`.
+            if there are several. Needed only for text prompts and stop strings; an optional
+            `generation_config` holds the model's values for `SamplingParams`.
         config: sizes and the prefix-caching mode.
 
     Raises:
-        ValueError, TypeError: the model cannot be served with this configuration; the message says
-            why.
+        ValueError, TypeError: the model cannot be served with this configuration; the message
+            gives the reason.
         MemoryError: the device has no room for the pool.
     """
 
@@ -187,14 +187,14 @@ class DynamicInferenceEngine:
             self.output = OutputProcessor(tokenizer)
         except BaseException:
             if disk is not None:
-                disk.close()  # or nobody could open the folder again
+                disk.close()  # else the folder stays locked
             raise
         self._weights = WeightWatch(model)
         self.num_weight_changes = 0
-        self._changed: dict[Request, None] = {}  # they got something, and have no output of it yet
-        self._outputs: list[RequestOutput] = []  # yet to be returned; a step may have failed
+        self._changed: dict[Request, None] = {}  # with new tokens and no output yet
+        self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._is_stepping = False
-        self._abandoned: deque[Request] = deque()  # of streams that were dropped
+        self._abandoned: deque[Request] = deque()  # of dropped streams
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
@@ -210,18 +210,18 @@ class DynamicInferenceEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
     ) -> Request:
-        """Queues a request and returns its handle (`done`, `result()`).
+        """Queue a request and return its handle (`done`, `result()`).
 
         Args:
             prompt: text, token ids, or the messages of a chat (dicts with "role" and "content"),
-                which the tokenizer's chat template renders; states are then also saved where
-                other chats are likely to part from it. With tools or variables of the template:
-                pass what `tokenizer.chat_prompt` returns as prompt and `cache_breakpoints`.
-            params: how to sample; default `SamplingParams()`, that is as the model says or we do.
-            salt: prefixes are shared among requests of equal salt only (tenants, adapters).
+                rendered by the tokenizer's chat template; states are then also saved at likely
+                junctions with other chats. With tools or template variables, pass both results of
+                `tokenizer.chat_prompt` as prompt and `cache_breakpoints`.
+            params: sampling parameters; default `SamplingParams()`, the model's defaults or ours.
+            salt: prefixes are shared only between requests of equal salt (tenants, adapters).
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
-                such as the end of a system prompt; 4,096 at most.
-            n: samples of this prompt; they share one prefill. Results in `result().samples`.
+                such as the end of a system prompt; at most 4,096.
+            n: number of samples of this prompt, in `result().samples`; they share one prefill.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
@@ -241,13 +241,13 @@ class DynamicInferenceEngine:
     @exclusive
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Runs one forward pass; returns one output for each request that got something by it.
-        Streams get theirs, too, whoever runs the step. Where all requests wait for the disk it
-        waits a few milliseconds instead.
+        """Run one forward pass; returns one output for each request with new tokens. Streams get
+        their outputs of every step, whoever runs it. If all requests wait for the disk, the step
+        only waits a few milliseconds.
 
-        If anything raises (no memory for a forward, or for a state on its way), the running
-        requests go back to the queue and start from what is cached; nothing cached is lost.
-        Ctrl-C waits for the end of the step.
+        If anything raises (such as a lack of memory for the forward), the running requests are
+        queued again and start from the cache, which loses nothing. Ctrl-C takes effect after the
+        step.
 
         Raises:
             RuntimeError: the model is in training mode, or a step of this engine is running;
@@ -313,7 +313,7 @@ class DynamicInferenceEngine:
         self._move()
 
     def _move(self) -> None:
-        """Moves what is due before the next step."""
+        """Execute the moves that are due before the next step."""
         try:
             if plan := self.scheduler.schedule_moves():
                 self.scheduler.complete(plan, self.runner.run(plan))
@@ -322,7 +322,7 @@ class DynamicInferenceEngine:
             raise
 
     def _check_weights(self) -> None:
-        """Where the weights have changed, nothing that the old ones computed is used again."""
+        """If the weights have changed, drop everything that the old ones computed."""
         if not self._weights.has_changed():
             return
         logger.warning(
@@ -334,7 +334,7 @@ class DynamicInferenceEngine:
         self.scheduler.start_over()
         try:
             self._forget_all()
-        except OSError as error:  # nothing of it is found any more, and nothing more is written
+        except OSError as error:  # the disk tier is unused from here on
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
             self._weights.accept()
 
@@ -350,14 +350,14 @@ class DynamicInferenceEngine:
         cache_breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         n: int | Sequence[int] = 1,
     ) -> list[GenerationResult]:
-        """Answers prompts; returns one result for each, in order.
+        """Answer prompts; returns one result for each, in order.
 
-        `params`, `salt`, `cache_breakpoints` and `n` hold for all prompts, or are sequences with
-        one entry for each. A result's `samples` hold all n. Every request is checked
-        before any is queued. Other queued requests run along.
+        `params`, `salt`, `cache_breakpoints` and `n` are values for all prompts, or sequences with
+        one entry for each. A result's `samples` hold all n. All requests are checked before the
+        first is queued. Requests queued before are run, too.
 
         Raises:
-            TypeError, ValueError: as `add_request`; the message says which prompt.
+            TypeError, ValueError: as `add_request`; the message names the prompt.
         """
         if isinstance(prompts, Tensor):
             prompts = prompts.tolist()
@@ -368,7 +368,7 @@ class DynamicInferenceEngine:
             )
         if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
-        if isinstance(cache_breakpoints, Iterator):  # the first prompt would leave none
+        if isinstance(cache_breakpoints, Iterator):  # the first prompt would exhaust it
             cache_breakpoints = tuple(cache_breakpoints)
         count = len(prompts)
         per_prompt = zip(
@@ -411,11 +411,11 @@ class DynamicInferenceEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
     ) -> Stream:
-        """Queues one prompt, whose outputs come step by step; arguments as for `add_request`.
+        """Queue one prompt and return an iterator over its outputs; arguments as for `add_request`.
 
-        Every step that adds to it, whoever runs it, leaves an output; `next` runs steps only when
-        none waits. `close()`, also at the end of `with`, cancels the request if it is not answered;
-        where the stream is only dropped, the next step does.
+        Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps
+        only when there is none. `close()`, or the end of `with`, cancels an unanswered request; if
+        the stream is only dropped, the next step cancels it.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
@@ -427,27 +427,27 @@ class DynamicInferenceEngine:
         return Stream(request, self.step, self._end_stream, self._abandoned)
 
     def _end_stream(self, request: Request) -> None:
-        """Cancels the request, at once or, where a step is running, after that."""
+        """Cancel the request, now or after the running step."""
         if self._is_stepping:
             self._abandoned.append(request)
         else:
             self.cancel(request)
 
     def _cancel_abandoned(self) -> None:
-        """Ends what nobody waits for any more."""
+        """Cancel the requests of dropped streams."""
         while self._abandoned:
             self._cancel(self._abandoned.popleft())
 
     @exclusive
     @interrupts_wait()
     def cancel(self, request: Request) -> None:
-        """Ends a request with all its samples; those that are answered keep their answer. What was
-        computed stays cached, with the state that it stopped at if that is worth its room: the next
-        turn goes on from there. A request that has ended already is left as it is.
+        """End a request with all its samples; answered ones keep their answer. The computed tokens
+        stay cached, with the last state if it is worth its room, for the next turn to resume from.
+        No effect on a request that has ended.
 
         Raises:
             ValueError: another engine's request; nothing has changed.
-            TypeError: it is no request.
+            TypeError: not a request.
             RuntimeError: a step of this engine is running; nothing has changed.
         """
         if not isinstance(request, Request):
@@ -464,7 +464,7 @@ class DynamicInferenceEngine:
         self._cancel(request)
 
     def _cancel(self, request: Request) -> None:
-        with ExitStack() as ends:  # all of them, whatever one raises
+        with ExitStack() as ends:  # all of them, even if one raises
             ends.callback(self._move)
             for sample_ in reversed(request.samples or [request]):
                 ends.callback(self._cancel_sample, sample_)
@@ -485,23 +485,23 @@ class DynamicInferenceEngine:
                 self.output.take(request)
         self.scheduler.cancel(request)
 
-    # What outlives the engine ------------------------------------------------------------------
+    # Cache folders, closing --------------------------------------------------------------------
 
     @exclusive
     def save_cache(self, folder: str | PathLike | None = None) -> CacheSaved:
-        """Writes all that is cached into a folder, the most valuable first; an engine with the same
-        model and configuration that has it as its `cache_dir` goes on with it.
+        """Write the whole cache into a folder, the most valuable records first. An engine with the
+        same model and configuration can use it as its `cache_dir`.
 
-        folder: default `config.cache_dir`. What it holds already stays; where that and what comes
-            are together more than `config.disk_cache_bytes`, the most valuable of both, as much as
-            it held at least.
+        folder: default `config.cache_dir`. Its records stay; if they and the new ones take more
+            than `config.disk_cache_bytes`, the most valuable of both stay, and no fewer bytes than
+            before.
 
-        Ctrl-C takes effect between two states; what is written by then is of use. Where the weights
-        have changed since, nothing is cached.
+        Ctrl-C takes effect between two states; those written before are usable. After a change of
+        the weights nothing is cached.
 
         Raises:
-            ValueError: no folder, or nothing is ever restored, or (`CacheFolderError`) it holds
-                something else or cannot be made, also because the disk is full.
+            ValueError: no folder, or the mode is not "restore", or (`CacheFolderError`) the folder
+                holds something else or cannot be made, also for lack of disk space.
             OSError: writing failed.
             RuntimeError: this process is a fork of the one that opened `config.cache_dir`.
         """
@@ -534,9 +534,8 @@ class DynamicInferenceEngine:
     @exclusive
     @interrupts_wait()
     def clear_cache(self) -> None:
-        """Forgets all that is cached, in the pool, in host memory and in `config.cache_dir`. Call
-        it after the weights were written through `.data`: other changes of them are noticed at the
-        next step (`WeightWatch`).
+        """Empty the cache: the pool, host memory and `config.cache_dir`. Call it after writing
+        weights through `.data`; the next step notices other changes of them (`WeightWatch`).
 
         Raises:
             RuntimeError: requests are running or waiting; nothing has changed.
@@ -553,9 +552,9 @@ class DynamicInferenceEngine:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """What is cached from now on is of the weights as they are now."""
+        """Empty the cache, and bind it to the present weights."""
         try:
-            self.offload.clear()  # first: what is on its way into the pool arrives
+            self.offload.clear()  # first: it waits for the loads into the pool
         finally:
             self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())
@@ -570,7 +569,7 @@ class DynamicInferenceEngine:
         return DiskStore(Path(folder) / rank_name(), page_bytes, self._made_for(), is_cuda)
 
     def _made_for(self) -> dict[str, str]:
-        """The fingerprint of what is cached."""
+        """Fingerprint of the cache's content."""
         if self._fingerprint is None:
             encoding = self.config.state_encoding
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
@@ -579,9 +578,9 @@ class DynamicInferenceEngine:
     @exclusive
     @interrupts_wait()
     def close(self) -> None:
-        """Waits until the folder of `config.cache_dir` is complete and lets it go; what is cached
-        goes no further than the pool from now on. `with` does it at its end. Ctrl-C waits for that,
-        a second one does not: then call it again."""
+        """Complete the folder of `config.cache_dir` and unlock it; from now on nothing is cached
+        outside the pool. The end of `with` does the same. Ctrl-C takes effect afterwards, a second
+        one at once: then call it again."""
         self.offload.close()
 
     def __enter__(self) -> "DynamicInferenceEngine":
@@ -596,15 +595,14 @@ class DynamicInferenceEngine:
     def explain(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> Explanation:
-        """What of a prompt would be reused now, and why not more. `print` it. For who runs the
-        engine, not for tenants: it says whether another salt knows the prompt.
+        """Explain, for `print`, which tokens of a prompt would be reused now, and why not more. For
+        operators, not for tenants: it tells whether another salt knows the prompt.
 
-        params: as for `add_request`: with `add_BOS` text has one token more, and with log-probs of
-        the prompt all of it is computed.
+        params: as for `add_request`: `add_BOS` adds a token to text, and with log-probs of the
+        prompt all of it is computed.
 
         Raises:
-            TypeError, ValueError: a request like that would be refused for its prompt, parameters
-                or salt.
+            TypeError, ValueError: `add_request` would refuse this prompt, parameters or salt.
         """
         check_salt(salt)
         params = self.request_builder.check_params(params)
@@ -624,7 +622,7 @@ class DynamicInferenceEngine:
 
     @exclusive
     def stats(self) -> Stats:
-        """Counters since the start, and sizes now: a dict, which `print` shows in groups."""
+        """Counters since the start, and present sizes: a dict that `print` shows in groups."""
         counts = {
             **self.cache.stats(),
             "steps": self.num_steps,
@@ -644,11 +642,11 @@ class DynamicInferenceEngine:
 
     @exclusive
     def metrics(self) -> str:
-        """`stats` in the text format that Prometheus scrapes; see `inference/metrics.py`."""
+        """`stats` in the text format of Prometheus; see `inference/metrics.py`."""
         return prometheus_text(self.stats())
 
     def _kv_blocks_in_use(self) -> int:
-        """Distinct KV blocks of the running requests; a shared one counts once."""
+        """Number of distinct KV blocks of the running requests."""
         tables = [request.lease.block_table for request in self.scheduler.running]
         if not tables or not self.cache.spec.kv_pages_per_block:
             return 0
@@ -656,7 +654,7 @@ class DynamicInferenceEngine:
 
     @exclusive
     def check_integrity(self) -> None:
-        """Raises RuntimeError if an invariant of cache or scheduler is broken."""
+        """Raise RuntimeError if an invariant of cache or scheduler is broken."""
         self.cache.check_integrity()
         running = [request.slot for request in self.scheduler.running]
         if sorted(running + self.scheduler.free_slots) != list(range(self.config.max_requests)):

@@ -1,16 +1,16 @@
-"""One thread at a time inside an engine."""
+"""exclusive: allows one thread at a time inside an engine."""
 
 from collections.abc import Callable
 from functools import wraps
 
 
 class EngineBusyError(RuntimeError):
-    """Another call is inside the engine; this one has changed nothing."""
+    """Another call is running in the engine; the refused one has changed nothing."""
 
 
 def exclusive(method: Callable) -> Callable:
-    """A method of an object with `_lock`, a `threading.RLock`: while another thread is inside one
-    of them it raises `EngineBusyError` at once. The same thread may call one inside another."""
+    """Decorate a method of an object with `_lock`, a `threading.RLock`, to raise `EngineBusyError`
+    at once while another thread is inside such a method. Calls of the same thread may nest."""
 
     @wraps(method)
     def guarded(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""From drawn tokens to answers: appending, scoring, stopping, text."""
+"""OutputProcessor: turns drawn tokens into answers (log-probabilities, stops, text)."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from megatron_hybrid.inference.sampling_params import Sampled
 
 
 class OutputProcessor:
-    """Writes what was drawn into requests and says when they are answered. Where the tokenizer
-    fails at one's text, that one ends, and no other.
+    """Appends drawn tokens to requests, and decides when these are answered. If the tokenizer
+    fails on a request's text, only this request ends.
 
     Args:
         tokenizer: for text and stop strings; None: ids only.
@@ -19,7 +19,7 @@ class OutputProcessor:
         self._growing: dict[Request, GrowingText] = {}
 
     def append(self, request: Request, sampled: Sampled) -> bool:
-        """Adds a drawn token with its log-probability; whether the request is answered with it."""
+        """Append a drawn token with its log-prob. Returns whether the request is answered."""
         params, token = request.params, sampled.token
         request.mark_first_token()
         if params.num_tokens_to_generate == 0:
@@ -45,7 +45,7 @@ class OutputProcessor:
         return request.done
 
     def finish(self, request: Request) -> None:
-        """Fills in the text."""
+        """Set the text of an answered request."""
         self._growing.pop(request, None)
         if self.tokenizer is None or request.error is not None:
             return
@@ -55,12 +55,12 @@ class OutputProcessor:
             request.mark_failed(error)
 
     def write_text_of(self, request: Request) -> None:
-        """Its outputs hold text as it grows, which costs a little for each token."""
+        """Give its outputs text, at a small cost per token."""
         if self.tokenizer is not None:
             self._growing[request] = GrowingText(self.tokenizer, request.params.stop_words)
 
     def take(self, request: Request) -> RequestOutput:
-        """What came since the last time; its stream gets it, too."""
+        """Return the tokens and text since the last output, and append them to its stream."""
         tokens = request.generated_from(request.num_tokens_out)
         if request.done:
             text = request.generated_text or ""
@@ -85,7 +85,7 @@ class OutputProcessor:
             return ""
         try:
             return self._growing[request].add(tokens)
-        except Exception:  # of the tokenizer; the result says what it was
+        except Exception:  # of the tokenizer; the result has its message
             return ""
 
     def _ends_with_stop_word(self, request: Request) -> bool:
@@ -94,26 +94,26 @@ class OutputProcessor:
             return False
         detokenize = self.tokenizer.detokenize
         longest = max(len(word.encode()) for word in words)
-        # Most tokens add a byte or more, so the newest few show any new occurrence. Where some have
-        # no text at all (special tokens), a few more do.
+        # Most tokens add a byte or more, so the newest few show any new occurrence. If some have no
+        # text (special tokens), a few more are needed.
         end = request.num_generated
         start = max(0, end - longest - 1)
         while start and len(detokenize(request.generated_from(start)[:-1])) < longest:
             start = max(0, 2 * start - end)
         tail = detokenize(request.generated_from(start))
-        # The first may be inside a character, which spoils those behind it where bytes are tokens.
+        # If bytes are tokens, a cut inside a character also spoils the characters behind it.
         for earlier in range(start - 1, max(-1, start - 4), -1):
             if not tail.startswith("\ufffd"):
                 break
             tail = detokenize(request.generated_from(earlier))
         if not any(word in tail for word in words):
             return False
-        # Bytes before them that are no character may spoil them.
+        # Bytes before the tail that are no character may spoil the word.
         text = detokenize(request.generated_tokens)
         return any(word in text for word in words)
 
     def _text(self, request: Request) -> str:
-        """The generated text, cut at its first stop string."""
+        """Decode the generated text, cut at its first stop string."""
         text = self.tokenizer.detokenize(request.generated_tokens)
         found = [(text.find(word), word) for word in request.params.stop_words if word in text]
         if not found:
@@ -124,10 +124,10 @@ class OutputProcessor:
 
 
 class GrowingText:
-    """The text of an answer under way; only its newest tokens are detokenized again and again.
+    """The text of an unfinished answer; only its newest tokens are detokenized repeatedly.
 
     Args:
-        stop_words: what may begin one of them is held back.
+        stop_words: a possible beginning of one is held back.
     """
 
     def __init__(self, tokenizer, stop_words: Sequence[str]):
@@ -138,17 +138,17 @@ class GrowingText:
         self._start = self._read = 0
 
     def add(self, new_tokens: Sequence[int]) -> str:
-        """The text of all tokens so far that is sure to stay: less what may begin a stop string or
-        a character."""
+        """Add tokens. Returns the text so far, without a possible beginning of a stop string or of
+        a character at its end."""
         tokens = self._tokens
         tokens += new_tokens
-        # A tokenizer may write its first token in another way, without the space before it: the
-        # last ones that had text are read again, and what comes behind their text is new.
+        # A tokenizer may write its first token differently, without the space before it: so the
+        # last tokens with text are decoded again, and the new text is what follows theirs.
         known = self._tokenizer.detokenize(tokens[self._start : self._read])
         new = self._tokenizer.detokenize(tokens[self._start :])
         if new.startswith(known):
             new = new[len(known) :]
-        else:  # what comes next changed it: a byte that is no text spoils those before it in some
+        else:  # new tokens changed the text: in some tokenizers a bad byte spoils those before it
             self._text, self._start, self._read = "", 0, 0
             new = self._tokenizer.detokenize(tokens)
         sure = new.rstrip("\ufffd")

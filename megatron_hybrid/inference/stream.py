@@ -1,4 +1,4 @@
-"""An answer as it grows."""
+"""Stream: an iterator over the outputs of one request."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ class Stream(Iterator[RequestOutput]):
     """The outputs of one request; see `DynamicInferenceEngine.stream`.
 
     Args:
-        request: queued; `request.unread` gets its outputs.
+        request: queued; its outputs are appended to `request.unread`.
         step: runs a step of the engine.
         cancel: ends the request.
-        abandoned: where it goes to be ended later, if nobody waits for the rest. Garbage is
-            collected at any moment, in any thread, also in the middle of a step, where a request
-            cannot be cancelled.
+        abandoned: requests for the engine to cancel later. A dropped stream adds its request:
+            garbage collection may run in any thread, also inside a step, when nothing can be
+            cancelled.
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class Stream(Iterator[RequestOutput]):
         return output
 
     def close(self) -> None:
-        """Cancels the request if it is not answered yet, at once or, where a step is running, after
-        that; there are no more outputs."""
+        """End the iteration, and cancel an unanswered request, now or after the running step."""
         if not self._request.closed:
             self._cancel(self._request)
         self._is_closed = True
