@@ -1,4 +1,4 @@
-"""How a model is served."""
+"""InferenceConfig: the settings of an engine."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ STATE_ENCODINGS = ("exact", "bf16", "int8")
 
 @dataclass
 class InferenceConfig:
-    """How a model is served: sizes, and the prefix-caching mode.
+    """Settings of an engine: sizes, and the prefix-caching mode.
 
     Raises:
-        ValueError, TypeError: a field has no legal value; the message names it and the limit.
+        ValueError, TypeError: a field has an illegal value; the message names it and the limit.
     """
 
     prefix_caching: str = "restore"
     """"off": nothing is shared. "memory_only": KV blocks are shared, every prompt token is
-    computed. "restore": recurrent state is restored too, so that prefill starts where the match
-    ends."""
+    computed. "restore": recurrent states are restored too, and the prefill starts at the end of
+    the match."""
 
     block_size_tokens: int = 16
     """Tokens of one KV block: a power of two from 16 to 256."""
 
     cache_bytes: int = 256 << 20
-    """Bytes of the page pool on each rank: KV of running requests and everything that is cached."""
+    """Bytes of the page pool on each rank: KV of running requests, and the cache."""
 
     max_requests: int = 64
-    """Requests that run at a time; each has a live slot outside of the pool."""
+    """Most requests that run at a time; each has a live slot outside the pool."""
 
     max_tokens: int = 2048
     """Token budget of one forward pass, decodes and prefill chunks together. Layers with windows
-    hold the KV of all of its tokens meanwhile: with fewer there is more room for what is cached."""
+    hold the KV of all these tokens during the pass: a smaller budget leaves the cache more room."""
 
     max_sequence_length: int = 8192
-    """Tokens of one request, prompt and answer together."""
+    """Most tokens of one request, prompt and answer together."""
 
     kv_cache_dtype: torch.dtype | None = None
     """dtype of K and V in the pool; None: that of the model's parameters."""
 
     state_encoding: str = "exact"
-    """How checkpoints hold recurrent states; convolution tails and live states are always exact.
-    "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per element,
-    a quarter of fp32's bytes, with errors about as large as those of bf16."""
+    """Encoding of recurrent states in checkpoints; convolution tails and live states are always
+    exact. "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per
+    element, a quarter of fp32's bytes, with errors about as large as those of bf16."""
 
     host_cache_bytes: int = 0
-    """Bytes of host memory on each rank for what the page pool has no room for; 0: none."""
+    """Bytes of host memory on each rank for records evicted from the pool; 0: none."""
 
     cache_dir: str | PathLike | None = None
-    """Folder for what host memory (or the pool) has no room for. It outlives the engine: the next
-    one with the same model and configuration goes on with what is there."""
+    """Folder for records evicted from host memory (or from the pool). It outlives the engine: the
+    next one with the same model and configuration uses its records."""
 
     disk_cache_bytes: int = 64 << 30
     """Most bytes in `cache_dir`, for each rank."""
 
     random_seed: int = 0
-    """Where the seeds of requests come from that bring none."""
+    """Source of the seeds of requests without one."""
 
     verify_ranks: bool = False
-    """Debugging: compare the decisions of all ranks of the model, and the tokens that they compute,
-    at every step."""
+    """Debugging: compare the decisions and computed tokens of all ranks of the model at every
+    step."""
 
     def __post_init__(self):
         if self.prefix_caching not in PREFIX_CACHING_MODES:

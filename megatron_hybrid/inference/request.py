@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what its caller gets back."""
+"""Request, the engine's record of a request, and its outputs: RequestOutput, GenerationResult."""
 
 import time
 from collections import deque
@@ -22,18 +22,18 @@ class RequestStatus(StrEnum):
     WAITING = "waiting"  # in the queue: new, or preempted
     PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
     DECODE = "decode"  # every token but the newest is computed
-    CLOSING = "closing"  # answered or cancelled; its last state is yet to be kept
-    FINISHED = "finished"  # gone from the engine
+    CLOSING = "closing"  # answered or cancelled; its last state is not yet saved
+    FINISHED = "finished"  # not in the engine any more
 
 
 @dataclass
 class GenerationResult:
-    """What one request (or one sample of it) produced.
+    """Result of a request, or of one sample of it.
 
-    `print` shows it in two lines. `generated_tokens` holds no stop token unless
-    `detokenize_stop_sequence` asked for it. `log_probs` has one entry for each generated token.
-    `prompt_log_probs` has one for each prompt token but the first. Times are seconds since the
-    request was added.
+    `print` shows it in two lines. `generated_tokens` has the stop token only with
+    `detokenize_stop_sequence`. `log_probs` has one entry for each generated token,
+    `prompt_log_probs` for each prompt token but the first. Times are seconds since the request was
+    added.
     """
 
     request_id: int
@@ -48,12 +48,12 @@ class GenerationResult:
     time_to_first_token: float | None = None
     total_time: float | None = None
     error: str | None = None
-    """What the tokenizer raised when it wrote this answer's text; then that is None."""
+    """The tokenizer's error for this answer's text, which is then None."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
-    """The n - 1 samples beside the first, in its result."""
+    """In the first sample's result: the n - 1 others."""
 
     def __str__(self) -> str:
-        """Two lines of 80 columns: the answer, cut where it is longer, and what became of it."""
+        """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
         answer = self.generated_tokens if self.generated_text is None else self.generated_text
         head = f"request {self.request_id}: "
         if self.other_samples:
@@ -70,38 +70,37 @@ class GenerationResult:
 
     @property
     def samples(self) -> list["GenerationResult"]:
-        """In the first sample's result all n of the prompt, itself among them; in another's itself
-        alone."""
+        """In the first sample's result: all n of the prompt, itself included; else only itself."""
         return [self, *self.other_samples]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to a request."""
+    """Tokens and text that one step added to a request."""
 
     request_id: int
     tokens: list[int]
     text: str
-    """New text, less what may be the beginning of a stop string or of a character: that comes
-    later. A request of `generate` gets all its text with its last output."""
+    """New text. A possible beginning of a stop string or of a character comes with a later output.
+    A request of `generate` gets all its text with its last output."""
     finish_reason: str | None
-    """As in `GenerationResult`; None: it goes on."""
+    """As in `GenerationResult`; None: not finished."""
     report: PrefixReport | None
-    """What was reused of the prompt; None: the request was never admitted."""
+    """Reused tokens of the prompt; None: the request was never admitted."""
     result: GenerationResult | None
-    """Of the last output only."""
+    """In the last output; None in the others."""
 
 
 @dataclass(eq=False)
 class Request:
-    """The engine's record of one request. Callers get it from `add_request` as their handle.
+    """The engine's record of one request, and the handle that `add_request` returns.
 
-    `tokens[:num_tokens]` are the known tokens (prompt and generated); `num_computed` of them have
-    been through the model, so that the live slot holds the state after exactly those.
+    `tokens[:num_tokens]` are the known tokens (prompt and generated); the first `num_computed` of
+    them are computed, and the live slot holds the state after exactly these.
     """
 
     request_id: int
-    tokens: np.ndarray  # int32, room for the prompt and everything it may generate
+    tokens: np.ndarray  # int32, with room for the longest possible answer
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -110,7 +109,7 @@ class Request:
     message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     sample_index: int = 0
-    origin: object = None  # the `RequestBuilder` of the engine that it was added to
+    origin: object = None  # the `RequestBuilder` of its engine
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0
@@ -119,11 +118,11 @@ class Request:
     lease: Lease | None = None
     waits_for: "tuple[Request, int] | None" = None
     common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
-    looked_up_at: int | None = None  # in the memories below, after so many evictions from the pool
-    fetch: "Fetch | None" = None  # what they had of it
-    lacks_memory: bool = False  # for the state that it would go on from: it is computed
-    parked_tokens: int = 0  # preempted after so many, whose bytes wait in host memory
-    lease_before: Lease | None = None  # released; a parked request goes on with what it wanted
+    looked_up_at: int | None = None  # evictions from the pool at the last search of the tiers
+    fetch: "Fetch | None" = None  # found by that search
+    lacks_memory: bool = False  # to restore a state: all of the prompt is computed
+    parked_tokens: int = 0  # computed before the preemption, with bytes in host memory
+    lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only
 
@@ -134,9 +133,9 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     generated_text: str | None = None
-    num_tokens_out: int = 0  # in its outputs so far
+    num_tokens_out: int = 0  # generated tokens in its outputs so far
     num_chars_out: int = 0
-    unread: "deque[RequestOutput] | None" = None  # of its stream
+    unread: "deque[RequestOutput] | None" = None  # outputs for its stream
     added_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -146,12 +145,12 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Answered: the result is complete (its last state may be on its way to the cache)."""
+        """Answered: the result is complete (its last state may not be saved yet)."""
         return self.finish_reason is not None
 
     @property
     def closed(self) -> bool:
-        """Done, and gone from the engine."""
+        """Done, and not in the engine any more."""
         return self.status is RequestStatus.FINISHED
 
     def mark_first_token(self) -> None:
@@ -163,7 +162,7 @@ class Request:
         self.finished_at = time.perf_counter()
 
     def mark_failed(self, error: Exception) -> None:
-        """Its text cannot be made."""
+        """End the request with the tokenizer's error for its text."""
         self.error = f"{type(error).__name__}: {error}"
         if self.finish_reason != "cancelled":
             self.mark_answered("error")
@@ -177,17 +176,17 @@ class Request:
         return self.generated_from(0)
 
     def generated_from(self, start: int) -> list[int]:
-        """Generated tokens but the first `start`."""
+        """Generated tokens without the first `start`."""
         return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
 
     @property
     def prompt_needs_logits(self) -> bool:
-        """Prompt log-probs are still to be collected, so every prompt token must be computed."""
+        """Whether prompt log-probs are missing, so that every prompt token must be computed."""
         return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens
 
     @property
     def recompute_reason(self) -> MissReason | None:
-        """As `recompute_reason`, also for want of memory."""
+        """As `recompute_reason`, also for lack of memory."""
         return MissReason.NO_ROOM if self.lacks_memory else recompute_reason(self.params)
 
     def draw(self) -> Draw:
@@ -218,5 +217,5 @@ class Request:
 
 
 def recompute_reason(params: SamplingParams) -> MissReason | None:
-    """Why all of a prompt has to be computed, however much of it is cached; None: it has not."""
+    """Reason to compute all of a prompt, however much of it is cached; None: there is none."""
     return MissReason.PROMPT_LOG_PROBS if params.needs_prompt_logits else None

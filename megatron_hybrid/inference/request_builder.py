@@ -1,4 +1,4 @@
-"""The door: what a caller asks for is checked here, whole, before anything changes."""
+"""RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -16,9 +16,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or the messages of a chat."""
 
 MAX_BREAKPOINTS = 4096
-"""Positions that one request may declare; each is looked at several times."""
+"""Most positions that one request may declare: each costs several lookups."""
 NO_TOKEN = -1
-"""A `termination_id` that never comes, as in megatron-core."""
+"""The `termination_id` for no token, as in megatron-core."""
 
 
 class RequestBuilder:
@@ -26,13 +26,13 @@ class RequestBuilder:
 
     Args:
         config: limits of the engine.
-        cache: says whether a request could ever fit.
-        tokenizer: for text prompts and stop strings; None: ids only. Its `generation_config`, if it
-            has one, says how the model is sampled unless a request says otherwise.
+        cache: for the check that a request can fit.
+        tokenizer: for text prompts and stop strings; None: ids only. Its optional
+            `generation_config` holds the defaults of sampling.
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
-        ValueError: a field of the `generation_config` has no legal value.
+        ValueError: a field of the `generation_config` has an illegal value.
     """
 
     def __init__(self, config: InferenceConfig, cache: PrefixCache, tokenizer, vocab_size: int):
@@ -44,17 +44,17 @@ class RequestBuilder:
         self._next_id = 0
 
     def build_all(self, prompts: Iterable[tuple]) -> list[list[Request]]:
-        """`build` for each of these arguments; all or none.
+        """Build the requests of several prompts from arguments of `build`; all or none.
 
         Raises:
-            TypeError, ValueError: as `build`; the message says which prompt.
+            TypeError, ValueError: as `build`; the message names the prompt.
         """
         first_id, groups = self._next_id, []
         for index, arguments in enumerate(prompts):
             try:
                 groups.append(self.build(*arguments))
             except (TypeError, ValueError) as error:
-                self._next_id = first_id  # an id is a seed: later requests draw as if never asked
+                self._next_id = first_id  # ids are seeds: a refusal must not change later draws
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"prompt {index}: {error}") from None
         return groups
@@ -67,7 +67,7 @@ class RequestBuilder:
         cache_breakpoints: Sequence[int],
         n: int,
     ) -> list[Request]:
-        """The n samples of one prompt; the first one leads, the others are its siblings.
+        """Build the n samples of one prompt; the first one has the others as siblings.
 
         Raises:
             TypeError, ValueError: naming the value, the limit and the remedy.
@@ -77,7 +77,7 @@ class RequestBuilder:
         if is_chat(prompt):
             prompt, message_starts = self._render(prompt)
         tokens = self.tokens_of(prompt, params)
-        if given is None or given.num_tokens_to_generate is None:  # nobody asked for so many
+        if given is None or given.num_tokens_to_generate is None:  # a default may be lowered
             room = max(1, self.config.max_sequence_length - len(tokens))
             params.num_tokens_to_generate = min(params.num_tokens_to_generate, room)
         total = self._check_length(len(tokens), params)
@@ -117,8 +117,7 @@ class RequestBuilder:
         return samples
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:
-        """What the request will hold: a checked copy, with the model's values or ours for those
-        that were not given."""
+        """Return a checked copy, with the model's defaults or ours for fields that are None."""
         if params is None:
             params = SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -127,11 +126,11 @@ class RequestBuilder:
             raise ValueError(
                 "stop_words need a tokenizer, and this engine has none: use stop_token_ids"
             )
-        # A copy, checked anew: the caller may have changed fields, and may change them later.
+        # A checked copy: the caller may have changed fields, and may change them later.
         return params.resolved(self._model_defaults)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
-        """Token ids, int [L]."""
+        """Token ids of a prompt, int [L]."""
         if is_chat(prompt):
             prompt, _ = self._render(prompt)
         if isinstance(prompt, str):
@@ -153,7 +152,7 @@ class RequestBuilder:
         if is_array:
             kinds = {prompt.dtype.type if prompt.ndim == 1 else np.ndarray}
         else:
-            kinds = set(map(type, prompt))  # numpy takes a bool among ints for one of them
+            kinds = set(map(type, prompt))  # numpy would turn a bool among ints into an int
         if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise TypeError(
@@ -182,7 +181,7 @@ class RequestBuilder:
         return tokens if tokens[:1] == [bos] else [bos, *tokens]
 
     def _render(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
-        """Token ids of a chat, which the model is to answer, and where others may part from it."""
+        """Token ids of a chat with the answer's header, and its likely junctions with others."""
         if self.tokenizer is None:
             raise TypeError("a chat needs a tokenizer, and this engine has none: pass token ids")
         if not hasattr(self.tokenizer, "chat_prompt"):
@@ -194,7 +193,7 @@ class RequestBuilder:
         return self.tokenizer.chat_prompt(messages)
 
     def _check_length(self, length: int, params: SamplingParams) -> int:
-        """Tokens of the whole request, prompt and answer."""
+        """Check and return the tokens of a request, prompt and answer together."""
         limit = self.config.max_sequence_length
         if length > limit:
             raise ValueError(
@@ -212,7 +211,7 @@ class RequestBuilder:
         if not self.cache.fits(total, max_tokens):
             answer = f"num_tokens_to_generate={params.num_tokens_to_generate}"
             remedy = f"raise cache_bytes, or shorten the prompt or the answer ({answer})"
-            if self.cache.fits(total, 1):  # windows hold all tokens of a forward
+            if self.cache.fits(total, 1):  # windows hold the KV of all tokens of a forward
                 remedy = f"lower max_tokens, now {max_tokens}, or {remedy}"
             raise ValueError(
                 f"a request of {total} tokens does not fit in cache_bytes="
@@ -262,14 +261,14 @@ class RequestBuilder:
 
 
 def is_chat(prompt) -> bool:
-    """Whether a prompt is meant as messages. An empty one is not: it could be anything."""
+    """Whether a prompt is a sequence of messages. An empty one is not."""
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def check_messages(messages: Sequence) -> None:
-    """Raises TypeError or ValueError where a template might write something else than is meant."""
+    """Raise TypeError or ValueError for messages that a template might render wrongly."""
     for index, message in enumerate(messages):
         _check_message(index, message)
 
@@ -296,7 +295,7 @@ def _check_message(index: int, message) -> None:
 
 
 def check_salt(salt: str) -> None:
-    """Raises TypeError if it is none."""
+    """Raise TypeError unless it is a str."""
     if not isinstance(salt, str):
         raise TypeError(f"salt must be a str, got {type(salt).__name__}")
 
@@ -310,7 +309,7 @@ _EXPECTED = {
 
 
 def spread(value, count: int, name: str, is_single) -> list:
-    """One value for each of `count` prompts, from a single one or from a sequence of them."""
+    """Return `count` values, one for each prompt, from a single value or a sequence."""
     if is_single(value):
         return [value] * count
     if not hasattr(value, "__len__") or isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""From logits to tokens: the sampling of one step's rows.
+"""Sampling of one step's rows of logits.
 
-Sampling is a pure function of (logits, parameters, seed, sample index, position). It holds no
-generator state, so a request that was preempted, cut into other chunks or batched with others draws
-the same tokens, and every rank of a tensor-parallel job draws them without talking.
+Sampling is a pure function of (logits, parameters, seed, sample index, position), without generator
+state. So preemption, chunks and batches do not change a request's draws, and all ranks of a
+tensor-parallel job draw the same tokens without communication.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _splitmix64(x: int) -> int:
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) that depends on the three arguments alone (53 random bits)."""
+    """Return a number in [0, 1), a hash of the three arguments (53 random bits)."""
     state = 0
     for part in (seed, sample_index, position):
         state = _splitmix64(state ^ (part & _MASK64))
@@ -30,7 +30,7 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
 
 
 def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
-    """Draws one token for each row.
+    """Draw one token for each row.
 
     Args:
         logits_nV: float [n, V], one row for each draw, equal on all tensor-parallel ranks.
@@ -46,13 +46,13 @@ def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
         if params.is_greedy:
             continue
         logits_V, order_V = logits_nV[row].double().sort(descending=True, stable=True)
-        # Taken relative to the largest before the division, so that no temperature overflows.
+        # Relative to the largest, so that the division does not overflow at any temperature.
         logits_V = (logits_V - logits_V[0]) / params.temperature
         if params.top_k:
             logits_V = logits_V[: params.top_k]
         cumulative_V = logits_V.softmax(dim=-1).cumsum(dim=-1)
         if params.top_p:
-            # Every token whose predecessors stay below top_p is kept, so at least one is.
+            # Kept: tokens whose predecessors sum to less than top_p, so at least one.
             kept = int((cumulative_V < params.top_p).sum()) + 1
             cumulative_V = cumulative_V[:kept]
         point = uniform(draw.seed, draw.sample_index, draw.position) * cumulative_V[-1]

@@ -1,4 +1,4 @@
-"""How a request is sampled, as plain data: its parameters, one draw, what was drawn."""
+"""Plain data of sampling: SamplingParams of a request, Draw and its result, Sampled."""
 
 import functools
 import logging
@@ -12,17 +12,16 @@ from megatron_hybrid.validation import check_text, is_int, is_number
 logger = logging.getLogger(__name__)
 
 _OURS = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "num_tokens_to_generate": 30}
-"""What holds where neither the request nor the model says anything."""
+"""Defaults where the model has none."""
 _ROW_FIELDS = ("temperature", "top_k", "top_p")
-"""How a token is drawn from a row of logits."""
+"""Fields for drawing a token from a row of logits."""
 _IN_GENERATION_CONFIG = {
     **{name: name for name in _ROW_FIELDS},
     "max_new_tokens": "num_tokens_to_generate",
 }
 """Names in generation_config.json, and ours."""
 _NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "num_beams": 1}
-"""Fields of generation_config.json that are not supported, and the value at which nothing is lost
-by that."""
+"""Unsupported fields of generation_config.json, with the value that has no effect."""
 _ELSEWHERE = {
     **dict.fromkeys(
         ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_length"),
@@ -39,11 +38,11 @@ _ELSEWHERE = {
     "n": "it is an argument of generate() and add_request()",
     "cache_salt": "use the argument salt of generate() and add_request()",
 }
-"""What other libraries call it, and what to do here."""
+"""Names in other libraries, and the remedy here."""
 
 
 def _names_fields(init):
-    """An `__init__` that says which name to use where it gets one that it does not know."""
+    """Make an `__init__` whose error for an unknown name gives the right one."""
 
     @functools.wraps(init)
     def checked(self, *args, **kwargs):
@@ -58,17 +57,17 @@ def _names_fields(init):
 
 @dataclass
 class SamplingParams:
-    """How one request is sampled. Field names follow megatron-core's `SamplingParams`.
+    """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
 
-    `temperature`, `top_k`, `top_p` and `num_tokens_to_generate` are None unless you give them. Then
-    the model's value holds (`temperature`, `top_k`, `top_p` and `max_new_tokens` of its
-    generation_config.json, which `load_pretrained` reads with the tokenizer), and where it has none
-    ours: 1.0, 0, 0.0, 30. A model with `do_sample: false` is greedy for requests that give none of
-    the first three; for others its values of these do not count.
+    If `temperature`, `top_k`, `top_p` or `num_tokens_to_generate` is None, the model's value counts
+    (`temperature`, `top_k`, `top_p` and `max_new_tokens` of its generation_config.json, which
+    `load_pretrained` reads with the tokenizer), or else ours: 1.0, 0, 0.0, 30. A model with
+    `do_sample: false` is greedy for requests that give none of the first three; for the others its
+    values of these have no effect.
 
     Raises:
-        ValueError: a field has no legal value; the message names it and the limit.
-        TypeError: there is no such field; the message says what to use.
+        ValueError: a field has an illegal value; the message names it and the limit.
+        TypeError: there is no such field; the message gives the right one.
     """
 
     temperature: float | None = None
@@ -81,14 +80,14 @@ class SamplingParams:
     """Keep the smallest set of tokens whose probability reaches top_p; 0 keeps all."""
 
     num_tokens_to_generate: int | None = None
-    """Upper bound on new tokens; where it is not given, also what `max_sequence_length` leaves.
-    0 runs the prompt alone (to warm the cache, or to score it)."""
+    """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
+    prompt alone (to warm the cache, or to score it)."""
 
     seed: int | None = None
     """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
 
     termination_id: int | None = None
-    """Token that ends the generation; None: any of the tokenizer's end tokens, -1: none."""
+    """Token that ends the generation; None: the tokenizer's end tokens, -1: none."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the generation."""
@@ -100,14 +99,14 @@ class SamplingParams:
     """Keep the stop token or stop string in the result."""
 
     ignore_termination: bool = False
-    """Generate on past stop tokens (benchmarks)."""
+    """Continue after stop tokens (for benchmarks)."""
 
     return_log_probs: bool = False
-    """Log-probabilities of the prompt's and the generated tokens (model's own, untempered)."""
+    """Return log-probabilities of prompt and generated tokens (the model's own, untempered)."""
 
     skip_prompt_log_probs: bool = False
-    """With `return_log_probs`: only those of generated tokens. The prompt's need every prompt token
-    to be computed, so without this the request cannot skip any."""
+    """With `return_log_probs`: only those of generated tokens. Else every prompt token must be
+    computed, and the request cannot skip any."""
 
     top_n_logprobs: int = 0
     """With `return_log_probs`: also the n most likely tokens at each generated position."""
@@ -194,18 +193,18 @@ class SamplingParams:
         )
 
     def resolved(self, model: "SamplingParams | None" = None) -> "SamplingParams":
-        """A copy, checked anew, in which the fields above have values.
+        """Return a checked copy without None in the fields that have defaults.
 
-        model: of `model_defaults`; None: it says nothing.
+        model: from `model_defaults`; None: only our defaults.
 
         Raises:
-            ValueError: a field was changed to something that is not legal.
+            ValueError: a field was changed to an illegal value.
         """
         asked = any(getattr(self, name) is not None for name in _ROW_FIELDS)
         values = {}
         for name, ours in _OURS.items():
             value = getattr(self, name)
-            # Of greedy decoding one field alone would be left, and undo what was asked for.
+            # Not from a greedy model's three fields: its top_k=1 would override the request's.
             if value is None and model and not (asked and model.is_greedy and name in _ROW_FIELDS):
                 value = getattr(model, name)
             values[name] = ours if value is None else value
@@ -224,11 +223,11 @@ SamplingParams.__init__ = _names_fields(SamplingParams.__init__)
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What a model's generation_config.json says of sampling; None where it says nothing. What is
-    not supported of it is logged.
+    """Read the sampling defaults from a model's generation_config.json; missing ones are None.
+    Unsupported fields are logged.
 
     Raises:
-        ValueError: a field has no legal value.
+        ValueError: a field has an illegal value.
     """
     file, found = "generation_config.json", {}
     for name, field in _IN_GENERATION_CONFIG.items():
@@ -241,7 +240,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
             ) from None
         found[field] = value
     do_sample = generation_config.get("do_sample")
-    if do_sample is False:  # then the values for sampling do not count
+    if do_sample is False:  # then the values for sampling have no effect
         found |= {**dict.fromkeys(_ROW_FIELDS), "top_k": 1}
     elif do_sample not in (True, None):
         raise ValueError(
@@ -262,10 +261,10 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Draw:
-    """One row to sample: which parameters, and which point of which random stream."""
+    """Parameters of one row to sample, and its point in a random stream."""
 
     params: SamplingParams
-    """As `resolved` gives them."""
+    """From `SamplingParams.resolved`."""
     seed: int
     sample_index: int
     position: int  # absolute position of the token to be drawn
@@ -273,7 +272,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was drawn for a request."""
+    """The drawn token of a request."""
 
     token: int
     log_prob: float | None = None
