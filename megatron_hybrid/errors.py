@@ -1,4 +1,4 @@
-"""Errors for want of memory, from whatever library."""
+"""Errors for lack of memory, from any library."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ _WORDS = ("out of memory", "can't allocate memory", "can't start new thread", "A
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. On a CPU, torch says so in the message alone."""
+    """Whether an allocation failed. On a CPU, torch says so only in the message."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -18,7 +18,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def optional_work(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Context of optional work: an error for want of memory is passed to `failed` and suppressed,
+    """Context of optional work: an error for lack of memory is passed to `failed` and suppressed,
     any other error propagates."""
     try:
         yield

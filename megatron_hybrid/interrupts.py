@@ -1,4 +1,4 @@
-"""Ctrl-C between two changes of the engine, not inside of one."""
+"""interrupts_wait: defers Ctrl-C to the end of a change of the engine."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class _Waiting:
-    """A handler that notes the first interrupt for later and passes on the others."""
+    """A signal handler that defers the first interrupt and passes on the others."""
 
     def __init__(self, handler: Callable):
         self.handler = handler
@@ -21,12 +21,11 @@ class _Waiting:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block: between any two lines of bookkeeping it would
-    leave pages that are counted twice or never given back. A second one does not wait, so that what
-    hangs can be left.
+    """Defer Ctrl-C to the end of the block: inside, it could leave pages counted twice or never
+    released. A second one takes effect at once, to leave a block that hangs.
 
-    Only the main thread gets signals; a handler that is not Python's is left alone. Blocks may be
-    nested; the outermost one counts.
+    Only the main thread gets signals; a handler that is not Python's stays as it is. Of nested
+    blocks the outermost counts.
     """
     handler = None
     if threading.current_thread() is threading.main_thread():
@@ -39,7 +38,7 @@ def interrupts_wait() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is waiting:  # nobody has set another one meanwhile
+        if signal.getsignal(signal.SIGINT) is waiting:  # no other handler was set meanwhile
             signal.signal(signal.SIGINT, handler)
         if waiting.first is not None:
             handler(*waiting.first)

@@ -1,7 +1,7 @@
-"""What the ranks of a tensor-, pipeline- or expert-parallel job must agree on.
+"""Agreement between the ranks of a tensor-, pipeline- or expert-parallel job.
 
-Every rank runs the same scheduler over the same requests, so they decide alike without talking, as
-long as what could differ (the pages that fit, what layers keep) is made equal once, at the start.
+Every rank runs the same scheduler over the same requests, so they decide alike without messages.
+Inputs that could differ (number of pages, sizes of layers) are made equal once, at the start.
 """
 
 import torch
@@ -11,7 +11,7 @@ from megatron_hybrid.compat import parallel_state
 
 
 def _model_parallel_group():
-    """The ranks that hold parts of one model, or None when there is one part."""
+    """The ranks that hold parts of one model; None: there is one part."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if not parallel_state.model_parallel_is_initialized():
@@ -26,7 +26,7 @@ def _device_of(group) -> torch.device:
 
 
 def agree_on_minimum(value: int) -> int:
-    """The smallest `value` of all ranks that hold parts of this model."""
+    """Return the smallest `value` of all ranks that hold parts of this model."""
     group = _model_parallel_group()
     if group is None:
         return value
@@ -36,17 +36,17 @@ def agree_on_minimum(value: int) -> int:
 
 
 def agree_on_all(answer: bool) -> bool:
-    """Whether all ranks say yes."""
+    """Whether `answer` is True on all ranks."""
     return bool(agree_on_minimum(int(answer)))
 
 
 def agree_on_one(value: int) -> bool:
-    """Whether the `value` of all ranks is the same."""
+    """Whether `value` is the same on all ranks."""
     return agree_on_minimum(value) == -agree_on_minimum(-value)
 
 
 def gather(value: object) -> list:
-    """The `value` of every rank that holds a part of this model, in rank order; a picklable one."""
+    """Return the picklable `value` of every rank that holds a part of this model, in rank order."""
     group = _model_parallel_group()
     if group is None:
         return [value]
@@ -56,14 +56,14 @@ def gather(value: object) -> list:
 
 
 def rank_name() -> str:
-    """Which part of the model this rank holds, for names of files: "rank-0-of-1"."""
+    """This rank's number among the model's, for names of files: "rank-0-of-1"."""
     group = _model_parallel_group()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     return f"rank-{rank}-of-{size}"
 
 
 def check_equal_on_ranks(digest: int, when: str) -> None:
-    """Raises RuntimeError if the ranks' digests of what they do differ (debug mode)."""
+    """Raise RuntimeError if the digests of the ranks differ (debug mode)."""
     group = _model_parallel_group()
     if group is None:
         return

@@ -1,22 +1,22 @@
-"""What counts as a number and as text, wherever a user gives one."""
+"""Checks of a user's numbers and texts."""
 
 from numbers import Integral, Real
 from typing import Any
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is a whole number, numpy's among them; True and False are not."""
+    """Whether a value is an integer, also numpy's, but no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, numpy's among them; True and False are not."""
+    """Whether a value is a real number, also numpy's, but no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError where a str has halves of a surrogate pair, as JSON can write them: no text
-    in UTF-8 has any."""
+    """Raise ValueError if a str has half of a surrogate pair, as JSON can express it: UTF-8
+    cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,1 +1,1 @@
-"""How requests run: scheduler (which tokens), context and memory (where they are), engine."""
+"""Running requests: engine, scheduler, plans and their runner, batch context, memory."""

@@ -1,8 +1,8 @@
-"""DynamicInferenceContext: how one step's ragged batch looks to the model.
+"""DynamicInferenceContext: one step's ragged batch, as the model sees it.
 
-The scheduler says which tokens of which requests run; this file lays them out flat (decodes first),
-tells the mixers where their keys, values and states are, and keeps the states they hand back. It
-decides nothing. It also answers what megatron-core's own attention asks of a dynamic context.
+It lays out the tokens of a plan in rows (decodes first), gives the mixers their keys, values and
+states, and keeps the states that they return. It decides nothing. It also implements the dynamic
+context of megatron-core's own attention.
 """
 
 import operator
@@ -51,13 +51,13 @@ class DynamicInferenceContext(BaseInferenceContext):
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
-        self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # what `_tables` holds
+        self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # in `_tables`, by slot
         self._staging = memory.staging(0)
 
     # Laying out a step -------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Builds the batch of `plan`. Live slots and copied pages must be in place already."""
+        """Build the batch of `plan`, after its restores."""
         device = self.memory.device
         self._ready_slots = torch.tensor(
             [ready.slot for ready in plan.ready], dtype=torch.long, device=device
@@ -98,8 +98,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         positions[:num_tokens] = np.arange(num_tokens) + np.repeat(
             np.asarray(starts, dtype=np.int64) - offsets, counts
         )
-        # Where each token's K and V go: (page of its block, row in it). Tokens whose KV is shared
-        # or copied, and padding, go to the null page: no shared block is ever written.
+        # Targets of each token's K and V: (page of its block, row in it). For tokens whose KV is
+        # shared or copied, and for padding, the null page: no shared block is ever written.
         slot_of_token = np.repeat(np.asarray(slots, dtype=np.int64), counts)
         write_pages = np.full((len(self._tables), num_rows), NULL_PAGE, dtype=np.int64)
         write_pages[:, :num_tokens] = self._tables[
@@ -132,7 +132,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._staging = self.memory.staging(len(captures))
 
     def _update_tables(self, slot: int, tables: list[np.ndarray]) -> None:
-        """Brings the block tables of a slot up to date."""
+        """Update the block tables of a slot."""
         known = self._known_tables[slot]
         if len(known) == len(tables) and all(map(operator.is_, known, tables)):
             return
@@ -141,11 +141,11 @@ class DynamicInferenceContext(BaseInferenceContext):
             self._tables[first:last, slot, : len(table)] = table.T
 
     def captured_states(self) -> Tensor:
-        """After the forward: the slot bytes of every state captured inside, in the order of the
-        plan's saves, uint8 [captures, slot_bytes]."""
+        """Slot bytes of the states captured inside the last forward, in the order of the plan's
+        saves, uint8 [captures, slot_bytes]."""
         return self._staging
 
-    # What the model asks -----------------------------------------------------------------------
+    # For the model -----------------------------------------------------------------------------
 
     def is_static_batching(self) -> bool:
         return False
@@ -165,7 +165,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self._positions[None]
 
     def states(self, layer_number: int, name: str) -> SlotStates:
-        """One state of one layer in all live slots, those of the step, and room for captures."""
+        """One state of one layer in all live slots, the step's slots, and room for captures."""
         captured = None
         if len(self._staging):
             captured = self.memory.state(layer_number, name, self._staging)
@@ -194,8 +194,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """Attention over the latents themselves, one key/value head whose values are a part of its
-        keys, [T padded, H, P]; see `MixerContext`."""
+        """Attention over the latents: one key/value head whose values are a part of its keys,
+        [T padded, H, P]; see `MixerContext`."""
         self.append_key_value_cache(layer_number, latents_TL[:, None, None], None)
         pages, _, block_table = self.key_value_cache(layer_number)
         values = pages[..., : heads.rank]
@@ -204,11 +204,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         return heads.values(o_THr)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor | None) -> None:
-        """Stores K [T padded, 1, K, D] (after RoPE) and V [T padded, 1, K, P] of the step's tokens.
+        """Store K [T padded, 1, K, D] (after RoPE) and V [T padded, 1, K, P] of the step's tokens.
 
         Raises:
-            ValueError: values are given to a layer that keeps none (`KVShape.value_dim` 0), or are
-                None for one that does.
+            ValueError: values for a layer without (`KVShape.value_dim` 0), or None for one with
+                values.
         """
         key_pages, value_pages = self.memory.kv_pages(layer_number)
         if (value is None) != (value_pages.shape[-1] == 0):
@@ -223,8 +223,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             value_pages[index] = value[:, 0].to(value_pages.dtype)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of one layer,
-        which may be another than the one that asks. P is 0 where the layer keeps no values."""
+        """(K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of any layer. P is
+        0 if the layer keeps no values."""
         return (*self.memory.kv_pages(layer_number), self._block_tables[self._column(layer_number)])
 
     def _column(self, layer_number: int) -> int:
@@ -265,10 +265,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self.apply_rotary_emb_query(key, key_emb, config, None, cp_group, mscale)
 
     def last_token_logits(self, hidden_1TH: Tensor) -> Tensor:
-        """Picks the rows that need logits, [n, H], and keeps the last hidden states.
+        """Return the rows that need logits, [n, H], and save the last hidden states.
 
-        Rows come in the order of `plan.work` (`num_logits` each), then one for each of
-        `plan.ready`, whose hidden state came with its checkpoint.
+        Rows in the order of `plan.work` (`num_logits` each), then one for each of `plan.ready`,
+        from its checkpoint.
         """
         hidden_TH = hidden_1TH[0]
         live = self.memory.hidden()
@@ -278,10 +278,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         return torch.cat([hidden_TH[self._logit_rows], self.ready_hidden().to(hidden_TH.dtype)])
 
     def ready_hidden(self) -> Tensor:
-        """Stored last hidden states of the requests that need no forward pass, [n, H]."""
+        """Last hidden states of the plan's ready requests, [n, H]."""
         return self.memory.hidden()[self._ready_slots]
 
-    # What a reader of the step asks -------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------
 
     @property
     def active_token_count(self) -> int:
@@ -293,5 +293,5 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     @property
     def request_kv_length_offsets(self) -> list[int]:
-        """Absolute position of each row's first token: what its KV held before this step."""
+        """Absolute position of each request's first token: its KV length before this step."""
         return list(self._layout.start_positions)

@@ -1,4 +1,4 @@
-"""What cached bytes are good for: the weights, the configuration and the layout that made them."""
+"""Fingerprint of a model: hashes of weights, configuration and layout, which bind its cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.cache.pages.spec import CacheSpec
 
 _CHUNK = 1 << 20
-"""Elements that are mixed at a time: 16 MiB, near a CPU's caches."""
+"""Elements to mix at a time: 16 MiB, near a CPU's caches."""
 _STEP, _MIX_1, _MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -21,11 +21,12 @@ _STEP, _MIX_1, _MIX_2 = (
 def fingerprint(
     model, spec: CacheSpec, kv_dtype: torch.dtype, state_encoding: str
 ) -> dict[str, str]:
-    """Hashes of all that cached states, keys and values depend on, on this rank, by name."""
+    """Return hashes, by name, of everything that cached states, keys and values depend on, on this
+    rank."""
     fields = model.config.to_dict()
-    del fields["huggingface_config"]  # where the others come from, and much that matters to nobody
+    del fields["huggingface_config"]  # the source of the other fields, and much without effect
     configuration = json.dumps(fields, sort_keys=True, default=str)
-    # What a user chose comes first: the first difference is the one that is named.
+    # A user's choices first: errors name the first difference.
     return {
         "state_encoding": state_encoding,
         "kv_dtype": str(kv_dtype),
@@ -37,9 +38,9 @@ def fingerprint(
 
 
 def weights_hash(model) -> str:
-    """Of the names, shapes, dtypes and bits of all that a checkpoint holds. Each element is mixed
-    with its place, and these are summed modulo 2^64, on the device where they are: integers add up
-    to the same in any order."""
+    """Hash the names, shapes, dtypes and bits of all tensors of a checkpoint. Elements are mixed
+    with their indices and summed modulo 2^64 on their device: integer sums are equal in any
+    order."""
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):

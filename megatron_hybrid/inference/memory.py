@@ -1,9 +1,9 @@
-"""The tensors behind the pages: one byte pool, and the live slots.
+"""CacheMemory: the bytes of the pages in one pool, and the live slots.
 
-`cache/` decides which page holds what; this file moves the bytes. A page holds, for one block of
-tokens, the K and V of some layers of one attention group, or a piece of a checkpoint. A live slot
-is the contiguous per-request state that the kernels read and write; a checkpoint is such a slot's
-bytes, encoded or as they are, cut into pages: one indexed copy whatever the layers are.
+`cache/` assigns the pages; this file moves the bytes. A page holds, for one block of tokens, the K
+and V of some layers of one attention group, or a piece of a checkpoint. A live slot is the
+contiguous state of one request, which the kernels read and write; a checkpoint is a slot's bytes,
+encoded or exact, cut into pages: one indexed copy for all kinds of layers.
 
 Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
@@ -31,15 +31,15 @@ def cache_spec_of(
     attention_parity: float = math.inf,
     hidden_dtype: torch.dtype | None = None,
 ) -> CacheSpec:
-    """What the cache bookkeeping must know of a model.
+    """Return the cache spec of a model.
 
     Args:
-        layers: what each layer keeps, on this rank (`model.cache_requirements()`).
+        layers: cached tensors of each layer of this rank (`model.cache_requirements()`).
         hidden_size: width of the last hidden state, kept with each checkpoint.
         dtype: of K and V.
-        state_encoding: how checkpoints hold the states, one of `STATE_ENCODINGS`.
-        attention_parity: `models.flops.attention_parity` of the model; inf: eviction does not
-            reckon with the work of attention.
+        state_encoding: of the states in checkpoints, one of `STATE_ENCODINGS`.
+        attention_parity: `models.flops.attention_parity` of the model; inf: values ignore the work
+            of attention.
         hidden_dtype: of the last hidden state, that of the weights; None: `dtype`.
     """
     shapes = _kv_shapes(layers)
@@ -55,10 +55,10 @@ def cache_spec_of(
 
 
 def agree_on_spec(spec: CacheSpec, weights: float, pairs: float) -> CacheSpec:
-    """The spec that all ranks follow, so that they count, value and evict alike.
+    """Return one spec for all ranks, so that they count, value and evict alike.
 
     Args:
-        spec: what the layers of this rank keep.
+        spec: of the layers of this rank.
         weights, pairs: `models.flops.token_flops` of the layers of this rank.
 
     Raises:
@@ -70,7 +70,7 @@ def agree_on_spec(spec: CacheSpec, weights: float, pairs: float) -> CacheSpec:
         raise ValueError(
             f"block_size_tokens differs between ranks: {sorted(sizes)}; give all the same config"
         )
-    # Summed in rank order: the same bits everywhere.
+    # Summed in rank order: the same bits on all ranks.
     weights, pairs = (sum(numbers) for numbers in zip(*(work for _, *work in declared)))
     return common_spec(specs, attention_parity(weights, pairs))
 
@@ -97,7 +97,7 @@ def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
 
 
 def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor:
-    """uint8 [rows, row_bytes]. what: of which there are so many rows, and the remedy."""
+    """uint8 [rows, row_bytes]. what: name of the rows and the remedy, for the error."""
     try:
         return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -126,15 +126,14 @@ class CacheMemory:
     """The byte pool with per-layer KV views, and the live slots with per-layer state views.
 
     Args:
-        spec: page geometry; must come from `cache_spec_of` for the same layers.
-        layers: what each layer keeps, in layer order.
+        spec: from `cache_spec_of` for the same layers.
+        layers: cached tensors of each layer, in layer order.
         hidden_size: width of the last hidden state.
         dtype: of K and V.
         num_pages: pages of the pool, the null page 0 included.
         num_slots: live slots, one for each running request.
-        device: where it all lives.
-        state_encoding: how checkpoints hold the states; the same that `spec` was made with.
-        hidden_dtype: likewise.
+        device: of pool and slots.
+        state_encoding, hidden_dtype: as for `cache_spec_of`.
 
     Raises:
         MemoryError: the device lacks the memory.
@@ -154,11 +153,11 @@ class CacheMemory:
     ):
         self.spec = spec
         self.device = device
-        # Zeros, not empty: masked attention reads of never-written rows must not meet a NaN.
+        # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
-        # A slot spans whole pages, so that an exact checkpoint is its bytes and nothing else.
+        # A slot spans whole pages, so that an exact checkpoint is a copy of its bytes.
         slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
         slot_bytes = max(1, slot_pages) * spec.page_bytes
         self.slots = _zeros(num_slots, slot_bytes, device, "live slots: lower max_requests")
@@ -174,7 +173,7 @@ class CacheMemory:
         keys = group_keys(_kv_groups(layers, shapes, dtype))
         group_of = {key: group for group, key in enumerate(group_keys(spec.groups))}
         for shape, key in zip(shapes, keys):
-            group = group_of[key]  # there may be groups of other ranks between them
+            group = group_of[key]  # `spec` also has groups of other ranks
             members = [n for n, layer in enumerate(layers, start=1) if layer.kv == shape]
             rows = spec.block_size_tokens, shape.num_heads
             sizes = [rows[0] * rows[1] * width for width in (shape.head_dim, shape.value_dim)]
@@ -197,8 +196,8 @@ class CacheMemory:
     # Views -------------------------------------------------------------------------------------
 
     def kv_pages(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """K [n, B, K, D] and V [n, B, K, P] of one layer for every page (strided views of the
-        pool). P is 0 where the layer keeps no values."""
+        """K [n, B, K, D] and V [n, B, K, P] of one layer for every page, strided views of the pool.
+        P is 0 if the layer keeps no values."""
         return self._kv_views[layer_number]
 
     def state(self, layer_number: int, name: str, slots: Tensor | None = None) -> Tensor:
@@ -215,12 +214,12 @@ class CacheMemory:
         return self._layout.hidden.view(self.slots if slots is None else slots)
 
     def staging(self, count: int) -> Tensor:
-        """Slot-shaped room for states captured inside a forward pass, uint8 [count, slot_bytes]."""
+        """Allocate room for states captured inside a forward, uint8 [count, slot_bytes]."""
         return torch.empty(count, self.slots.shape[1], dtype=torch.uint8, device=self.device)
 
     def weights_changed(self, layers: list[LayerCache]) -> None:
-        """Checkpoints are encoded for these layers from now on, the same ones with other weights:
-        how states decay decides where a code is fine. None of the old ones may be loaded again."""
+        """Encode checkpoints for these layers from now on, the same ones with other weights: the
+        precision of a code depends on the states' decay. Old checkpoints become invalid."""
         hidden = self._layout.hidden
         self._layout = StateLayout(layers, hidden.shape[0], hidden.dtype, self._state_encoding)
 
@@ -236,13 +235,13 @@ class CacheMemory:
         self.slots[target].copy_(self.slots[source])
 
     def save_checkpoint(self, state_bytes: Tensor, pages: np.ndarray) -> None:
-        """Encodes a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
+        """Encode a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
         if not self._layout.is_exact:
             state_bytes = self._layout.encode(state_bytes, len(pages) * self.spec.page_bytes)
         self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
 
     def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
-        """Decodes checkpoint pages into a live slot."""
+        """Decode checkpoint pages into a live slot."""
         if self._layout.is_exact:
             target = self.slots[slot].view(len(pages), -1)
             torch.index_select(self.pool, 0, self._ids(pages), out=target)
@@ -250,7 +249,7 @@ class CacheMemory:
             self._layout.decode(self.pool[self._ids(pages)].flatten(), self.slots[slot])
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies whole pages; rows past the valid ones are overwritten before anyone reads them."""
+        """Copy whole pages. Invalid rows are overwritten before they are read."""
         self.pool.index_copy_(0, self._ids(targets), self.pool[self._ids(sources)])
 
     # Preemption --------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ class CacheMemory:
     def park(
         self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
     ) -> ParkedRequest:
-        """Copies a request's KV of `num_tokens` tokens and its live slot to host memory."""
+        """Copy a request's KV of `num_tokens` tokens and its live slot to host memory."""
         num_blocks = -(-num_tokens // self.spec.block_size_tokens)
         local_pages = []
         for table in local_tables:
@@ -278,8 +277,8 @@ class CacheMemory:
         first_block: int,
         slot: int,
     ) -> None:
-        """Copies parked bytes back: the live slot, the blocks of full attention from `first_block`
-        on (those before are shared), and the local blocks that the tables hold."""
+        """Copy parked bytes back: the live slot, the blocks of full attention from `first_block`
+        on (those before are shared), and the local blocks in the tables."""
         self.slots[slot].copy_(parked.slot)
         blocks = parked.block_pages[first_block:]
         table = block_table[first_block : first_block + len(blocks)]

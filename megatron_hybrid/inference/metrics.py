@@ -1,4 +1,4 @@
-"""Counters and sizes in the text format that Prometheus scrapes (exposition format 0.0.4).
+"""Counters and sizes in the text format of Prometheus (exposition format 0.0.4).
 
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from textwrap import wrap
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of an HTTP answer with these metrics."""
+"""Of an HTTP response with these metrics."""
 PREFIX = "megatron_hybrid_"
 _LOST = "lost_tokens_"
 
@@ -79,12 +79,12 @@ _GROUPS = {
     "host, disk": ("host_", "disk_", "fetches"),
     "other": ("",),
 }
-"""How `Stats` is printed: the first group with a beginning of the key's."""
+"""Groups of a printed `Stats`, by prefixes of keys; the first match counts."""
 
 
 class Stats(dict[str, int]):
-    """What `engine.stats()` returns. `print` shows what part of the prompts was skipped, then all
-    that is not 0, in groups, in 80 columns."""
+    """Result of `engine.stats()`. `print` shows the hit rate, then all values but 0, in groups, in
+    80 columns."""
 
     def __str__(self) -> str:
         prompt = self["prompt_tokens"]
@@ -107,13 +107,13 @@ class Stats(dict[str, int]):
 
 
 def prometheus_text(stats: Mapping[str, int]) -> str:
-    """Metrics of `engine.stats()` or `PrefixCache.stats()`: each key once.
+    """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key.
 
-    The names are the keys behind `megatron_hybrid_`; counters end in `_total`, and
-    `lost_tokens_<reason>` is one metric with the label `reason`.
+    Names are `megatron_hybrid_` and the key; counters end in `_total`, and `lost_tokens_<reason>`
+    is one metric with the label `reason`.
 
     Raises:
-        ValueError: a key that is neither in COUNTERS nor in GAUGES.
+        ValueError: a key is neither in COUNTERS nor in GAUGES.
     """
     lines: list[str] = []
     for key, value in stats.items():
@@ -138,7 +138,7 @@ def prometheus_text(stats: Mapping[str, int]) -> str:
 
 
 def _metric(name: str, kind: str, text: str, samples: Mapping[str, int]) -> list[str]:
-    """samples: values by labels, as they are written."""
+    """Lines of one metric. samples: values by formatted labels."""
     name = PREFIX + name
     values = [f"{name}{labels} {value}" for labels, value in samples.items()]
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]

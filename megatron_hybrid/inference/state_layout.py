@@ -1,7 +1,7 @@
-"""Where the parts of a live slot lie, and what a checkpoint makes of them.
+"""StateLayout: the tensors in a live slot, and their encoding in a checkpoint.
 
 A live slot holds the states of all layers in their own dtypes, then the last hidden state. With the
-encoding "exact" a checkpoint is the bytes of a slot. With another it holds first what stays exact,
+encoding "exact" a checkpoint is the bytes of a slot. With another it holds first the exact parts,
 in the same order, then the states that may be rounded (`StateTensor.decay`).
 """
 
@@ -35,7 +35,7 @@ class Field:
 
 
 class CastCodec:
-    """Tensors one behind the other, each in a dtype of its own."""
+    """Encodes tensors one behind the other, each in its own dtype."""
 
     def __init__(self, shapes: list[torch.Size], dtypes: list[torch.dtype]):
         sizes = [aligned(shape.numel() * dtype.itemsize) for shape, dtype in zip(shapes, dtypes)]
@@ -55,10 +55,10 @@ class CastCodec:
 
 
 class StateLayout:
-    """The parts of a slot and of a checkpoint. Where `is_exact`, they are the same bytes.
+    """The parts of a slot and of a checkpoint. If `is_exact`, they are the same bytes.
 
     Args:
-        layers: what each layer keeps, in layer order.
+        layers: cached tensors of each layer, in layer order.
         hidden_size: width of the last hidden state.
         dtype: of the last hidden state.
         encoding: one of `STATE_ENCODINGS`.
@@ -95,7 +95,7 @@ class StateLayout:
         self.encoded_state_bytes = sum(sizes) - aligned(self.hidden.num_bytes)
 
     def encode(self, slot: Tensor, num_bytes: int) -> Tensor:
-        """The checkpoint of a slot's bytes, uint8 `[num_bytes]`, zeros behind its last part."""
+        """Encode a slot's bytes into a checkpoint, uint8 `[num_bytes]`, zeros behind its parts."""
         checkpoint = slot.new_zeros(num_bytes)
         for (start, _), (fields, codec) in zip(self._bounds, self._groups):
             code = codec.encode([field.view(slot[None])[0] for field in fields])
@@ -103,7 +103,7 @@ class StateLayout:
         return checkpoint
 
     def decode(self, checkpoint: Tensor, slot: Tensor) -> None:
-        """Writes the parts of a checkpoint, uint8, into a slot's bytes."""
+        """Decode a checkpoint, uint8, into a slot's bytes."""
         for (start, _), (fields, codec) in zip(self._bounds, self._groups):
             tensors = codec.decode(checkpoint[start : start + codec.num_bytes])
             for field, tensor in zip(fields, tensors):

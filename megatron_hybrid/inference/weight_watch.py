@@ -1,4 +1,4 @@
-"""WeightWatch: whether a model has other weights than those that its cache was computed with."""
+"""WeightWatch: notices changes of a model's weights, which make its cache invalid."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 _WITH_MEMORY = (Tensor, nn.Parameter)
-"""Types whose memory is their own; that of a subclass may lie in other tensors."""
+"""Types with memory of their own; a subclass may wrap other tensors."""
 _watches: weakref.WeakSet[WeightWatch] = weakref.WeakSet()
 
 
 class WeightWatch:
     """Notices that the weights of a model may have changed.
 
-    It sees `train()` and `load_state_dict`; each step of a torch optimizer (also of those inside of
-    megatron-core's) over the memory of its parameters, or over the fp32 copies that core keeps of
-    them; modules, parameters and buffers that were replaced; and what was written to one in
-    place (`Tensor._version`) or lies at another place (`parameter.data = ...`). It does not see
-    writes through `.data`, nor hooks that were added.
+    It sees `train()` and `load_state_dict`; steps of a torch optimizer (also one of megatron-core)
+    over the memory of the parameters, or over core's fp32 copies of them; replaced modules,
+    parameters and buffers; writes in place (`Tensor._version`); and new memory (`parameter.data =
+    ...`). It does not see writes through `.data`, nor added hooks.
     """
 
     def __init__(self, model: HybridModel):
@@ -33,12 +32,12 @@ class WeightWatch:
         _watch_optimizers()
 
     def accept(self) -> None:
-        """The weights as they are now are the ones that count."""
+        """Accept the present weights as those of the cache."""
         modules = list(self._model.modules())
         self._children = [module._modules for module in modules if module._modules]
         tensors = [held for module in modules for held in (module._parameters, module._buffers)]
         self._tensors = [held for held in tensors if held]
-        gone = self._gone = []  # an id may come again, but not before its first owner has gone
+        gone = self._gone = []  # freed objects, whose ids may be reused
         self._references = [
             weakref.ref(value, gone.append)
             for held in (*self._children, *self._tensors)
@@ -48,12 +47,12 @@ class WeightWatch:
         self._accepted = self._mark()
 
     def has_changed(self) -> bool:
-        """Whether they may be others than those that were accepted last. Waits for no device; takes
-        some 0.3 us for each module and parameter."""
+        """Whether the weights may differ from the last accepted ones. Waits for no device; takes
+        about 0.3 us for each module and parameter."""
         return bool(self._gone) or self._mark() != self._accepted
 
     def _mark(self) -> list[int]:
-        """Which modules and tensors there are, what rises when they are written, where they lie."""
+        """Ids of modules and tensors, counters of writes, addresses of memory."""
         mark = [self._model.num_weight_changes, self._num_steps]
         mark += [id(module) for held in self._children for module in held.values()]
         for held in self._tensors:
@@ -66,7 +65,7 @@ class WeightWatch:
         return mark
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer made a step."""
+        """Count a step of an optimizer over the memory of the parameters."""
         own: set[int] = set()
         for parameter in self._model.parameters():
             own |= {_memory(parameter), _memory(getattr(parameter, "main_param", None))}
@@ -76,8 +75,7 @@ class WeightWatch:
 
 
 def _memory(tensor: Tensor | None) -> int:
-    """Where the memory begins that a tensor, or another one that it is a part of, lies in; 0: it
-    has none."""
+    """Start of the memory of a tensor, or of the one that it is a view of; 0: it has none."""
     if type(tensor) not in _WITH_MEMORY:
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -85,7 +83,7 @@ def _memory(tensor: Tensor | None) -> int:
 
 @cache
 def _watch_optimizers() -> None:
-    """From the first engine of a process on."""
+    """Register the hook, with the first engine of a process."""
     register_optimizer_step_post_hook(_note_step)
 
 
