@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command. Returns the exit status."""
     options = build_parser().parse_args(arguments)
     try:
         status = options.command(options)
-        sys.stdout.flush()  # here, not when Python ends
+        sys.stdout.flush()  # here, not at Python's exit, where errors are not caught
         return status
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Writes the default of what has one."""
+    """Adds the defaults of options to the help, except None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
@@ -37,7 +37,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands. Each imports what it runs when it runs, so that the parser needs no torch."""
+    """Build the parser. Commands import their modules when they run, so it needs no torch."""
     parser = argparse.ArgumentParser(
         prog="megatron-hybrid",
         description="Hybrid language models with prefix sharing at any token.",
@@ -185,7 +185,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 
 def _engine(options: argparse.Namespace):
-    """Of the options of `_add_engine`."""
+    """Make an engine from the options of `_add_engine`."""
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.tools.plan import parse_count
@@ -201,8 +201,8 @@ def _engine(options: argparse.Namespace):
 
 
 def _load(folder: str):
-    """Model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there and
-    leaves greedy answers no near ties to be decided by rounding."""
+    """Load model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there
+    and avoids near ties in greedy answers."""
     import torch
 
     from megatron_hybrid.checkpoints.checkpoint import CheckpointError
@@ -240,7 +240,7 @@ def _generate(options: argparse.Namespace) -> int:
     )
     engine = _engine(options)
     for prompt in options.prompt:
-        events = engine.stream(prompt, params)  # what cannot be served is refused here
+        events = engine.stream(prompt, params)  # an impossible request is refused here
         print(prompt, end="", flush=True)
         for event in events:
             print(event.text, end="\n" if event.result else "", flush=True)

@@ -1,8 +1,7 @@
-"""Checkpoints: a folder with config.json and safetensors, whole and of any parallel layout.
+"""Checkpoints: folders with config.json and safetensors, for any parallel layout.
 
 On disk, tensors are unsharded and named as in `parameter_names`; each rank takes its pieces. A
-folder of Hugging Face's has other names and layouts, which an adapter maps to ours: to this file it
-differs in nothing else.
+Hugging Face folder differs only in names and layouts, which an adapter maps to ours.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
-    """Write config.json and the weights. Every rank of the model calls it, one writes.
+    """Write config.json and the weights. Call it on every rank of the model; one writes.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -58,12 +57,12 @@ def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
 
 
 def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
-    """Write the folder that transformers reads: the config.json that the model came with, and the
-    weights under its names. Every rank of the model calls it, one writes.
+    """Write a folder for transformers: the model's original config.json, and the weights under
+    Hugging Face's names. Call it on every rank of the model; one writes.
 
     Raises:
-        CheckpointError: the model did not come from such a folder, is not what its config.json says
-            any more, or the folder cannot be written.
+        CheckpointError: the model was not loaded from such a folder, differs from its config.json,
+            or the folder cannot be written.
     """
     hf = model.config.huggingface_config
     if hf is None:
@@ -114,11 +113,11 @@ def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str
 
 
 def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
-    """The whole model by canonical names, on the CPU of the first tensor- and pipeline-parallel
-    rank; None on the others. Every rank calls it.
+    """Gather the unsharded tensors by canonical names, on the CPU of the first tensor- and
+    pipeline-parallel rank; None on the others. Call it on every rank.
 
-    What is fp32 in a model of less precision, but was loaded from a tensor in the model's dtype, is
-    given in that one again, unless it has changed since and would be rounded."""
+    Tensors that the model keeps in fp32 but that were loaded in its lower-precision dtype are
+    converted back to this dtype, unless that would round a changed value."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
     for name, tensor in _own_tensors(model).items():
@@ -146,14 +145,13 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
 
 
 def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = False) -> None:
-    """Load a folder's weights into a model, whatever its parallel layout and layer spec.
+    """Load a folder's weights into a model of any parallel layout and layer spec.
 
     Args:
-        folder: one of ours, or the Hugging Face folder that `model.config` was read from.
-        cast: round floating-point values to a dtype of less precision, rather than refuse them.
-            A Hugging Face folder whose word embedding is in the model's dtype may have some of its
-            tensors in fp32. Those that the model keeps in fp32 are loaded as they are, the others
-            are rounded in any case, as transformers does.
+        folder: one of ours, or the Hugging Face folder of `model.config`.
+        cast: round floating-point values to a lower-precision dtype; else refuse them. Even without
+            it, fp32 tensors of a Hugging Face folder whose word embedding is in the model's dtype
+            are rounded, as in transformers, except those that the model keeps in fp32.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
@@ -171,7 +169,7 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             if config.share_embeddings_and_output_weights and _HEAD in given:
                 if embedding in given:
                     _drop_copy(_HEAD, embedding, given, files, str(folder))
-                else:  # the one tensor goes by the other name
+                else:  # the tied tensor is stored under the head's name
                     given[embedding] = given.pop(_HEAD)
             mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
         else:
@@ -188,13 +186,13 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
 def load_state(
     model: HybridModel, state: Mapping[str, Any], source: str = "state dict", cast: bool = False
 ) -> None:
-    """Load a whole (unsharded) state dict, such as that of megatron-core's own hybrid model.
+    """Load an unsharded state dict, such as that of megatron-core's own hybrid model.
 
     Args:
-        state: names of any layer spec and megatron-core release to tensors; extra states of
-            Transformer Engine are passed over.
-        source: what to call it in errors.
-        cast: round floating-point values to a dtype of less precision, rather than refuse them.
+        state: tensors by their names in any layer spec and megatron-core release; extra states of
+            Transformer Engine are ignored.
+        source: its name in errors.
+        cast: round floating-point values to a lower-precision dtype; else refuse them.
 
     Raises:
         CheckpointError: not a state of this model.
@@ -213,7 +211,7 @@ def load_state(
 
 
 def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
-    """The config of a checkpoint, ours or Hugging Face's; `overrides` are fields of this run.
+    """Read the config of a checkpoint, ours or Hugging Face's; `overrides` replace its fields.
 
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config, or the weights are
@@ -231,11 +229,11 @@ def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
 
 
 def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
-    """The config that the content of a config.json describes. What it says of the quantization of
-    weights is passed over: the model is as it would be with weights in floating point.
+    """Convert the content of a config.json. A quantization is ignored: the config is that of the
+    dequantized model.
 
     Raises:
-        CheckpointError: it is no usable config, or of an unknown architecture.
+        CheckpointError: not a usable config, or of an unknown architecture.
         ValueError, TypeError: an override is not possible.
     """
     try:
@@ -251,13 +249,13 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if overrides:
-            config_of(values, source)  # if that is usable, the fault is not the file's
+            config_of(values, source)  # raises CheckpointError if the file is at fault
             raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 
 
 def quantization(values: Mapping[str, Any]) -> str | None:
-    """How a config.json says that its weights are quantized ("fp8"); None: they are not."""
+    """Quantization method of the weights in a config.json ("fp8"); None: they are not quantized."""
     for part in _parts(values):
         if isinstance(found := part.get("quantization_config"), Mapping) and found:
             return str(found.get("quant_method"))
@@ -265,9 +263,9 @@ def quantization(values: Mapping[str, Any]) -> str | None:
 
 
 def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """The content of a config.json, with a `dtype` where Hugging Face's names none: of quantized
-    weights bfloat16, else that of the folder's first floating-point tensor, as in
-    transformers. Without weights it stays as it is, which is float32."""
+    """Add a missing `dtype` to the content of a Hugging Face config.json: bfloat16 for quantized
+    weights, else that of the folder's first floating-point tensor, as in transformers. Without
+    weights none is added, which means float32."""
     named = any(part.get(key) for part in _parts(values) for key in ("dtype", "torch_dtype"))
     if named or not _is_huggingface(values):
         return values
@@ -277,22 +275,22 @@ def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         with TensorFiles.open(folder) as files:
             dtypes = map(files.dtype, files.names())
             found = next((dtype for dtype in dtypes if dtype in _FLOATS), None)
-    except CheckpointError:  # none are there, or who reads them will say what is wrong with them
+    except CheckpointError:  # no weights, or unreadable ones: their loading reports it
         found = None
     return values if found is None else {**values, "dtype": str(found).removeprefix("torch.")}
 
 
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config.json, and the language model in it where it is a composite one."""
+    """A config.json, and its text_config if it has one."""
     text = values.get("text_config")
     return [values, text] if isinstance(text, Mapping) else [values]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json.
+    """Read a config.json.
 
     Raises:
-        CheckpointError: it is missing, unreadable or no JSON object.
+        CheckpointError: it is missing, unreadable or not a JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -334,7 +332,7 @@ def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) ->
 def _drop_copy(
     name: str, original: str, given: dict[str, str], files: TensorFiles, source: str
 ) -> None:
-    """Pass over an output layer that is stored beside the word embedding that it is tied to."""
+    """Ignore a stored output layer that is tied to the stored word embedding."""
     copy = files.read(given.pop(name))
     if not torch.equal(copy, files.read(given[original])):
         raise CheckpointError(
@@ -344,7 +342,7 @@ def _drop_copy(
 
 
 def _own_tensors(model: HybridModel) -> dict[str, Tensor]:
-    """Every parameter and kept buffer by canonical name."""
+    """Every parameter and persistent buffer by canonical name."""
     tensors = model.state_dict(keep_vars=True)
     own = own_spelling(tensors, model.layer_offset)
     return {name: tensors[spelling] for name, spelling in own.items()}
@@ -360,7 +358,7 @@ class _Source:
 
     name: str
     given: dict[str, str]
-    """What the maps call a tensor -> what the source calls it."""
+    """Names of tensors in the maps -> names in the source."""
     shape: Callable[[str], tuple[int, ...]]
     dtype: Callable[[str], torch.dtype]
     read: Callable[[str], Tensor]
@@ -373,10 +371,10 @@ def _load(
     rounded: tuple[torch.dtype, ...],
     advance: Callable[[int], None],
 ) -> None:
-    """Copy this rank's pieces into the model; all is checked before the first one is."""
+    """Copy this rank's pieces into the model, after checking all of them."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     own = _own_tensors(model)
-    # Other pipeline stages take the rest, so only the sole stage can tell what is too much.
+    # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
     extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
     if pp.size() > 1:
         maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
@@ -406,7 +404,7 @@ def _check_map(
     source: _Source,
     rounded: tuple[torch.dtype, ...],
 ) -> None:
-    """Shapes and dtypes, from headers alone."""
+    """Check shapes and dtypes, from headers only."""
     ours = [
         torch.empty(full_shape(own[name], tp_size), dtype=own[name].dtype, device="meta")
         for name in tensor_map.ours

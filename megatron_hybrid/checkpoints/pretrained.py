@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer from a folder, or the one that ships in the package."""
+"""load_pretrained: a trained model and its tokenizer, from a folder or from the package."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> tuple[HybridModel, Tokenizer | None]:
-    """A model in eval mode, and its tokenizer (None where the folder has none).
+    """Load a model in eval mode, and its tokenizer (None if the folder has none).
 
     Args:
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
             docs/models.md), or "demo" for the small model in the package.
-        device: where to put it, such as "cuda"; None: torch's default device.
-        dtype: what to run it in; None: what it was saved in. In half precision, what is computed
-            with in fp32 is kept in fp32, and not rounded: routers, their biases, and the `A_log`,
-            `D` and `dt_bias` of recurrent layers.
-        overrides: HybridConfig fields of this run, such as tensor_model_parallel_size.
+        device: of the weights, such as "cuda"; None: torch's default device.
+        dtype: of the weights; None: as saved. In half precision, the operands of fp32 computations
+            stay in fp32, unrounded: routers, their biases, and the `A_log`, `D` and `dt_bias` of
+            recurrent layers.
+        overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or a broken one.
-        ValueError: there is no such device here.
+        ValueError: this machine has no such device.
     """
     device = _checked_device(device)
     path = model_folder(folder)
@@ -48,7 +48,7 @@ def load_pretrained(
         )
     if dtype is not None:
         overrides["params_dtype"] = dtype
-    # Drawing random weights that are overwritten at once takes longer than reading the file.
+    # Random initialization would take longer than reading the file.
     config = read_config(path, perform_initialization=False, **overrides)
     with device:
         model = build_hybrid_model(config)
@@ -57,12 +57,12 @@ def load_pretrained(
 
 
 def model_folder(name: str | os.PathLike) -> Path:
-    """The folder that is meant: "demo" is in the package."""
+    """Path of a model folder; "demo": the one in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
 
 
 def hub_advice(name: str | os.PathLike) -> str:
-    """What to do where a folder that is not there may be meant as a model of a hub."""
+    """Remedy for a missing folder whose name looks like a model of a hub; "" for other names."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
         return ""
     return (
@@ -72,7 +72,7 @@ def hub_advice(name: str | os.PathLike) -> str:
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:
-    """Raises ValueError if it cannot be used."""
+    """Raises ValueError if the device cannot be used."""
     if device is None:
         return torch.get_default_device()
     try:

@@ -1,4 +1,4 @@
-"""A progress bar for what reads or writes a lot of bytes."""
+"""A progress bar for reading and writing large files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def progress(
     minimum_bytes: int = 1 << 30,
     console: Console | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(num_bytes)`. The bar goes away at the end.
+    """Yield `advance(num_bytes)`. The bar vanishes at the end.
 
     Args:
-        minimum_bytes: below this total there is no bar: it would be gone before it is read.
-        console: where to draw; None: stderr. Without a terminal there is no bar.
+        minimum_bytes: below this total, which is read at once, there is no bar.
+        console: default stderr. Without a terminal there is no bar.
     """
     console = console or Console(stderr=True)
     if total_bytes < minimum_bytes or not console.is_terminal:

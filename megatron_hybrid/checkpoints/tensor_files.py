@@ -1,8 +1,8 @@
 """The safetensors files of a folder, read and written as one mapping of names to tensors.
 
 A folder holds model.safetensors, or shards (model-00001-of-00003.safetensors, ...) with an index
-(model.safetensors.index.json) that says which tensor lies in which. Of both, the single file
-counts, as everywhere in the Hugging Face world.
+(model.safetensors.index.json) of the shard of each tensor. If both are there, the single file
+counts, as in Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CheckpointError(ValueError):
 
 
 class TensorFiles:
-    """Tensors of a folder by name. Shapes and dtypes come from the files' headers alone.
+    """Tensors of a folder by name. Shapes and dtypes are read from the files' headers only.
 
     ```
     with TensorFiles.open(folder) as files:
@@ -99,11 +99,11 @@ class TensorFiles:
         self._close()
 
     def names(self) -> list[str]:
-        """All tensors, sorted."""
+        """Names of all tensors, sorted."""
         return sorted(self._where)
 
     def files(self) -> list[Path]:
-        """The files that hold them, in order."""
+        """Paths of all files, in order."""
         return list(self._opened)
 
     @property
@@ -112,11 +112,11 @@ class TensorFiles:
         return sum(path.stat().st_size for path in self._opened)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError where there is no such tensor."""
+        """Shape of a tensor. Raises CheckpointError if there is none of this name."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises CheckpointError where there is no such tensor, or none of a dtype known here."""
+        """Dtype of a tensor. Raises CheckpointError if it is unknown, or the tensor missing."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise CheckpointError(
@@ -126,7 +126,7 @@ class TensorFiles:
         return _DTYPES[stored]
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, memory-mapped: its bytes are read as they are used.
+        """Map a tensor into the CPU's memory; its bytes are read when they are used.
 
         It stays valid after the files are closed. Copy it before you write into it.
 
@@ -143,7 +143,7 @@ class TensorFiles:
 
 
 class TensorPlan(NamedTuple):
-    """A tensor that is going to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -163,25 +163,24 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write tensors as the weights of a folder, in place of those that it has.
+    """Write tensors as the weights of a folder, replacing its old weights.
 
-    Everything is written beside the old files before the first of these is replaced, and shards
-    are of no effect before their index is there. So a crash leaves the old weights; only where old
-    and new shards have the same names, a crash between their renames leaves a folder without index,
-    which `TensorFiles.open` refuses.
+    All new files are complete before the first old one is replaced, and shards are ignored until
+    their index exists. So a crash leaves the old weights; only if old and new shards have the same
+    names, a crash between the renames leaves a folder without index, which `TensorFiles.open`
+    refuses.
 
     Args:
-        plan: all tensors, in the order in which they are made.
-        make: gives the tensor of a name, on any device. One tensor is held at a time.
-        max_shard_bytes: most bytes of tensors in one file. A larger tensor has a file of its own.
-        metadata: strings for the files' headers; None: {"format": "pt"}, which readers look for.
-        ready: called when all is written, before the first of the old files is replaced; if it
-            raises they stay.
+        plan: all tensors, in the order of their creation.
+        make: returns the tensor of a name, on any device. One tensor is held at a time.
+        max_shard_bytes: most bytes of tensors in one file. A larger tensor has its own file.
+        metadata: strings for the files' headers; None: {"format": "pt"}, which readers expect.
+        ready: called when all new files are complete; if it raises, the old files stay.
 
     Raises:
         CheckpointError: the folder cannot be written.
-        ValueError: a name is planned twice, a dtype cannot be stored, or `make` does not keep to
-            the plan.
+        ValueError: a name is planned twice, a dtype cannot be stored, or a tensor of `make` differs
+            from the plan.
     """
     folder = Path(folder)
     _check_plan(plan)
@@ -237,7 +236,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")
     for name, file in weight_map.items():
-        # A file of this very folder: an index may come from anywhere, and must not reach out of it.
+        # An index is untrusted: it must not name files outside its folder.
         if not isinstance(file, str) or file in ("", ".", "..") or re.search(r"[/\\\0]", file):
             raise CheckpointError(
                 f"{index} puts {name} into {file!r}, which is not the name of a file in its folder."
@@ -255,7 +254,7 @@ def _open_file(path: Path, stack: ExitStack, index: Path):
             f"{path} cannot be read ({error}). It is truncated or no safetensors file; "
             "copy or save it again."
         ) from error
-    except RuntimeError as error:  # from torch, which maps it
+    except RuntimeError as error:  # of torch's memory mapping
         raise CheckpointError(f"{path} cannot be mapped into memory: {error}") from error
 
 
@@ -290,7 +289,7 @@ def _check_plan(plan: Sequence[TensorPlan]) -> None:
 
 
 def _split(plan: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
-    """The tensors of each file, in order; one file at least."""
+    """Split a plan into at least one file, in order."""
     shards: list[list[TensorPlan]] = [[]]
     used = 0
     for tensor in plan:
@@ -309,9 +308,9 @@ def _write_file(
     metadata: dict[str, str],
     advance: Callable[[int], None],
 ) -> None:
-    """One safetensors file: the header's length, the header (JSON), then the tensors' bytes.
+    """Write a safetensors file: the header's length, the header (JSON), the tensors' bytes.
 
-    safetensors' own writer takes all tensors of a file at once; this one takes them one by one.
+    safetensors' own writer needs all tensors of a file at once; this one takes them one by one.
     Format: https://huggingface.co/docs/safetensors, "Format".
     """
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -352,10 +351,10 @@ def _write_tensor(
 def _put_in_place(
     folder: Path, temporaries: list[Path], paths: list[Path], shards: list[list[TensorPlan]]
 ) -> None:
-    """Rename the new files, write their index, remove the weights that they replace."""
+    """Rename the new files, write their index, remove the old weights."""
     index = folder / INDEX_FILE
     if len(paths) > 1 and any(path.exists() for path in paths):
-        index.unlink(missing_ok=True)  # it must not join old and new shards
+        index.unlink(missing_ok=True)  # it must not combine old and new shards
     for temporary, path in zip(temporaries, paths):
         os.replace(temporary, path)
     kept = set(paths)
@@ -366,7 +365,7 @@ def _put_in_place(
         text = json.dumps(content, indent=2) + "\n"
         replace_file(index, lambda path: path.write_text(text, encoding="utf-8"))
         kept.add(index)
-    # First what would lead readers to the old ones.
+    # First the files that readers open first.
     old_shards = [path for path in folder.glob("*.safetensors") if _SHARD.fullmatch(path.name)]
     for path in (folder / WEIGHTS_FILE, index, *old_shards):
         if path not in kept:

@@ -1,7 +1,7 @@
-"""Chat templates: messages become the text that a model was trained on.
+"""ChatTemplate: renders messages as text in a model's training format.
 
-A template is a Jinja program that comes with a checkpoint, so it runs in Jinja's sandbox and sees
-plain JSON values alone. What it may use is what `transformers` offers to it.
+A template is a Jinja program of a checkpoint, so it runs in Jinja's sandbox, with plain JSON values
+only. Its filters and functions are those of `transformers`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 INSTRUCTING = ("system", "developer")
-"""Roles of messages that many conversations begin with."""
+"""Roles of messages shared at the start of many conversations."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
-    """How many leading elements two sequences share."""
+    """Number of leading elements that two sequences share."""
     pairs = enumerate(zip(first, second))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class ChatTemplate:
-    """One template; compiled when it is first used.
+    """One template; compiled at its first use.
 
     Args:
         source: the Jinja text.
-        origin: where it comes from, for errors.
+        origin: its file or field, for errors.
     """
 
     def __init__(self, source: str, origin: str = "the chat template"):
@@ -47,18 +47,18 @@ class ChatTemplate:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Render a conversation.
 
         Args:
-            messages: each with a "role", and what else the template reads ("content", ...).
-            add_generation_prompt: end with what opens the model's answer.
+            messages: each with a "role", and the other fields of the template ("content", ...).
+            add_generation_prompt: end with the header of the model's answer.
             tools: JSON schemas of the functions that the model may call.
             variables: further ones of the template (`enable_thinking`, `documents`, ...) and the
                 special tokens (`bos_token`, ...).
 
         Raises:
             ValueError: no messages, or the template is broken, fails or refuses them.
-            TypeError: something is no JSON value.
+            TypeError: an argument is not a JSON value.
         """
         conversation = _Conversation(messages, {"tools": tools, **variables})
         return self._run(conversation, conversation.messages, add_generation_prompt)
@@ -70,12 +70,12 @@ class ChatTemplate:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Where each message starts in the rendered text, and behind them the model's answer.
+        """Find the start of each message, and of the model's answer, in the rendered text.
 
-        That is where the text of the messages before it ends, if it is a prefix of the whole text.
-        Some templates refuse a conversation that stops there, or write its last message otherwise
-        (with its reasoning, say) than inside of a longer one. Then it is where the content of the
-        message begins: the text up to there does not depend on it.
+        A message starts at the end of the rendered messages before it, if these are a prefix of the
+        whole text. If not (some templates refuse such a conversation, or render its last message
+        differently, say with its reasoning), it starts at its content: the text before that does
+        not depend on it.
 
         Args, raises: as `render`.
 
@@ -100,14 +100,13 @@ class ChatTemplate:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Where other conversations are likely to leave this one. A few renderings, however long it
-        is.
+        """Find likely junctions with other conversations, by a constant number of renderings.
 
-        Behind the system prompt, before the next message and before its content (some templates
-        write the system prompt into the first question); where the last message starts, which may
-        be edited or be one of many behind the same examples; and where the next turn of this very
-        conversation leaves it, if that is before its end: some templates write an answer of the
-        past otherwise than they ask for one.
+        They are: the end of the system prompt, and the start of the next message's content (some
+        templates put the system prompt into the first question); the start of the last message,
+        which may be edited, or be one of many after the same examples; and the junction with the
+        next turn of this conversation, if it is before the end: some templates render past answers
+        with another header.
 
         Args, raises: as `render`.
 
@@ -161,7 +160,7 @@ class ChatTemplate:
             texts = [self._run(conversation, other, add_generation_prompt) for other in others]
         except ValueError:
             return None
-        # A content that makes no difference is not shown.
+        # Equal texts: the template does not show this content.
         if len(set(texts)) == 1:
             return None
         return min(common_length(full, text) for text in texts)
@@ -186,7 +185,7 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """What a template sees, as plain JSON values: no object with methods of its own."""
+    """Input of a template, as plain JSON values: no objects with methods."""
 
     def __init__(self, messages: Sequence[Message], variables: Mapping[str, Any]):
         if len(messages) == 0:
@@ -195,7 +194,7 @@ class _Conversation:
             raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
         try:
             self.messages = json.loads(json.dumps([_tidy(message) for message in messages]))
-            # Templates ask for `documents` without asking first whether they are defined.
+            # Templates read `documents` without a check that it is defined.
             self.variables = json.loads(json.dumps({"documents": None, **variables}))
         except (TypeError, ValueError) as error:
             raise TypeError(
@@ -205,9 +204,9 @@ class _Conversation:
 
 def _tidy(message: Message) -> dict[str, Any]:
     """A message as templates expect it."""
-    # Programs send `"content": null` and `"tool_calls": null` for what is not there.
+    # Programs send `"content": null` and `"tool_calls": null` for missing fields.
     tidy = {key: value for key, value in message.items() if value is not None}
-    # One thing, three names. Templates read the first, GPT-OSS the second.
+    # Three names for the same. Templates read the first, GPT-OSS the second.
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((tidy[name] for name in names if name in tidy), None)
     if reasoning is not None:
@@ -221,8 +220,8 @@ def _with_content(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's words for training. Here it is
-    its body alone."""
+    """Renders only the body of `{% generation %}...{% endgeneration %}`, which marks the model's
+    words for training."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
-"""Text and conversations to token ids and back: the tokenizer files of a checkpoint.
+"""Tokenizer: text and conversations to token ids and back, from the files of a checkpoint.
 
-The ids are those of `transformers`: tokenizer.json decides, tokenizer_config.json adds the roles of
-special tokens. Method names are those of megatron-core's tokenizers.
+The ids are those of `transformers`: from tokenizer.json, with the roles of special tokens from
+tokenizer_config.json. Method names are those of megatron-core's tokenizers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # of older checkpoints
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-# What `transformers` makes a tokenizer from where there is no tokenizer.json.
+# Sources of a tokenizer for `transformers` without tokenizer.json.
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
-    """The file that `Tokenizer.from_folder` starts from, if the folder has one."""
+    """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
     return next((path for path in paths if path.is_file()), None)
 
@@ -42,19 +42,18 @@ class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        tokenizer: what does the work.
-        eod: id of the token that ends a document, if there is one; None: the first of `end_tokens`.
+        tokenizer: the wrapped one.
+        eod: id of the token that ends a document; None: the first of `end_tokens`.
         end_tokens: further ids that end an answer.
-        settings: content of tokenizer_config.json, whose `bos_token`, ... chat templates use.
-        chat_templates: by name; "default" is the usual one, "tool_use" that for tools.
+        settings: content of tokenizer_config.json; chat templates use its `bos_token`, ...
+        chat_templates: by name: "default" is the usual one, "tool_use" the one for tools.
         generation_config: content of generation_config.json.
 
     Attributes:
         eod: see above.
         end_tokens: all ids that end an answer, `eod` first.
-        bos: id of the token that begins a text, if there is one.
-        generation_config: see above; an engine takes what a request does not say of sampling from
-            there, and `save` hands it on.
+        bos: id of the token that begins a text; None: there is none.
+        generation_config: see above; an engine's defaults of sampling, and written by `save`.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Tokenizer:
     def from_folder(cls, folder: str | os.PathLike) -> Tokenizer:
         """Read the tokenizer of a checkpoint, its chat templates and the tokens that end an answer.
 
-        tokenizer.json is read if it is there. From other files (sentencepiece, tiktoken, vocab and
-        merges) `transformers` makes the same, if it is installed.
+        Without tokenizer.json, `transformers` (if installed) converts other files: sentencepiece,
+        tiktoken, vocab and merges.
 
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
@@ -103,7 +102,7 @@ class Tokenizer:
         else:
             tokenizer, names = _convert(path)
             settings.update(names)
-        # These would cut and fill prompts; they are for batches of training data.
+        # Truncation and padding are for batches of training data.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -126,11 +125,11 @@ class Tokenizer:
         )
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write what `from_folder` reads, here and in `transformers`; generation_config.json as it
-        was, if there was one.
+        """Write the files for `from_folder`, here and in `transformers`; generation_config.json
+        unchanged, if there was one.
 
-        Save the model's config first: where none of these files says which tokens end an answer,
-        generation_config.json gets to say so.
+        Save the model's config first: if its end tokens and those of the other files are not
+        `end_tokens`, these are added to generation_config.json.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +138,7 @@ class Tokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
         _write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **self._settings})
         for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
-            path.unlink(missing_ok=True)  # of a tokenizer that was here before
+            path.unlink(missing_ok=True)  # of an earlier tokenizer
         for name, template in self._templates.items():
             path = _template_file(folder, name)
             path.parent.mkdir(exist_ok=True)
@@ -154,35 +153,35 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, up to the highest."""
+        """Highest token id + 1."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def base_vocab_size(self) -> int:
-        """The same without added tokens: of these a model may lack some that it never uses, such as
-        the one for images in a model of text."""
+        """`vocab_size` without added tokens: a model may lack unused ones of these, such as a text
+        model the token for images."""
         return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: with what this tokenizer puts around a prompt (often a token that
-                begins it). False where the text goes on from other tokens.
+            add_special_tokens: add this tokenizer's special tokens around a prompt (often one at
+                its start). False for text that continues other tokens.
 
         Raises:
-            ValueError: it is no text, but has half of a character.
+            ValueError: the text has half of a character.
         """
         check_text("the text", text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Text of token ids, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the usual chat template, if there is one."""
+        """Jinja source of the usual chat template; None: there is none."""
         template = self._templates.get("default")
         return None if template is None else template.source
 
@@ -193,11 +192,11 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation, as text. See `ChatTemplate.render`.
+        """Render a conversation as a text prompt. See `ChatTemplate.render`.
 
         Raises:
             ValueError: there is no chat template, or it cannot render these messages.
-            TypeError: something is no JSON value.
+            TypeError: an argument is not a JSON value.
         """
         return self._template(tools).render(
             messages, add_generation_prompt, tools, **{**self._named, **variables}
@@ -210,7 +209,7 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The prompt of a conversation, as token ids. The template writes all special tokens.
+        """Token ids of a conversation's prompt. The template writes all special tokens.
 
         Raises:
             ValueError, TypeError: as `render_chat`.
@@ -227,10 +226,10 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Positions in `apply_chat_template`'s tokens where messages start, the answer among them.
+        """Starts of messages, and of the answer, in the tokens of `apply_chat_template`.
 
-        For use as `cache_breakpoints`: the tokens before such a position are those of the text
-        before the message, alone. See `ChatTemplate.message_starts`.
+        For use as `cache_breakpoints`: the tokens before such a position depend only on the text
+        before the message. See `ChatTemplate.message_starts`.
 
         Returns:
             Ascending positions > 0, each once.
@@ -248,8 +247,8 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[int]]:
-        """`apply_chat_template`'s tokens, and the positions in them at which other conversations
-        are likely to leave this one: see `ChatTemplate.fork_points`.
+        """Tokens of `apply_chat_template`, and the likely junctions with other conversations in
+        them: see `ChatTemplate.fork_points`.
 
         Returns:
             Token ids; ascending positions > 0, each once.
@@ -263,16 +262,15 @@ class Tokenizer:
     def _encode_with_positions(
         self, find: Callable[..., list[int]], given: tuple, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """Tokens of a chat, and for each character position that `find` finds in the rendered text
-        how many of them do not depend on what follows it. given: messages, add_generation_prompt,
-        tools."""
+        """Tokens of a chat, and for each character position from `find` the number of tokens
+        independent of the text behind it. given: messages, add_generation_prompt, tools."""
         template, named = self._template(given[2]), {**self._named, **variables}
         text = template.render(*given, **named)
         check_text("the text of the chat", text)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids, spans = encoding.ids, encoding.offsets  # each makes a list anew
+        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
         added = self._tokenizer.get_added_tokens_decoder()
-        anchors = [  # stated in the text, not the fallback of a byte that happens to be added
+        anchors = [  # written in the text; a byte's fallback token may be an added one, too
             index
             for index, (token, span) in enumerate(zip(ids, spans))
             if token in added and added[token].content in text[slice(*span)]
@@ -280,8 +278,8 @@ class Tokenizer:
         anchor_ends = [spans[index][1] for index in anchors]
         positions = set()
         for start in find(template, *given, **named):
-            # Text is cut at added tokens before all else: no token before one depends on what
-            # comes after it, so the tokens from the last one on are all that needs comparing.
+            # Text is split at added tokens first: tokens before one do not depend on the text
+            # behind it, so only the tokens from the last one on need comparing.
             past = bisect_right(anchor_ends, start)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
@@ -325,14 +323,14 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
-        # from_file reports every trouble as a bare Exception; reading here tells them apart.
+        # from_file raises a bare Exception for every error; reading here distinguishes them.
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """A tokenizer from files of another kind, and the names of its special tokens."""
+    """Make a tokenizer from files of another kind. Returns it and its special tokens by role."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -356,7 +354,7 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json with what older checkpoints keep apart from it."""
+    """tokenizer_config.json, merged with the separate file of older checkpoints."""
     path = folder / TOKENIZER_CONFIG_FILE
     settings = _read_if_there(path)
     older = folder / SPECIAL_TOKENS_FILE
@@ -372,7 +370,7 @@ def _template_file(folder: Path, name: str) -> Path:
 
 
 def _template_files(folder: Path) -> dict[str, Path]:
-    """The templates of a folder that are files of their own."""
+    """Template files of a folder, by name."""
     paths = {p.stem: p for p in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / CHAT_TEMPLATE_FILE).exists():
         paths["default"] = folder / CHAT_TEMPLATE_FILE
@@ -380,7 +378,7 @@ def _template_files(folder: Path) -> dict[str, Path]:
 
 
 def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """Takes those in the settings out of them. Files of their own count in place of them."""
+    """Read the templates, and take those in `settings` out; template files take precedence."""
     stated = settings.pop("chat_template", None)
     templates = {}
     for name, path in _template_files(folder).items():
@@ -406,7 +404,7 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
 
 
 def _read_end_tokens(folder: Path) -> list[int]:
-    """Ids that end an answer: generation_config.json says, else config.json."""
+    """Ids that end an answer, from generation_config.json, else config.json."""
     for name in (GENERATION_CONFIG_FILE, "config.json"):
         path = folder / name
         values = _read_if_there(path)
@@ -426,14 +424,14 @@ def _read_end_tokens(folder: Path) -> list[int]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which Hugging Face writes as a string or as an object."""
+    """Text of a token, which Hugging Face's files hold as a string or an object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... and a model's own such as `image_token`: role to text."""
+    """Texts of special tokens by role: `bos_token`, a model's own such as `image_token`, ..."""
     roles = {key: value for key, value in settings.items() if key.endswith("_token")}
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, Mapping):
@@ -446,7 +444,7 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Make the tokens that the settings call added or special so, as `transformers` does."""
+    """Add the added and special tokens of the settings, as `transformers` does."""
     added = tokenizer.get_added_tokens_decoder().values()
     present = {token.content: token.__getstate__() for token in added}
     stated = {}
@@ -465,6 +463,6 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) ->
     for key in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(settings.get(key), list):
             named += filter(None, map(_content, settings[key]))
-    # Those that the vocabulary lacks have no embedding either; there they stay plain text.
+    # Tokens outside the vocabulary have no embedding; their text stays plain text.
     known = {name for name in named if tokenizer.token_to_id(name) is not None}
     tokenizer.add_special_tokens(sorted(known - set(present)))

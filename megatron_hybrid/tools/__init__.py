@@ -1,1 +1,1 @@
-"""What the command line offers beyond a plain generation."""
+"""Commands of the command line beyond generation."""

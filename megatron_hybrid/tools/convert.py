@@ -18,10 +18,10 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 def convert(
     source: str | os.PathLike, target: str | os.PathLike, to: str, dtype: str | None = None
 ) -> None:
-    """Load a folder, either kind, and write the other kind, tokenizer included.
+    """Load a folder of either kind and write it as `to`, with its tokenizer.
 
     Args:
-        target: a folder that does not exist yet, or is empty.
+        target: a folder that does not exist, or is empty.
         to: "megatron" (a checkpoint of ours) or "huggingface".
         dtype: name of a torch dtype; None: that of the source.
 

@@ -34,7 +34,7 @@ USERS = (
     '\n\n"Is it true," asked the little boy, "that the fox can talk?"',
 )
 SECOND_TURN = '\n\n"And what," asked the old lady, "did she say to that?"'
-# Cut to the exact numbers of tokens below; what it says does not matter much.
+# Cut to the exact numbers of tokens below; its content does not matter.
 LONG_TEXT = " ".join(
     (
         "There was once a man who kept a garden on the side of a hill, and every morning before "
@@ -95,7 +95,7 @@ class Run:
 
 
 def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Run:
-    """Sends the demo's requests through a fresh engine, one after the other."""
+    """Run the demo's requests in a new engine, one after the other."""
     engine = DynamicInferenceEngine(
         model,
         tokenizer,
@@ -107,7 +107,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     greedy = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER_TOKENS, ignore_termination=True)
 
     def ask(*names: str, prompts: list, params: SamplingParams = greedy, **arguments) -> list:
-        """Answers prompts that run at the same time; the first arrives a step before the rest."""
+        """Answer prompts that run at the same time; each arrives a step after the one before."""
         progress(f"{mode}: {names[0]}")
         requests = []
         for prompt in prompts:
@@ -120,7 +120,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         run.rows += [Row(name, result) for name, result in zip(names, results)]
         return results
 
-    # The first forward pass of a process pays for one-time set-up; it belongs to no request.
+    # The first forward pass of a process includes one-time set-up; so it is not measured.
     engine.generate(["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), salt="warm-up")
     began = time.perf_counter()
     first, *_ = ask(
@@ -144,7 +144,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     long_text = tokenizer.tokenize(LONG_TEXT)
     for length in (479, 552):
         for attempt in ("tokens", "again"):
-            # Each length starts with a token of its own, so that nothing is shared between them.
+            # Each length starts with another token, so that they share nothing.
             prompt = [long_text[length % 7], *long_text[: length - 1]]
             ask(f"{length} {attempt}", prompts=[prompt])
     run.seconds = time.perf_counter() - began
@@ -154,9 +154,9 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
 
 
 def run_demo(model, tokenizer, console: Console) -> bool:
-    """Runs and prints the demo; whether all modes gave identical outputs."""
+    """Run and print the demo. Returns whether all modes gave identical outputs."""
     if next(model.parameters()).device.type == "cpu":
-        # So small a model gains nothing from a second thread, and its timings get steadier.
+        # So small a model gains nothing from more threads, and its timings get steadier.
         torch.set_num_threads(1)
     pattern = model.config.layer_pattern
     symbols = dict.fromkeys(layer_symbols(pattern))

@@ -1,4 +1,4 @@
-"""`megatron-hybrid info`: versions of the installed libraries, and whether they are used."""
+"""`megatron-hybrid info`: versions and use of the installed libraries."""
 
 import importlib.metadata
 import importlib.util
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """For each op the backends that serve it, by priority, and why others do not.
+    """For each op its usable backends, by priority, and the reasons against the others.
 
     Raises:
         ValueError: the environment forces a backend that no op has.

@@ -1,6 +1,6 @@
-"""`megatron-hybrid plan`: memory of a model, before anything is loaded.
+"""`megatron-hybrid plan`: memory of a model, computed from its config alone.
 
-All numbers follow from the config: the model is built on the meta device and asked for its caches.
+The model is built on the meta device, for its cache requirements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GB = 10**9
 RESERVED = 0.1
 """Part of the memory that stays free for activations and the allocator."""
 _CACHE_BLOCKS = (16, 32, 64, 128, 256)
-_TABLE_BLOCKS = 2048  # a block table row much longer than this costs more than finer sharing brings
+_TABLE_BLOCKS = 2048  # a much longer row of a block table costs more than finer sharing saves
 _MOST_REQUESTS = 1024
 WIDTH = 80
 """Columns of the printed report."""
@@ -49,21 +49,21 @@ class Footprint:
     kv_bytes_per_token: int
     """K and V of all full-attention layers."""
     window_bytes: int
-    """K and V that the window and chunked layers of one request hold at the context."""
+    """K and V of one request's window and chunked layers at the context."""
     state_bytes: int
     """Recurrent states and convolution tails of one sequence."""
     checkpoint_bytes: int
-    """States, window blocks and last hidden state: a restorable position, beside KV."""
+    """States, window blocks and last hidden state of a restorable position, without its KV."""
     break_even_tokens: int | None
     """Tokens whose KV costs as much as one checkpoint; None: no KV, or nothing to save."""
     request_bytes: int
     """One running request at the context."""
     largest_batch: int
-    """Requests at the context that run at a time."""
+    """Most concurrent requests at the context."""
     cached_prefixes: int
-    """Prefixes of the context's length, each with one checkpoint, that the pool holds."""
+    """Capacity of the pool in prefixes of the context's length, each with one checkpoint."""
     checkpoints: int | None
-    """Checkpoints alone that the pool holds; None: nothing to save."""
+    """Capacity of the pool in checkpoints without KV; None: nothing to save."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Plan:
     dtype: str
     """Of weights and KV."""
     quantization: str | None
-    """How the weights are published ("fp8"), where they have to be dequantized to be loaded."""
+    """Quantization of the published weights ("fp8"), to dequantize before loading; None: none."""
     memory_bytes: int
     cache_bytes: int
-    """Bytes left for live requests and cached prefixes; 0: the weights do not fit."""
+    """Bytes for live requests and cached prefixes; 0: the weights do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
@@ -97,11 +97,11 @@ class Plan:
 
 
 def read_model_config(path: str | os.PathLike) -> HybridConfig:
-    """The config of a checkpoint folder ("demo": the one in the package), or of a config.json
-    alone; ours or Hugging Face's. Of quantized weights, the config that they have dequantized.
+    """Read the config of a checkpoint folder ("demo": the one in the package) or of a single
+    config.json, ours or Hugging Face's. For quantized weights, that of the dequantized model.
 
     Raises:
-        CheckpointError: it cannot be read or used.
+        CheckpointError: the config cannot be read or used.
     """
     folder = model_folder(path)
     file = folder / CONFIG_FILE if folder.is_dir() else folder
@@ -112,10 +112,10 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
 
 
 def parse_count(text: str) -> int:
-    """Tokens: 4096, "100k", "1.5M".
+    """Parse a number of tokens: "4096", "100k", "1.5M".
 
     Raises:
-        ValueError: no such number.
+        ValueError: not such a number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", str(text).strip().lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
@@ -127,10 +127,10 @@ def parse_count(text: str) -> int:
 def plan(
     config: HybridConfig, memory_bytes: int, context: int, state_encoding: str = "exact"
 ) -> Plan:
-    """How a model fits into one device's memory.
+    """Compute how a model fits into one device's memory.
 
     Args:
-        config: the model, with tensor_model_parallel_size 1.
+        config: of the model, with tensor_model_parallel_size 1.
         memory_bytes: of the device.
         context: tokens of a request, prompt and answer.
         state_encoding: of checkpoints, as in InferenceConfig.
@@ -164,7 +164,7 @@ def plan(
 def _settings(
     spec: CacheSpec, footprint: Footprint, cache_bytes: int, context: int, state_encoding: str
 ) -> dict[str, Any] | None:
-    """As in `Plan.settings`, for half of the largest batch: the other half of the memory holds
+    """As in `Plan.settings`, for half of the largest batch, so that half of the memory can hold
     cached prefixes."""
     if not footprint.largest_batch:
         return None
@@ -180,8 +180,8 @@ def _settings(
 
 
 def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
-    """The cache spec of a model (it may be on the meta device), with KV in the dtype of its
-    parameters.
+    """Return the cache spec of a model, which may be on the meta device, with KV in the dtype of
+    its parameters.
 
     Raises:
         ValueError: an unknown encoding.
@@ -219,8 +219,8 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
 
 
 def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -> CacheSpec:
-    """Full attention wherever a layer keeps anything, with the K and V of the model's own attention
-    layers (the widest, if they differ), or as wide as the hidden state where nothing attends."""
+    """The spec with full attention in every layer that caches anything. Its K and V are as wide as
+    the widest of the model's own attention layers, or else as the hidden state."""
     layers = sum(layer.kv is not None or bool(layer.states) for layer in model.cache_requirements())
     plain = 2 * config.hidden_size * config.params_dtype.itemsize
     widest = max((group.bytes_per_token for group in spec.groups), default=plain)
@@ -228,7 +228,7 @@ def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -
 
 
 def size(num_bytes: float) -> str:
-    """As text, in the unit that fits."""
+    """Format a number of bytes in its largest unit."""
     for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 1000)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.4g} {unit}"
@@ -236,7 +236,7 @@ def size(num_bytes: float) -> str:
 
 
 def render(result: Plan) -> str:
-    """The plan as a plain table."""
+    """Format a plan as plain text."""
     ours, pure = result.model, result.pure_attention
 
     def count(number: int | None) -> str:

@@ -1,16 +1,16 @@
-"""Drawing, where matplotlib is installed."""
+"""Plots, if matplotlib is installed."""
 
 from __future__ import annotations
 
 
 def pyplot(option: str):
-    """matplotlib.pyplot without a display.
+    """Import matplotlib.pyplot, without a display.
 
     Args:
-        option: of the command line, which needs it.
+        option: of the command line, for the error.
 
     Raises:
-        ImportError: it is not installed; says what to do.
+        ImportError: matplotlib is not installed.
     """
     try:
         import matplotlib

@@ -1,7 +1,7 @@
 """`megatron-hybrid profile`: skip rates of several prefix caches on your own prompts.
 
-The prompts are replayed without a model: through this project's cache as the engine drives it, and
-through models of the rules that other engines document (`tools/replay/rules.py`).
+The prompts are replayed without a model: through this project's cache, called as by the engine, and
+through models of other engines' documented rules (`tools/replay/rules.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class CacheResult:
     name: str
     what: str
     block_tokens: int
-    """Tokens between positions at which a prompt can resume."""
+    """Distance of the positions from which a prompt can resume."""
     too_short_percent: float
-    """Compared prompts without such a position before their last token: nothing of them is ever
-    skipped."""
+    """Compared prompts without such a position before their last token, which skip nothing."""
     skipped_percent: float
-    """Tokens of the compared prompts that are not computed."""
+    """Skipped tokens of the compared prompts."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +64,25 @@ class Profile:
     state_encoding: str
     kv_bytes_per_token: int
     checkpoint_bytes: int
-    """Bytes of a saved position beside KV, windows included."""
+    """Bytes of a checkpoint with its windows, without other KV."""
     requests: int
     prompt_tokens: int
     answers: bool
-    """Whether the file has the answers of all requests."""
+    """Whether the answers of all requests are known."""
     lengths: list[int]
     """Tokens of each prompt."""
     caches: list[CacheResult]
     """Other rules, this engine, the ceiling."""
     lost_tokens: dict[str, int]
-    """Tokens that this engine knew and computed again, by reason; the largest part first."""
+    """Tokens known to this engine and computed again, by reason; the largest number first."""
     too_large: int
     """Requests whose prompt does not fit into this engine's pool; left out of the comparison."""
     compared_tokens: int
-    """Prompt tokens of all others."""
+    """Prompt tokens of the compared requests."""
 
     @property
     def histogram(self) -> list[Bin]:
-        """Prompt lengths between powers of two."""
+        """Numbers of prompts by length, between powers of two."""
         lengths = np.array(self.lengths)
         first, last = (int(n).bit_length() for n in (lengths.min(), lengths.max()))
         return [
@@ -92,18 +91,17 @@ class Profile:
         ]
 
     def to_dict(self) -> dict:
-        """JSON-able values; lengths as the histogram."""
+        """JSON-able values, with the histogram in place of the lengths."""
         values = {**asdict(self), "histogram": [asdict(each) for each in self.histogram]}
         del values["lengths"]
         return values
 
 
 def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[Request]:
-    """The requests of a JSONL file; text is tokenized, and chats are rendered, as the model in this
-    folder does.
+    """Read the requests of a JSONL file, with texts and chats tokenized by the model's folder.
 
     Raises:
-        ValueError: a line cannot be used; names file, line and remedy.
+        ValueError: a line cannot be used; the message names file, line and remedy.
     """
     tokenizer, folder = None, model_folder(model)
 
@@ -132,11 +130,11 @@ def profile(
     memory_bytes: float,
     state_encoding: str = "exact",
 ) -> Profile:
-    """Replays requests, one after the other, through caches of this size.
+    """Replay requests, one after the other, through caches of this size.
 
     Args:
         requests: at least one.
-        config: the model, with tensor_model_parallel_size 1.
+        config: of the model, with tensor_model_parallel_size 1.
         memory_bytes: of KV and cached states, that is `InferenceConfig.cache_bytes`.
         state_encoding: of this engine's checkpoints, as in InferenceConfig.
 

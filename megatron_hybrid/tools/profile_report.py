@@ -1,4 +1,4 @@
-"""A profile as a table, and as a picture."""
+"""Reports of a profile: tables and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTE = (
 
 
 def render(result: Profile) -> str:
-    """The profile as plain text."""
+    """Format a profile as plain text."""
     lengths = np.array(result.lengths)
     median, most = (int(np.quantile(lengths, q)) for q in (0.5, 0.95))
     heads = [
@@ -104,7 +104,7 @@ def _histogram(result: Profile) -> list[str]:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table; the first column to the left, the others to the right."""
+    """Lines of a table; the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     return [
         "  ".join(
@@ -116,7 +116,7 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def draw(result: Profile, path: str | Path) -> None:
-    """Lengths and skip rates as a PNG.
+    """Plot lengths and skip rates as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -124,10 +124,10 @@ def draw(result: Profile, path: str | Path) -> None:
     plt = pyplot("--png")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     lengths = np.array(result.lengths)
-    shown = [*lengths, *(row.block_tokens for row in _rules(result))]  # bars that can be seen
+    shown = [*lengths, *(row.block_tokens for row in _rules(result))]  # for visible bars
     left.hist(lengths, bins=np.geomspace(min(shown), max(shown) + 1, 50), color="0.7")
     left.set_xscale("log", base=2)
-    left.xaxis.get_major_locator().set_params(numticks=7)  # more labels would touch
+    left.xaxis.get_major_locator().set_params(numticks=7)  # more labels would overlap
     left.xaxis.set_major_formatter("{x:,.0f}")
     for i, row in enumerate(_rules(result)):
         left.axvline(row.block_tokens, color=f"C{i + 1}", label=row.name)
