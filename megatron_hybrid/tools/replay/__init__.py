@@ -1,1 +1,1 @@
-"""Request traces through prefix caches, without a model: this project's, and models of others."""
+"""Replays of request traces through prefix caches, without a model: ours, and models of others."""

@@ -1,4 +1,4 @@
-"""What the policies written here have in common: grow the tree, then evict down to the budget."""
+"""Baseline: base class of the modelled caches. It grows the tree, then evicts to the budget."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Running:
     prompt_tokens: int
     skipped_tokens: int
     node: Node | None
-    """Where its tokens end in the tree; None: they are not in it."""
+    """The node of its last token; None: its tokens are not cached."""
 
 
 class Baseline:
-    """A token tree under a byte budget; what goes is the subclass's to say.
+    """A token tree under a byte budget; subclasses choose the items to evict.
 
-    KV of requests in flight stays; states are copied when a request begins, so they may go.
+    KV of requests in flight is pinned; states are not, since a request copies them at its start.
 
     Args:
         block: tokens are cached in whole blocks of this size.
-        state_bytes: of a saved state, beside its windows.
-        budget_bytes: for all KV, all saved states, and the windows of what runs.
+        state_bytes: of a saved state, without its windows.
+        budget_bytes: for all KV, all saved states, and the windows of running requests.
         window: tokens in the windows of local layers. Each saved state has a copy of their KV, and
-            each running request one of those of its prompt.
+            so has each running request.
         window_bytes: KV of one token in all of these layers.
     """
 
@@ -44,7 +44,7 @@ class Baseline:
         self.tree = TokenTree(block, self.changed, window)
         self.kv_bytes = kv_bytes_per_token
         self.needs_state = state_bytes > 0 or window > 0
-        """False: KV alone resumes."""
+        """False: a prompt resumes from KV alone."""
         self.budget = budget_bytes
         self.tick = 0
         self.running = 0
@@ -56,14 +56,14 @@ class Baseline:
         return tokens
 
     def changed(self, node: Node) -> None:
-        """A node changed: see `TokenTree`."""
+        """Callback: a node changed, see `TokenTree`."""
         raise NotImplementedError
 
     def used(self, state: State) -> None:
-        """A state was saved or restored: `state.last_access` is new."""
+        """Callback: a state was saved or restored, `state.last_access` is new."""
 
     def evict_one(self, over: float) -> bool:
-        """Drop what is worth least, of KV no more than frees `over` bytes; False: all is in use."""
+        """Evict the least valuable item, of KV only as much as frees `over` bytes; False: none."""
         raise NotImplementedError
 
     @property
@@ -73,19 +73,19 @@ class Baseline:
         return self.tree.num_tokens * self.kv_bytes + states
 
     def bytes_of(self, state: State) -> int:
-        """A saved state."""
+        """Bytes of a saved state."""
         return self._state_bytes + self.tree.window_tokens(state.position) * self._window_bytes
 
     def enter(
         self, tokens: np.ndarray, restored: int, saved: Iterable[int], running_window: int = 0
     ) -> Node | None:
-        """Cache tokens and states of them; the node where they end, pinned. None: no room.
+        """Cache tokens and their states. Returns the node of the last token, pinned; None: no room.
 
-        running_window: tokens in the windows of the request, if it runs from now on."""
+        running_window: tokens in the windows of the request, if this starts it."""
         tree, before = self.tree, self.tree.num_tokens
         path = tree.insert(tokens, self.tick)
         grew = tree.num_tokens > before
-        # Less than a block leaves nothing to keep, which always fits: it ends at the root.
+        # Less than a block ends at the root: nothing to cache, so it always fits.
         node = path[-1] if path else tree.root
         tree.pin(node, 1)
         self._running_window_tokens += running_window
@@ -109,8 +109,8 @@ class Baseline:
         return True
 
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
-        """Begin a request that restores at `skipped` and saves states at `saved`. One that does not
-        fit alone runs beside the cache, where it finds nothing."""
+        """Begin a request that restores at `skipped` and saves states at `saved`. If it does not
+        fit even alone, it runs outside the cache, and skips nothing."""
         node = self.enter(tokens, skipped, saved, self.tree.window_tokens(len(tokens)))
         if node is None and self.running:
             return None
@@ -118,7 +118,7 @@ class Baseline:
         return Running(len(tokens), skipped if node is not None else 0, node)
 
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
-        """Finish a request; its answer is not cached where there is no room."""
+        """Finish a request; its answer is cached if there is room."""
         self.running -= 1
         if handle.node is not None:
             # Its windows are those of the state after the answer.
@@ -127,4 +127,4 @@ class Baseline:
             if node is not None:
                 self.tree.pin(node, -1)
             self.tree.pin(handle.node, -1)
-            self._shrink()  # what it held may be what was in the way
+            self._shrink()  # its pins may have prevented evictions

@@ -1,16 +1,16 @@
 """Requests from a JSONL file: one JSON object a line, in order of arrival.
 
-| field | what it is |
+| field | content |
 | --- | --- |
 | `prompt` | text, a list of token ids, or the messages of a chat |
 | `messages` | the same, messages |
 | `tokens`, `prompt_tokens` | the same, token ids |
-| `tools` | with messages, if the chat has them: JSON schemas of functions |
+| `tools` | optional, with messages: JSON schemas of functions |
 | `output` or `completion` | if known: the answer, text or token ids |
 | `session` | if known: a string or a number; turns of one session follow each other |
 | `turn`, `arrival` | if known: a whole number from 0; seconds |
 
-Other fields are ignored, a field that is null is not there, empty lines are skipped.
+Other fields, null fields and empty lines are ignored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OUTPUT_FIELDS = ("output", "completion")
 
 
 class Tokenize(Protocol):
-    """Token ids, and the positions where messages start."""
+    """A function that returns token ids, and likely junctions with other chats in them."""
 
     def __call__(
         self, text: str | list, *, tools: list[dict] | None, is_answer: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Of a prompt's text, of the messages of a chat with the schemas of its tools, or of an
-        answer, which goes on from other tokens."""
+        """Tokenize a prompt's text, the messages of a chat with the schemas of its tools, or an
+        answer, which continues other tokens."""
 
 
 def load_jsonl(
@@ -46,16 +46,16 @@ def load_jsonl(
     tokenize: Tokenize | None = None,
     vocab_size: int = 1 << 31,
 ) -> Iterator[Request]:
-    """The requests of a file. Without an output the answer is empty.
+    """Yield the requests of a file. Without an output the answer is empty.
 
     Args:
-        limit: read at most so many requests.
-        tokenize: of text and chats; None: there has to be neither.
+        limit: most requests to read.
+        tokenize: for text and chats; None: they are errors.
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
-        ValueError: a line is no request, or out of order, or there is none; names file, line and
-            remedy.
+        ValueError: a line is not a request, or out of order, or there is none; the message names
+            file, line and remedy.
     """
     count = 0
     latest: dict[tuple[str, int | str | None], float] = {}
@@ -74,14 +74,14 @@ def load_jsonl(
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1, and the objects of a JSONL file.
+    """Yield line numbers from 1, and the objects of a JSONL file.
 
     Raises:
-        ValueError: a line is no JSON object, or the file no text, or it cannot be read.
+        ValueError: a line is not a JSON object, or the file is not text or cannot be read.
     """
     number = 0
     try:
-        with open(path, encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
+        with open(path, encoding="utf-8-sig") as file:  # without a byte order mark
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _object(line, f"{path}, line {number}")
@@ -94,7 +94,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _check_order(
     row: dict[str, Any], request: Request, latest: dict[tuple[str, int | str | None], float]
 ) -> None:
-    """Lines come in order, as far as they tell. latest: by field and session, those before."""
+    """Check that a line is in order. latest: values so far, by field and session."""
     for field, session, now, of in (
         ("arrival", None, request.arrival, ""),
         ("turn", request.session, request.turn, " of its session"),
@@ -158,7 +158,7 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
 
 
 def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]:
-    """The field that is there, and its value; a field that is null is not there."""
+    """The only field of `names` that is not null, and its value."""
     found = [name for name in names if row.get(name) is not None]
     if len(found) > 1:
         raise ValueError(f"both `{found[0]}` and `{found[1]}` are given: keep one of them")
@@ -172,11 +172,11 @@ def _tokens(
     vocab: int,
     tools: list[dict] | None = None,
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """int32 [n] of text or a list of ids; where messages start."""
+    """int32 [n] of text, a chat or a list of ids; likely junctions of a chat."""
     starts: Sequence[int] = ()
     is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
     is_answer = field in OUTPUT_FIELDS
-    # An answer is no prompt: rendered as a chat it would end with what opens the next answer.
+    # An answer is no chat: rendered as one, it would end with the header of the next answer.
     if isinstance(value, str) or (is_chat and not is_answer):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")

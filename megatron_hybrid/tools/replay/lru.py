@@ -1,4 +1,4 @@
-"""Plain LRU: over KV blocks with states at block ends, or with states that cost nothing."""
+"""LeastRecentlyUsed, plain LRU over KV blocks and states, and Ceiling, an infinite cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_hybrid.tools.replay.token_tree import Node, State, deepest_state
 
 
 class LeastRecentlyUsed(Baseline):
-    """KV in blocks, states at the ends of blocks: the last one inside the prompt, the last one of
-    what was known of the prompt when it came (its junction), and the last one of the answer.
+    """KV in blocks, with states at block ends: the last one inside the prompt, the last one of its
+    known prefix (its junction), and the last one of the answer.
 
-    What was not used for longest goes first, and of equals the later position. A match uses all
-    blocks on its path, and the one state that it restores.
+    The least recently used item is evicted first, of equals the later position. A match uses all
+    blocks on its path, and the restored state.
 
     Args:
-        whole_leaves: evict a leaf of the tree whole, not as many of its blocks as are needed.
+        whole_leaves: evict whole leaves of the tree, not only as many blocks as needed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LeastRecentlyUsed(Baseline):
         path, depth = self.tree.walk(prompt)
         if not self.needs_state:
             return self.start(prompt, depth, ())
-        # Nothing saves the logits after the last token: it is always computed.
+        # No logits are saved, so the last token is always computed.
         limit = self.tree.whole(len(prompt) - 1)
         junction = min(depth, limit)
         state = deepest_state(path, junction)
@@ -53,18 +53,18 @@ class LeastRecentlyUsed(Baseline):
         self.end(handle, tokens, self.saved_of_answer(handle.prompt_tokens, len(tokens)))
 
     def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:
-        """Positions whose state a prefill from `skipped` on saves; `junction`: the last block end
-        that was known, `last`: the last one of the prompt."""
+        """Positions of the states that a prefill from `skipped` saves. junction, last: the last
+        block ends of the known prefix, and of the prompt."""
         return junction, last
 
     def saved_of_answer(self, prompt_tokens: int, num_tokens: int) -> tuple[int, ...]:
-        """Positions whose state is kept when prompt and answer are num_tokens long."""
+        """Positions of the states saved at the end. num_tokens: of prompt and answer."""
         return (self.tree.whole(num_tokens),)
 
     # ---- a lazy heap: an entry counts if its key is still that of its item ----
 
     def changed(self, node: Node) -> None:
-        if self.kv_bytes and self._droppable(node):  # dropping what costs nothing makes no room
+        if self.kv_bytes and self._droppable(node):  # else dropping it frees nothing
             self._push(node.last_access, node.end, node)
 
     def used(self, state: State) -> None:
@@ -105,7 +105,7 @@ class LeastRecentlyUsed(Baseline):
 
 
 class Ceiling:
-    """An infinite cache that resumes at any token: what bounds every policy from above."""
+    """An infinite cache that resumes at any token: the upper bound of every policy."""
 
     def __init__(self):
         self._cache = LeastRecentlyUsed(1, 0, 0, 0)

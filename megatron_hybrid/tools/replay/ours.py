@@ -1,4 +1,4 @@
-"""megatron_hybrid's own cache, driven through its facade as an engine would."""
+"""Ours: a replay through this project's `PrefixCache`, called as by its engine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
 TOO_LARGE = "too_large"
-"""In place of a reason: the pool can never hold this request."""
+"""Miss reason of a request that the pool can never hold."""
 
 
 @dataclass(eq=False)
 class Running:
     lease: object | None
-    """None: the pool can never hold this request; it ran beside the cache."""
+    """None: the pool can never hold this request; it runs outside the cache."""
     skipped_tokens: int
     miss_reason: str | None
 
 
 class Ours:
-    """One `PrefixCache`; `cache` is open to whoever wants its counters.
+    """One `PrefixCache`; `cache` is public for its counters.
 
     Args:
         policy: default: this project's.
@@ -37,10 +37,10 @@ class Ours:
                 f"a budget of {budget_bytes:.0f} bytes holds no page of {spec.page_bytes} bytes: "
                 f"give more"
             )
-        # Page 0 is scratch and never handed out: it is not part of the budget.
+        # The null page is not part of the budget.
         num_pages = int(budget_bytes // spec.page_bytes) + 1
         self.cache = PrefixCache(spec, num_pages, policy=policy)
-        # The length of a forward costs memory in local groups alone.
+        # Only in local groups does a longer forward cost memory.
         self._chunk = step_tokens(windows=True) if spec.local_groups else None
         self._attempts = Attempts()
 
@@ -48,7 +48,7 @@ class Ours:
         return tokens
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever run, as an engine asks at the door."""
+        """Whether a prompt of this length can ever run, as in the engine's check of requests."""
         return self.cache.fits(num_tokens, self._chunk)
 
     def begin(self, prompt: np.ndarray) -> Running | None:
@@ -78,14 +78,14 @@ class Ours:
             self.cache.release(handle.lease)
 
     def _generate(self, lease, tokens: np.ndarray) -> None:
-        """The answer. Without room for all of it the request ends as if it were cancelled."""
+        """Compute the answer. Without room for all of it the request ends as if cancelled."""
         if self._compute(lease, tokens, len(tokens)):
             self.cache.commit(lease, tokens, len(tokens), answered=True)
             if reservation := self.cache.reserve_checkpoint(lease, len(tokens)):
                 self.cache.publish_checkpoint(reservation)
 
     def _compute(self, lease, tokens: np.ndarray, end: int) -> bool:
-        """Forwards up to `end`, with the states that are worth saving; False: no room."""
+        """Run forwards up to `end`, and save the wanted states; False: no room."""
         cache = self.cache
         while lease.done < end:
             start, chunk = lease.done, self._chunk or end

@@ -1,4 +1,4 @@
-"""What a trace is made of."""
+"""Request: one request of a trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Request:
     """One request of a trace. A trace is an iterable of these, in order of arrival."""
 
     prompt: np.ndarray
-    """int32 [L], L >= 1; often a view that requests of one session share: never written."""
+    """int32 [L], L >= 1; read-only, often a view shared by the requests of a session."""
     output: np.ndarray
-    """int32 [m]: what the model is said to have answered; empty: not known."""
+    """int32 [m]: the answer; empty: not known."""
     session: int | str
-    """Turns of one session follow each other: none starts before the one before has ended."""
+    """Each turn of a session starts after the end of the turn before."""
     turn: int
     arrival: float
     """Seconds since the trace began."""
     message_starts: tuple[int, ...] = ()
-    """Positions of the prompt where messages of a chat start, at which others may part from it."""
+    """Starts of messages in the prompt, where other chats may part from it."""

@@ -1,8 +1,8 @@
-"""What other engines keep by their documented rules, as a plain LRU cache over blocks.
+"""Other engines' documented caching rules, each as a plain LRU cache over blocks.
 
 Models of the rules, not measurements of the engines: `benchmarks/replay` runs the real managers of
-those that can be installed. One pool for KV and states; states are exact. KV of local attention
-(windows, chunks) is kept like that of full attention, and serves at every block end.
+installable engines. One pool holds KV and exact states. KV of local attention (windows, chunks) is
+cached like that of full attention, and can be resumed from at every block end.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_hybrid.tools.replay.baseline import Running
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
 
 STEP_TOKENS = 8192
-"""Of a prefill in one step; vLLM's default on large GPUs."""
+"""Most tokens of a prefill in one step; vLLM's default on large GPUs."""
 UNIT = 16
-"""vLLM's block where no layer has a state, and what a larger one is a multiple of."""
+"""vLLM's block for models without states; larger blocks are multiples."""
 GRID = 64
-"""Tokens between the positions of a prompt that SGLang's rule may save."""
+"""SGLang saves states of a prompt at multiples of this many tokens."""
 ANSWER_GRID = 256
-"""The same of an answer."""
+"""The same for an answer."""
 MEGATRON_BLOCK = 256
 """Tokens of megatron-core's block."""
 
 
 class _LastTokenComputed(LeastRecentlyUsed):
-    """Nothing keeps the logits after a prompt's last token: it is always computed."""
+    """Always computes a prompt's last token, since no logits are saved."""
 
     def begin(self, prompt: np.ndarray) -> Running | None:
         running = super().begin(prompt)
@@ -42,8 +42,8 @@ class _LastTokenComputed(LeastRecentlyUsed):
 
 
 class BlockAligned(_LastTokenComputed):
-    """States at the ends of blocks: the last one of the prompt and of the answer, the last one that
-    was known, and where the prefill is cut by the token budget of a step."""
+    """States at block ends: the last one of the prompt, of the answer and of the known prefix, and
+    the ends of steps."""
 
     def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:
         step = max(self.tree.block, self.tree.whole(STEP_TOKENS))
@@ -51,15 +51,15 @@ class BlockAligned(_LastTokenComputed):
 
 
 class PromptStates(_LastTokenComputed):
-    """States at the ends of blocks of prompts: the last one, and the last one that was known."""
+    """States at block ends of prompts: the last one, and the last one of the known prefix."""
 
     def saved_of_answer(self, prompt_tokens: int, num_tokens: int) -> tuple[int, ...]:
         return ()
 
 
 class OneState(_LastTokenComputed):
-    """One state of each prefill, at the last block end that was known if it is new, else at the
-    last one of the prompt; and one of the answer, at the last multiple of ANSWER_GRID."""
+    """One state of each prefill: at the last block end of the known prefix if it is behind the
+    restored one, else of the prompt; and one of the answer, at the last multiple of ANSWER_GRID."""
 
     def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:
         return (junction,) if junction > skipped else (last,)
@@ -76,14 +76,14 @@ class Rule:
     name: str
     what: str
     block_tokens: int
-    """Tokens between the positions at which a prompt can resume."""
+    """Distance of the positions from which a prompt can resume."""
     build: Callable[[float], LeastRecentlyUsed]
-    """A cache of so many bytes."""
+    """Makes a cache of this many bytes."""
 
 
 def unified_block(state_bytes: int, kv_bytes: int) -> int:
-    """Tokens of the block whose KV in one layer takes at least as much as one layer's state: vLLM
-    (`align` mode) keeps KV blocks and states in pages of one size.
+    """Tokens of the smallest block whose KV in one layer is at least as large as one layer's state:
+    vLLM (`align` mode) keeps KV blocks and states in pages of one size.
 
     Args:
         state_bytes: the largest state of one layer.
@@ -93,11 +93,11 @@ def unified_block(state_bytes: int, kv_bytes: int) -> int:
 
 
 def rules(layers: Sequence[LayerCache], spec: CacheSpec) -> list[Rule]:
-    """The rules of other engines for a model. Where nothing attends to everything there is no KV
-    block to align.
+    """List the rules of other engines for a model. Without full attention there is no KV block to
+    align.
 
     Args:
-        layers: what each layer keeps (`model.cache_requirements()`).
+        layers: cached tensors of each layer (`model.cache_requirements()`).
         spec: the same in bytes.
     """
     kv_bytes = sum(group.num_layers * group.bytes_per_token for group in spec.groups)

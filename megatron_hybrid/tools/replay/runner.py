@@ -1,4 +1,4 @@
-"""Drives a trace through engines, one request at a time or several in flight."""
+"""replay: runs a trace through engines, one request at a time or several in flight."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle, Kn
 from megatron_hybrid.tools.replay.request import Request
 
 TURN = 50
-"""Requests that one engine serves before the next one does."""
+"""Requests that each engine serves in its turn."""
 
 
 @dataclass
 class Replay:
-    """What came of a trace, request by request."""
+    """Results of a trace, by request."""
 
     prompt_tokens: list[int] = field(default_factory=list)
     skipped_tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """CPU time of this thread in `begin`, refused attempts too, and `finish`, without garbage
-    collections: neither other processes nor other engines disturb it."""
+    """CPU time of this thread in `begin`, refused attempts included, and `finish`, without garbage
+    collection, so that other processes and engines do not disturb it."""
     miss_reasons: list[str | None] = field(default_factory=list)
-    """Of engines that say; None: nothing that was ever cached went unused."""
+    """Of engines that give them; None: all tokens that were ever cached were skipped."""
     explains: bool = False
-    """Whether the engine gives reasons at all."""
+    """Whether the engine gives miss reasons."""
 
     @property
     def skipped_share(self) -> float:
@@ -43,8 +43,8 @@ class Replay:
         return float(np.quantile(self.seconds, quantile)) * 1e6
 
     def lost_tokens(self, possible: list[int]) -> dict[str, int]:
-        """Tokens not skipped that `possible` skipped (those of an infinite cache), by reason.
-        Empty if the engine gives none."""
+        """Tokens skipped by an infinite cache (`possible`) but not here, by reason. Empty if the
+        engine gives none."""
         lost: dict[str, int] = {}
         if not self.explains:
             return lost
@@ -56,8 +56,8 @@ class Replay:
 
 
 def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> Replay:
-    """Requests begin in order of arrival. When `in_flight` of them are running, or when the next
-    finds no room, or when its session's last turn is still running, the oldest one finishes first.
+    """Begin requests in order of arrival. If `in_flight` of them run, the next has no room, or the
+    last turn of its session still runs, the oldest one finishes first.
 
     Raises:
         RuntimeError: the engine has no room for a request that is alone.
@@ -68,8 +68,8 @@ def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> R
 def side_by_side(
     requests: Iterable[Request], engines: Sequence[Engine], in_flight: int = 1
 ) -> list[Replay]:
-    """`replay` of the same requests through several engines, which take turns: what slows the
-    machine down for a while slows all of them."""
+    """`replay` the same requests through several engines, which take turns, so that a slowdown of
+    the machine affects all of them."""
     if any(isinstance(engine, Foreseeing) for engine in engines):
         requests = list(requests)
     runs = [_Run(engine, in_flight) for engine in engines]
@@ -87,7 +87,7 @@ def side_by_side(
 
 
 class _Run:
-    """A replay under way."""
+    """The replay of one engine."""
 
     def __init__(self, engine: Engine, in_flight: int):
         self.result = Replay()
@@ -97,7 +97,7 @@ class _Run:
         self._running: deque[tuple[int, Request, Handle]] = deque()
 
     def serve(self, request: Request) -> None:
-        """The next request begins."""
+        """Begin the next request."""
         result, index = self.result, len(self.result.prompt_tokens)
         while len(self._running) >= self._in_flight or any(
             other.session == request.session for _, other, _ in self._running
@@ -124,7 +124,7 @@ class _Run:
         result.explains |= hasattr(handle, "miss_reason")
 
     def finish(self) -> None:
-        """There are no more requests."""
+        """Finish the running requests."""
         while self._running:
             self._finish_oldest()
 
@@ -136,8 +136,8 @@ class _Run:
 
 
 def timed(call: Callable, *arguments: Any) -> tuple[Any, float]:
-    """What a call returns, and the seconds that it took. Garbage waits until afterwards: it may be
-    another engine's."""
+    """Return the result of a call, and its seconds. Garbage, which may be another engine's, is
+    collected afterwards."""
     collects = gc.isenabled()
     gc.disable()
     try:

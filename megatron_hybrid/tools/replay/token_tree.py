@@ -1,4 +1,4 @@
-"""A radix tree over blocks of tokens, for the baselines: exact tokens, exact bytes."""
+"""TokenTree: a radix tree over blocks of tokens, for the baselines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class State:
 
 
 class Node:
-    """The positions (start, end] of a path, and the states that were saved there."""
+    """The positions (start, end] of a path, and the states saved there."""
 
     __slots__ = ("children", "last_access", "parent", "pins", "slot", "start", "states", "tokens")
 
@@ -39,9 +39,9 @@ class Node:
 
 
 class TokenTree:
-    """Sequences cut to whole blocks of `block` tokens.
+    """Sequences, truncated to whole blocks of `block` tokens.
 
-    `num_tokens` and `num_states` count what it holds, `num_window_tokens` the last `window` tokens
+    `num_tokens` and `num_states` count its content, `num_window_tokens` the last `window` tokens
     before each state. `changed` is called with each node whose children, states, pins, extent or
     last access changed.
     """
@@ -72,11 +72,11 @@ class TokenTree:
         return path, depth
 
     def whole(self, n: int) -> int:
-        """n tokens, cut to whole blocks."""
+        """Length n, truncated to whole blocks."""
         return n // self.block * self.block
 
     def window_tokens(self, n: int) -> int:
-        """Those of n tokens that the next one's window reaches back to."""
+        """Number of n tokens in the window of the next one."""
         return min(n, self.window)
 
     def _key(self, tokens: np.ndarray, start: int) -> bytes:
@@ -89,8 +89,8 @@ class TokenTree:
         return self.whole(first if differ[first] else n)
 
     def insert(self, tokens: np.ndarray, tick: int) -> list[Node]:
-        """Make the tree hold all whole blocks of tokens; returns the path, marked as used. The
-        path is cut where tokens leave it, so a junction is always the end of a node."""
+        """Add all whole blocks of tokens. Returns their path, marked as used. It is split at the
+        junction, which is therefore always the end of a node."""
         path, depth = self.walk(tokens)
         if path and depth < path[-1].end:
             path[-1] = self._split(path[-1], depth)
@@ -107,7 +107,7 @@ class TokenTree:
         return path
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; the upper part, which is new, is returned."""
+        """Split a node. Returns the upper part, which is a new node."""
         cut = at - node.start
         upper = Node(node.parent, node.start, node.tokens[:cut].copy())
         upper.last_access = node.last_access
@@ -133,12 +133,12 @@ class TokenTree:
         self._changed(child)
 
     def pin(self, node: Node, count: int) -> None:
-        """Let count more running requests (or fewer) end at a node."""
+        """Add `count`, which may be negative, to the running requests that end at a node."""
         node.pins += count
         self._changed(node)
 
     def save_state(self, path: list[Node], position: int) -> State:
-        """The state after `position` tokens of a path, saved if it was not yet."""
+        """Return the state after `position` tokens of a path; save it if it is missing."""
         node = next(node for node in path if node.start < position <= node.end)
         if position not in node.states:
             node.states[position] = State(node, position)
@@ -155,7 +155,7 @@ class TokenTree:
         self._changed(node)
 
     def cut(self, leaf: Node, end: int) -> None:
-        """Drop what a leaf holds beyond `end`; the whole leaf when that is its start."""
+        """Drop a leaf's tokens and states beyond `end`; at its start, drop the leaf."""
         for state in [state for p, state in leaf.states.items() if p > end]:
             self.drop_state(state)
         self.num_tokens -= leaf.end - end
