@@ -8,9 +8,9 @@ two steps, in order, and an idle engine takes no CPU.
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -34,13 +34,15 @@ class _Call:
 
     Args:
         streams: put every output into the mailbox, not only the result.
+        abandoned: calls for the engine's thread to cancel.
     """
 
-    def __init__(self, streams: bool):
+    def __init__(self, streams: bool, abandoned: "deque[_Call]"):
         self.streams = streams
         self.samples: list[Request] = []
         self.num_unanswered = 0  # samples without their last output
-        self.is_abandoned = False  # set by the coroutine, or by its garbage collection
+        self.is_abandoned = False
+        self._abandoned = abandoned
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
 
@@ -54,25 +56,73 @@ class _Call:
         finally:
             del item  # an error's traceback refers to this frame, and to the failed step's tensors
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more. It takes no lock: garbage collection may call it."""
+        self.is_abandoned = True
+        self._abandoned.append(self)
+
     # In the engine's thread
 
     def put(self, item: object) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
+        try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the event loop is closed
+            self.abandon()
 
-    def take(self, output: RequestOutput) -> None:
-        self.num_unanswered -= output.result is not None
-        if self.streams:
-            self.put(output)
-
-    @property
-    def is_unwanted(self) -> bool:
-        return self.is_abandoned or self._loop.is_closed()
+    def answer(self) -> GenerationResult | None:
+        """The last item of the mailbox, when all outputs were taken."""
+        return None if self.streams else self.samples[0].result()
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all outputs were taken, and the last states are in the cache."""
-        return not self.num_unanswered and all(sample.closed for sample in self.samples)
+    def is_closed(self) -> bool:
+        """Whether its last states are in the cache."""
+        return all(sample.closed for sample in self.samples)
+
+
+class AsyncStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request; see `AsyncEngine.stream`.
+
+    Args:
+        call: its mailbox.
+        added: the job that queues the request.
+    """
+
+    def __init__(self, call: _Call, added: Future[None]):
+        self._call = call
+        self._added = added
+        self._is_over = False
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            if not self._call.samples:
+                await asyncio.wrap_future(self._added)
+            output = await self._call.get()
+        except BaseException:
+            self._end()
+            raise
+        if output is None:
+            self._end()
+            raise StopAsyncIteration
+        return output
+
+    async def aclose(self) -> None:
+        """End the iteration, and cancel an unanswered request."""
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._call.abandon()
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        self._end()
+
+    def __del__(self):
+        self._call.abandon()
 
 
 def _in_thread(
@@ -108,7 +158,10 @@ class AsyncEngine:
     def __init__(
         self, model: HybridModel, tokenizer=None, config: InferenceConfig | None = None
     ) -> None:
-        self._calls: dict[int, _Call] = {}  # by the id of each sample; for the engine's thread only
+        # For the engine's thread only, but for `_abandoned`, which anyone may append to.
+        self._calls: dict[int, _Call] = {}  # by the id of each sample
+        self._answered: dict[_Call, None] = {}  # those of them that took all outputs
+        self._abandoned: deque[_Call] = deque()
         self._has_next_step = False
         self._closing: Future[None] | None = None
         self._lock = threading.Lock()  # so that no job is queued after the last one
@@ -136,33 +189,29 @@ class AsyncEngine:
             RuntimeError: this engine is closed, or was closed before the answer was complete.
             Exception: the error of a failed step.
         """
-        call = _Call(streams=False)
+        call = _Call(streams=False, abandoned=self._abandoned)
         options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
         try:
             await self._run(self._add, call, prompt, params, **options)
             return await call.get()
         finally:
-            call.is_abandoned = True
+            call.abandon()
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield one prompt's outputs, one for each step that added to the answer, however slow the
-        reader. The first `anext` queues the request; a closed stream or a cancelled reader cancels
-        it. Arguments and errors as for `generate`."""
-        call = _Call(streams=True)
+    ) -> AsyncStream:
+        """Queue one prompt and return an async iterator over its outputs, one for each step that
+        added to the answer, however slow the reader. Call it in a coroutine. A cancelled reader
+        cancels the request; so does `aclose()`, the end of `async with`, or dropping the stream.
+        Arguments as for `generate`; the first `anext` raises its errors."""
+        call = _Call(streams=True, abandoned=self._abandoned)
         options = {"salt": salt, "cache_breakpoints": cache_breakpoints}
-        try:
-            await self._run(self._add, call, prompt, params, **options)
-            while (output := await call.get()) is not None:
-                yield output
-        finally:
-            call.is_abandoned = True
+        return AsyncStream(call, self._submit(partial(self._add, call, prompt, params, **options)))
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
@@ -198,17 +247,24 @@ class AsyncEngine:
     # In the engine's thread ----------------------------------------------------------------------
 
     def _between_steps(self, job: Callable[[], R]) -> R:
-        for call in self._live_calls():
-            if call.is_unwanted:
+        while self._abandoned:
+            call = self._abandoned.popleft()
+            if call.samples and call.samples[0].request_id in self._calls:
                 self._cancel(call)
-        return job()
+        try:
+            return job()
+        except StopIteration as error:  # no future can hold it
+            raise RuntimeError(f"a tokenizer raised {error!r}") from error
 
     def _live_calls(self) -> list[_Call]:
-        """Unanswered calls, the oldest first."""
+        """The oldest first."""
         return list(dict.fromkeys(self._calls.values()))
 
     def _add(self, call: _Call, *args, **kwargs) -> None:
-        call.samples = self._engine.add_request(*args, **kwargs).samples
+        if call.is_abandoned:
+            return
+        request = self._engine.add_request(*args, **kwargs, growing_text=call.streams)
+        call.samples = request.samples
         call.num_unanswered = len(call.samples)
         self._calls.update((sample.request_id, call) for sample in call.samples)
         self._go_on()
@@ -233,16 +289,22 @@ class AsyncEngine:
                 return
         for output in outputs:
             if output.request_id in self._calls:
-                self._calls[output.request_id].take(output)
-        for call in self._live_calls():
-            if call.is_complete:
-                self._end(call, None if call.streams else call.samples[0].result())
+                self._take(self._calls[output.request_id], output)
+        for call in [call for call in self._answered if call.is_closed]:
+            self._end(call, call.answer())
         self._go_on()
+
+    def _take(self, call: _Call, output: RequestOutput) -> None:
+        if call.streams:
+            call.put(output)
+        call.num_unanswered -= output.result is not None
+        if not call.num_unanswered:
+            self._answered[call] = None
 
     def _fail(self, error: BaseException) -> None:
         """End the admitted calls with the error of a step, or the oldest call if none was admitted:
-        every failed step ends at least one. All requests are back in the queue."""
-        calls = self._live_calls()
+        every failed step ends at least one. All unanswered requests are back in the queue."""
+        calls = [call for call in self._live_calls() if call not in self._answered]
         if not calls:
             logger.error("a step failed with nobody waiting for it", exc_info=error)
         admitted = [
@@ -256,14 +318,15 @@ class AsyncEngine:
     def _end(self, call: _Call, item: object) -> None:
         for sample in call.samples:
             del self._calls[sample.request_id]
+        self._answered.pop(call, None)
         call.put(item)
 
     def _cancel(self, call: _Call, error: BaseException | None = None) -> None:
-        """Cancel a call. error: for its coroutine, if that waits."""
-        self._end(call, error)
+        """Cancel a call. error: for its coroutine, if that waits for an answer."""
+        self._end(call, call.answer() if call in self._answered else error)
         try:
             self._engine.cancel(call.samples[0])
-        except Exception:
+        except BaseException:  # such as a tokenizer's panic: the thread survives every error
             logger.exception("request %d is cancelled, but", call.samples[0].request_id)
 
     def _end_all(self) -> None:

@@ -209,6 +209,7 @@ class DynamicInferenceEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
+        growing_text: bool = True,
     ) -> Request:
         """Queue a request and return its handle (`done`, `result()`).
 
@@ -222,13 +223,16 @@ class DynamicInferenceEngine:
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
                 such as the end of a system prompt; at most 4,096.
             n: number of samples of this prompt, in `result().samples`; they share one prefill.
+            growing_text: whether its outputs have text, which costs a little for each token. The
+                result has it in any case.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
         """
         samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n)
-        for request in samples:
-            self.output.write_text_of(request)
+        if growing_text:
+            for request in samples:
+                self.output.write_text_of(request)
         self.scheduler.add(samples[0])
         return samples[0]
 
@@ -241,23 +245,19 @@ class DynamicInferenceEngine:
     @exclusive
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one forward pass; returns one output for each request with new tokens. Streams get
+        """Run one forward pass; return one output for each request with new tokens. Streams get
         their outputs of every step, whoever runs it. If all requests wait for the disk, the step
         only waits a few milliseconds.
 
         If anything raises (such as a lack of memory for the forward), the running requests are
-        queued again and start from the cache, which loses nothing. Ctrl-C takes effect after the
-        step.
+        queued again and start from the cache, which loses nothing; the next step returns outputs
+        that were ready by then, too. Ctrl-C takes effect after the step.
 
         Raises:
             RuntimeError: the model is in training mode, or a step of this engine is running;
                 nothing has changed.
         """
-        if self._is_stepping:
-            raise EngineBusyError(
-                "a step of this engine is running, and this call was made inside it: call step() "
-                "when it has returned"
-            )
+        self._refuse_inside_step("step")
         if self.model.training:
             raise RuntimeError(
                 "the model is in training mode, in which answers and what is cached of them would "
@@ -273,9 +273,16 @@ class DynamicInferenceEngine:
                 raise
             finally:
                 self._is_stepping = False
-            self._make_outputs()
+                self._make_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _refuse_inside_step(self, name: str) -> None:
+        if self._is_stepping:
+            raise EngineBusyError(
+                f"{name}() was called inside a step of this engine, by a tokenizer or a hook, and "
+                "nothing has changed: call it when step() has returned"
+            )
 
     def _make_outputs(self) -> None:
         while self._changed:
@@ -383,6 +390,7 @@ class DynamicInferenceEngine:
             ),
             spread(n, count, "n", is_int),
         )
+        self._refuse_inside_step("generate")
         groups = self.request_builder.build_all(per_prompt)
         requests = [request for group in groups for request in group]
         try:
@@ -392,15 +400,18 @@ class DynamicInferenceEngine:
                 while not request.closed:
                     self.step()
         except BaseException:
-            with interrupts_wait():
+            with interrupts_wait(), ExitStack() as ends:  # all of them, even if one raises
+                ends.callback(self._forget_outputs, requests)
                 for group in groups:
-                    self.cancel(group[0])
-                for request in requests:
-                    self._changed.pop(request, None)
-                own = {request.request_id for request in requests}
-                self._outputs = [out for out in self._outputs if out.request_id not in own]
+                    ends.callback(self._cancel, group[0])
             raise
         return [group[0].result() for group in groups]
+
+    def _forget_outputs(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._changed.pop(request, None)
+        own = {request.request_id for request in requests}
+        self._outputs = [output for output in self._outputs if output.request_id not in own]
 
     @exclusive
     def stream(
@@ -415,7 +426,8 @@ class DynamicInferenceEngine:
 
         Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps
         only when there is none. `close()`, or the end of `with`, cancels an unanswered request; if
-        the stream is only dropped, the next step cancels it.
+        the stream is only dropped, the next step cancels it. An error of a step that `next` runs
+        cancels it too, except EngineBusyError.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
@@ -456,17 +468,13 @@ class DynamicInferenceEngine:
             )
         if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
-        if self._is_stepping:
-            raise EngineBusyError(
-                "a step of this engine is running, and this call was made inside it: cancel the "
-                "request when step() has returned"
-            )
+        self._refuse_inside_step("cancel")
         self._cancel(request)
 
     def _cancel(self, request: Request) -> None:
         with ExitStack() as ends:  # all of them, even if one raises
             ends.callback(self._move)
-            for sample_ in reversed(request.samples or [request]):
+            for sample_ in reversed(request.samples):
                 ends.callback(self._cancel_sample, sample_)
         request.siblings = []
 
@@ -480,8 +488,8 @@ class DynamicInferenceEngine:
                 request.report = PrefixReport(
                     request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
                 )
+            self._changed.pop(request, None)
             if request.unread is not None:
-                self._changed.pop(request, None)
                 self.output.take(request)
         self.scheduler.cancel(request)
 

@@ -2,18 +2,23 @@
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EngineBusyError(RuntimeError):
     """Another call is running in the engine; the refused one has changed nothing."""
 
 
-def exclusive(method: Callable) -> Callable:
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method of an object with `_lock`, a `threading.RLock`, to raise `EngineBusyError`
     at once while another thread is inside such a method. Calls of the same thread may nest."""
 
     @wraps(method)
-    def guarded(self, *args, **kwargs):
+    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError(
                 f"{method.__name__}() was called while another thread is inside this engine, and "

@@ -82,6 +82,8 @@ class RequestOutput:
     tokens: list[int]
     text: str
     """New text. A possible beginning of a stop string or of a character comes with a later output.
+    Given text is never taken back: a tokenizer that falls back to single bytes may lose the
+    character before an incomplete one at the end of the answer, in `generated_text` alone.
     A request of `generate` gets all its text with its last output."""
     finish_reason: str | None
     """As in `GenerationResult`; None: not finished."""
@@ -124,7 +126,7 @@ class Request:
     parked_tokens: int = 0  # computed before the preemption, with bytes in host memory
     lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
-    samples: "list[Request]" = field(default_factory=list)  # all samples; on the first one only
+    other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
 
     report: PrefixReport | None = None
     log_probs: list[float] = field(default_factory=list)
@@ -142,6 +144,11 @@ class Request:
 
     def __post_init__(self):
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def samples(self) -> "list[Request]":
+        """Of the first sample: all n of the prompt, itself included; else only itself."""
+        return [self, *self.other_samples]
 
     @property
     def done(self) -> bool:
@@ -212,7 +219,7 @@ class Request:
             ),
             total_time=None if self.finished_at is None else self.finished_at - self.added_at,
             error=self.error,
-            other_samples=[request.result() for request in self.samples if request is not self],
+            other_samples=[request.result() for request in self.other_samples],
         )
 
 

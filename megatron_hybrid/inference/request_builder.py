@@ -112,8 +112,7 @@ class RequestBuilder:
                     origin=self,
                 )
             )
-        samples[0].siblings = samples[1:]
-        samples[0].samples = samples
+        samples[0].siblings, samples[0].other_samples = samples[1:], samples[1:]
         return samples
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:

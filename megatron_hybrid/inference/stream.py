@@ -53,9 +53,14 @@ class Stream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """End the iteration, and cancel an unanswered request, now or after the running step."""
-        if not self._request.closed:
+        was_closed, self._is_closed = self._is_closed, True
+        if self._request.closed:
+            return
+        try:
             self._cancel(self._request)
-        self._is_closed = True
+        except EngineBusyError:
+            self._is_closed = was_closed  # nothing has changed
+            raise
 
     def __enter__(self) -> "Stream":
         return self

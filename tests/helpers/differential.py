@@ -293,7 +293,7 @@ class RandomRun:
         self.recorder = LogitsRecorder(self.engine)
 
     def cancel(self) -> None:
-        open_requests = [r for r in self.requests if not r.closed and r.samples]
+        open_requests = [r for r in self.requests if not r.closed and not r.sample_index]
         if open_requests:
             self.engine.cancel(self._choose(open_requests))
             self.engine.check_integrity()

@@ -87,7 +87,7 @@ def fuzz(name: str, steps: int, seed: int, folder: Path) -> Counts:
         counts.leaks += int(engine.cache.allocator.ref_counts.any())
         counts.requests = len(requests)
         for which, request in requests:
-            for sample in request.samples or [request]:
+            for sample in request.samples:
                 count_answer(sample, expected[which] if is_exact else None, counts)
     return counts
 

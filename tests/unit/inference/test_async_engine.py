@@ -51,8 +51,8 @@ async def is_idle(engine) -> bool:
     return stats["requests_running"] == stats["requests_waiting"] == 0
 
 
-async def first_output(stream):
-    return await anext(stream)
+async def read(stream) -> list:
+    return [output async for output in stream]
 
 
 @pytest.fixture
@@ -109,11 +109,8 @@ def test_tasks_side_by_side_get_the_answers_of_the_plain_engine():
 
 
 def test_a_stream_has_one_output_for_each_token():
-    async def read(engine, prompt):
-        return [output async for output in engine.stream(prompt, greedy(64))]
-
     async def body(engine):
-        return await asyncio.gather(*(read(engine, prompt) for prompt in PROMPTS))
+        return await asyncio.gather(*(read(engine.stream(p, greedy(64))) for p in PROMPTS))
 
     streams = serve(body, max_requests=16)
     assert [[len(output.tokens) for output in outputs] for outputs in streams] == [[1] * 64] * 16
@@ -121,6 +118,29 @@ def test_a_stream_has_one_output_for_each_token():
     assert tokens == expected(PROMPTS, greedy(64))
     for outputs in streams:
         assert [output.result is None for output in outputs] == [True] * 63 + [False]
+
+
+def test_streams_run_from_when_they_are_made():
+    async def body(engine):
+        streams = [engine.stream(prompt, greedy(30)) for prompt in PROMPTS[:4]]
+        outputs = [await read(stream) for stream in streams]  # one after another
+        assert (await engine.stats())["steps"] < 40
+        return [outputs[-1].result.generated_tokens for outputs in outputs]
+
+    assert serve(body) == expected(PROMPTS[:4], greedy(30))
+
+
+def test_a_result_alone_is_detokenized_once(monkeypatch):
+    counted, detokenize = [], ByteTokenizer.detokenize
+    monkeypatch.setattr(
+        ByteTokenizer, "detokenize", lambda self, ids: counted.append(1) or detokenize(self, ids)
+    )
+
+    async def run():
+        async with AsyncEngine(MODEL, ByteTokenizer(), tiny_engine(MODEL).config) as engine:
+            return await engine.generate(PROMPTS[0], greedy(50))
+
+    assert asyncio.run(run()).generated_text and len(counted) == 1
 
 
 def test_text_comes_in_pieces():
@@ -238,7 +258,7 @@ def test_a_task_cancelled_before_its_request_is_added_adds_none(method, gate):
         running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
         await wait_for(gate.is_inside)
         call = getattr(engine, method)(PROMPTS[1], LONG)
-        task = asyncio.create_task(call if method == "generate" else first_output(call))
+        task = asyncio.create_task(call if method == "generate" else read(call))
         await asyncio.sleep(0)  # it waits for the thread, which is in a step
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -335,6 +355,74 @@ def test_a_stream_gets_the_outputs_before_a_failing_step_and_then_its_error(gate
         assert await is_idle(engine)
 
     serve(body)
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_an_answer_survives_a_failing_step_behind_it(method, monkeypatch):
+    """The step that runs the last token for its state."""
+    answer = expected([PROMPTS[0]], greedy(5))[0]
+    forward = ModelRunner.forward
+
+    def failing(self, plan):
+        if plan.work and not any(work.draws for work in plan.work):
+            raise InjectedError
+        return forward(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "forward", failing)
+
+    async def body(engine):
+        if method == "generate":
+            return await engine.generate(PROMPTS[0], greedy(5))
+        return (await read(engine.stream(PROMPTS[0], greedy(5))))[-1].result
+
+    assert serve(body).generated_tokens == answer
+
+
+class Panic(BaseException):
+    """As those of a tokenizer that is written in Rust."""
+
+
+class BrokenTokenizer(ByteTokenizer):
+    error = None
+
+    def tokenize(self, text):
+        raise StopIteration
+
+    def detokenize(self, ids):
+        if self.error is not None:
+            raise self.error
+        return super().detokenize(ids)
+
+
+def test_a_panic_of_the_tokenizer_stops_no_engine():
+    tokenizer = BrokenTokenizer()
+
+    async def run():
+        async with AsyncEngine(MODEL, tokenizer, tiny_engine(MODEL).config) as engine:
+            task = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
+            stream = engine.stream(PROMPTS[1], LONG)
+            await anext(stream)
+            tokenizer.error = Panic()
+            task.cancel()
+            with pytest.raises(Panic):
+                await read(stream)
+            tokenizer.error = None
+            async with asyncio.timeout(60):
+                return await engine.generate(PROMPTS[2], greedy(5))
+
+    assert [asyncio.run(run()).generated_tokens] == expected(PROMPTS[2:3], greedy(5))
+
+
+def test_what_no_future_can_hold_is_raised():
+    async def run():
+        async with AsyncEngine(MODEL, BrokenTokenizer(), tiny_engine(MODEL).config) as engine:
+            async with asyncio.timeout(60):
+                with pytest.raises(RuntimeError, match="StopIteration"):
+                    await engine.generate("text")
+                with pytest.raises(RuntimeError, match="StopIteration"):
+                    await anext(engine.stream("text"))
+
+    asyncio.run(run())
 
 
 def test_where_no_step_works_everybody_is_told_and_nothing_spins(monkeypatch):
@@ -470,40 +558,45 @@ def test_loops_of_two_threads_share_one_engine():
 def test_a_loop_that_is_closed_takes_its_requests_along():
     engine = make()
     loop = asyncio.new_event_loop()
-    stream = engine.stream(PROMPTS[0], LONG)
-    loop.run_until_complete(anext(stream))
+
+    async def begin():
+        stream = engine.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        return stream
+
+    stream = loop.run_until_complete(begin())  # it is held: only its loop is gone
     loop.close()
 
     async def after():
-        assert await is_idle(engine)
+        async with asyncio.timeout(60):
+            while not await is_idle(engine):  # the next output finds no loop
+                pass
+        assert (await engine.stats())["steps"] < 600
         await engine.check_integrity()
         result = await engine.generate(PROMPTS[1], greedy(5))
         await engine.close()
         return [result.generated_tokens]
 
     assert asyncio.run(after()) == expected(PROMPTS[1:2], greedy(5))
+    del stream
 
 
 def test_close_tells_those_who_wait_and_those_who_come():
     async def run():
         engine = make(max_requests=2)
         tasks = [asyncio.create_task(engine.generate(p, LONG)) for p in PROMPTS[:4]]
-        stream = engine.stream(PROMPTS[4], LONG)
-        reader = asyncio.create_task(first_output(stream))
+        reader = asyncio.create_task(read(engine.stream(PROMPTS[4], LONG)))
         await engine.stats()
         await asyncio.gather(engine.close(), engine.close())
         results = await asyncio.gather(*tasks, reader, return_exceptions=True)
         assert [type(result) for result in results] == [RuntimeError] * 5
         assert all("closed before this request was answered" in str(r) for r in results)
         await engine.close()
-        for call in (
-            engine.generate(PROMPTS[0]),
-            anext(engine.stream(PROMPTS[0])),
-            engine.stats(),
-            engine.clear_cache(),
-        ):
+        for call in (engine.generate(PROMPTS[0]), engine.stats(), engine.clear_cache()):
             with pytest.raises(RuntimeError, match="is closed: make another"):
                 await call
+        with pytest.raises(RuntimeError, match="is closed: make another"):
+            engine.stream(PROMPTS[0])
 
     asyncio.run(run())
     wait_until_threads_are_gone()
@@ -573,8 +666,10 @@ def waits():
 threading.Thread(target=waits).start()
 loop = asyncio.new_event_loop()
 loop.run_until_complete(idle.generate([1, 2], greedy(2)))
-stream = busy.stream([1, 2], greedy(99_000))
-loop.run_until_complete(anext(stream))
+async def begin():
+    await anext(busy.stream([1, 2], greedy(99_000)))
+
+loop.run_until_complete(begin())
 """
     helpers = Path(__file__).parents[2] / "helpers"
     result = subprocess.run(

@@ -88,7 +88,7 @@ def test_a_step_inside_a_step_is_refused(monkeypatch):
     request, forward = engine.add_request(PROMPT, greedy(2)), engine.runner.forward
 
     def steps(plan):
-        with pytest.raises(EngineBusyError, match="inside it"):
+        with pytest.raises(EngineBusyError, match="inside a step"):
             engine.step()
         return forward(plan)
 

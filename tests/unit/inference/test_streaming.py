@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -348,6 +349,58 @@ def test_a_stream_whose_step_fails_takes_its_request_along():
         next(stream)
     assert not engine.has_work and not list(stream)
     engine.check_integrity()
+
+
+def test_streams_get_a_token_an_output_though_what_follows_a_step_fails():
+    engine = tiny_engine()
+    streams = [engine.stream(random_tokens(20, seed=seed), greedy(6)) for seed in range(2)]
+    outputs = [[], []]
+    for stream, own in zip(streams, outputs):
+        own.append(next(stream))
+    move = engine._move
+
+    def failing():
+        engine._move = move
+        raise InjectedError
+
+    engine._move = failing
+    with pytest.raises(InjectedError):
+        engine.step()
+    for stream, own in zip(streams, outputs):
+        own += stream
+        assert [len(output.tokens) for output in own] == [1] * 6
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_a_failing_clean_up_of_generate_leaves_no_request_behind(monkeypatch):
+    engine = tiny_engine(max_requests=1)
+    cancel, failed = engine.scheduler.cancel, []
+
+    def failing(request):
+        cancel(request)
+        if not failed:
+            failed.append(request)
+            raise InjectedError
+
+    monkeypatch.setattr(engine.scheduler, "cancel", failing)
+    with failing_forward(engine), pytest.raises(InjectedError):
+        engine.generate([random_tokens(20, seed=seed) for seed in range(3)], greedy(6))
+    assert failed and not engine.scheduler.waiting and not engine.has_work
+    engine.check_integrity()
+
+
+def test_finished_requests_are_freed_without_garbage_collection():
+    engine = tiny_engine()
+    gc.collect()
+    gc.disable()
+    try:
+        requests = [weakref.ref(engine.add_request(PROMPT, greedy(2), n=n)) for n in (1, 3)]
+        while engine.has_work:
+            engine.step()
+        assert [request() for request in requests] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
