@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
-    package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md"]},
+    package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md", "cache/policy/README.md"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",

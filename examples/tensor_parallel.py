@@ -5,7 +5,8 @@ Run it with `torchrun --nproc-per-node 2 examples/tensor_parallel.py`, on GPUs o
 
 import os
 
-import megatron_hybrid as mh  # isort: skip  (before megatron.core, which warns when it comes first)
+import megatron_hybrid.compat  # isort: skip  (before megatron.core, which warns if it is first)
+import megatron_hybrid as mh  # isort: skip
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

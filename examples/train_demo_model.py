@@ -24,7 +24,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import megatron_hybrid as mh  # isort: skip  (before megatron.core, which warns when it comes first)
+import megatron_hybrid.compat  # isort: skip  (before megatron.core, which warns if it is first)
+import megatron_hybrid as mh  # isort: skip
 import torch
 import torch.distributed as dist
 from demo_corpus import fetch_documents

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.exclusive import EngineBusyError
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncEngine",
     "CheckpointError",
     "DynamicInferenceEngine",
+    "EngineBusyError",
     "GenerationResult",
     "HybridConfig",
     "HybridModel",
@@ -50,6 +52,7 @@ _MODULES = {
     "AsyncEngine": "inference.async_engine",
     "CheckpointError": "checkpoints.checkpoint",
     "DynamicInferenceEngine": "inference.engine",
+    "EngineBusyError": "inference.exclusive",
     "GenerationResult": "inference.request",
     "HybridConfig": "models.config.hybrid_config",
     "HybridModel": "models.hybrid_model",
@@ -57,8 +60,8 @@ _MODULES = {
     "MissReason": "cache.report",
     "PrefixReport": "cache.report",
     "Request": "inference.request",
-    "SamplingParams": "inference.sampling_params",
     "RequestOutput": "inference.request",
+    "SamplingParams": "inference.sampling_params",
     "build_hybrid_model": "models.hybrid_model",
     "load_pretrained": "checkpoints.pretrained",
     "save_checkpoint": "checkpoints.checkpoint",

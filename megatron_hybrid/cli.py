@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_hybrid.version import __version__
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
@@ -42,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megatron-hybrid",
         description="Hybrid language models with prefix sharing at any token.",
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
@@ -55,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue your own text",
-        epilog="In brackets: the name in Python, which errors use. The model's own defaults are "
-        "those of its generation_config.json.",
+        epilog="First in brackets: the name in Python, which errors use. The model's own defaults "
+        "are those of its generation_config.json.",
         formatter_class=_Formatter,
     )
     generate.add_argument(
@@ -85,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="what a cache knows of a prompt, and why it stops",
         description="What would be skipped of the last prompt, and why not more. Others before it "
         "are computed first.",
-        epilog="In brackets: the name in Python, which errors use.",
+        epilog="First in brackets: the name in Python, which errors use.",
         formatter_class=_Formatter,
     )
     explain.add_argument("--prompt", action="append", required=True, help="text; the last counts")
@@ -324,13 +327,10 @@ def _check_png(path: str) -> None:
 def _info(options: argparse.Namespace) -> int:
     from megatron_hybrid.tools.info import backends, environment
 
+    served = backends()  # first: it refuses an unknown MEGATRON_HYBRID_BACKEND
     for name, value in environment().items():
         print(f"{name:20}{value}")
     print(f"\n{'op':24}served by")
-    for name, value in backends().items():
+    for name, value in served.items():
         print(f"{name:24}{value}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

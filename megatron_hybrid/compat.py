@@ -1,7 +1,7 @@
 """Every difference between the supported megatron-core releases (0.16.1 and 0.19.x), in one file.
 
 The rest of the package imports this module before any other part of megatron-core, so a broken or
-missing installation is explained once, here. `models/__init__.py` imports it first; other wings
+missing installation is explained once, here. `models/__init__.py` imports it first; other packages
 import from here the parts of megatron-core that they use.
 """
 

@@ -21,10 +21,10 @@ _REASONS = {
     MissReason.NO_SHARED_PREFIX: "nothing that starts like this prompt is known",
     MissReason.MODE: "this prefix-caching mode computes every token",
     MissReason.PROMPT_LOG_PROBS: "log-probs of the prompt need every token",
-    MissReason.STATE_NEVER_SAVED: "the tokens behind it are known, but no state was saved there",
-    MissReason.STATE_EVICTED: "a state behind it had to make room",
-    MissReason.KV_EVICTED: "the KV of the tokens that are known behind it had to make room",
-    MissReason.BUDGET: "a state behind it was wanted, and found no room",
+    MissReason.STATE_NEVER_SAVED: "more tokens are known, but no state was saved there",
+    MissReason.STATE_EVICTED: "a state after it had to make room",
+    MissReason.KV_EVICTED: "the KV of the known tokens after it had to make room",
+    MissReason.BUDGET: "a state after it was wanted, and found no room",
     MissReason.SALT: "its tokens are known, but under another salt",
     MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
 }
@@ -95,7 +95,10 @@ class Explanation:
             lines += [str(position) for position in self.positions]
         if self.elsewhere_tokens:
             lines.append(f"{self.elsewhere_tokens:,} are known under another salt")
-        if (reason := self.reason) is not None:
+        reason = self.reason
+        if reason is MissReason.NO_SHARED_PREFIX and self.below is not None:
+            lines.append(f"stops at {skipped:,}: nothing of it is in the pool")
+        elif reason is not None:
             lines.append(f"stops at {skipped:,} ({reason.value}): {_REASONS[reason]}")
         elif skipped < length:
             lines.append(f"stops at {skipped:,}: what follows is new")

@@ -58,7 +58,7 @@ class InferenceConfig:
     next one with the same model and configuration uses its records."""
 
     disk_cache_bytes: int = 64 << 30
-    """Most bytes in `cache_dir`, for each rank."""
+    """Most bytes of records in `cache_dir`, for each rank."""
 
     random_seed: int = 0
     """Source of the seeds of requests without one."""

@@ -142,7 +142,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def captured_states(self) -> Tensor:
         """Slot bytes of the states captured inside the last forward, in the order of the plan's
-        saves, uint8 [captures, slot_bytes]."""
+        saves before chunk ends, uint8 [captures, slot_bytes]."""
         return self._staging
 
     # For the model -----------------------------------------------------------------------------

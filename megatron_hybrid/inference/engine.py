@@ -79,8 +79,9 @@ class DynamicInferenceEngine:
     Args:
         model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
-            if there are several. Needed only for text prompts and stop strings; an optional
-            `generation_config` holds the model's values for `SamplingParams`.
+            if there are several. Without one, prompts are token ids, answers have no text, and
+            only `stop_token_ids` and the length end them. An optional `generation_config` holds the
+            model's values for `SamplingParams`.
         config: sizes and the prefix-caching mode.
 
     Raises:
@@ -245,9 +246,9 @@ class DynamicInferenceEngine:
     @exclusive
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one forward pass; return one output for each request with new tokens. Streams get
-        their outputs of every step, whoever runs it. If all requests wait for the disk, the step
-        only waits a few milliseconds.
+        """Run one step; return one output for each request that got a token or was answered in it.
+        Streams get their outputs of every step, whoever runs it. If all requests wait for the disk,
+        the step only waits a few milliseconds.
 
         If anything raises (such as a lack of memory for the forward), the running requests are
         queued again and start from the cache, which loses nothing; the next step returns outputs
@@ -361,7 +362,7 @@ class DynamicInferenceEngine:
 
         `params`, `salt`, `cache_breakpoints` and `n` are values for all prompts, or sequences with
         one entry for each. A result's `samples` hold all n. All requests are checked before the
-        first is queued. Requests queued before are run, too.
+        first is queued. Requests queued before are run, too: their handles have the results.
 
         Raises:
             TypeError, ValueError: as `add_request`; the message names the prompt.
@@ -482,7 +483,7 @@ class DynamicInferenceEngine:
         if request.closed:
             return
         if not request.done:
-            request.finish_reason = "cancelled"
+            request.mark_answered("cancelled")
             self.output.finish(request)
             if request.report is None:
                 request.report = PrefixReport(

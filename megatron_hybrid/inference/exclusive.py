@@ -14,8 +14,9 @@ class EngineBusyError(RuntimeError):
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a method of an object with `_lock`, a `threading.RLock`, to raise `EngineBusyError`
-    at once while another thread is inside such a method. Calls of the same thread may nest."""
+    """Decorate a method: it raises `EngineBusyError` at once while another thread is inside such a
+    method of the same object, whose `_lock` is a `threading.RLock`. Calls of one thread may nest.
+    """
 
     @wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

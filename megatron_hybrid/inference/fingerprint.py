@@ -21,8 +21,8 @@ _STEP, _MIX_1, _MIX_2 = (
 def fingerprint(
     model, spec: CacheSpec, kv_dtype: torch.dtype, state_encoding: str
 ) -> dict[str, str]:
-    """Return hashes, by name, of everything that cached states, keys and values depend on, on this
-    rank."""
+    """Return values and hashes, by name, of everything that cached states, keys and values depend
+    on, on this rank."""
     fields = model.config.to_dict()
     del fields["huggingface_config"]  # the source of the other fields, and much without effect
     configuration = json.dumps(fields, sort_keys=True, default=str)
@@ -38,7 +38,7 @@ def fingerprint(
 
 
 def weights_hash(model) -> str:
-    """Hash the names, shapes, dtypes and bits of all tensors of a checkpoint. Elements are mixed
+    """Hash the names, shapes, dtypes and bits of all tensors of the state dict. Elements are mixed
     with their indices and summed modulo 2^64 on their device: integer sums are equal in any
     order."""
     digest = blake2b(digest_size=16)

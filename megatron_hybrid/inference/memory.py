@@ -2,8 +2,9 @@
 
 `cache/` assigns the pages; this file moves the bytes. A page holds, for one block of tokens, the K
 and V of some layers of one attention group, or a piece of a checkpoint. A live slot is the
-contiguous state of one request, which the kernels read and write; a checkpoint is a slot's bytes,
-encoded or exact, cut into pages: one indexed copy for all kinds of layers.
+contiguous state of one request, which the kernels read and write; a checkpoint is a slot's bytes
+cut into pages (exact: one indexed copy for all kinds of layers; else encoded), with references to
+local blocks.
 
 Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
@@ -37,6 +38,7 @@ def cache_spec_of(
         layers: cached tensors of each layer of this rank (`model.cache_requirements()`).
         hidden_size: width of the last hidden state, kept with each checkpoint.
         dtype: of K and V.
+        block_size_tokens: tokens of a block.
         state_encoding: of the states in checkpoints, one of `STATE_ENCODINGS`.
         attention_parity: `models.flops.attention_parity` of the model; inf: values ignore the work
             of attention.
@@ -110,7 +112,7 @@ def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor
 
 @dataclass(frozen=True)
 class ParkedRequest:
-    """A preempted request's own bytes in host memory: its KV blocks and its live slot."""
+    """A preempted request's bytes in host memory: its KV blocks and its live slot."""
 
     block_pages: Tensor  # uint8 [blocks, kv_pages_per_block, page_bytes]
     local_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
@@ -218,8 +220,8 @@ class CacheMemory:
         return torch.empty(count, self.slots.shape[1], dtype=torch.uint8, device=self.device)
 
     def weights_changed(self, layers: list[LayerCache]) -> None:
-        """Encode checkpoints for these layers from now on, the same ones with other weights: the
-        precision of a code depends on the states' decay. Old checkpoints become invalid."""
+        """Encode states by the decays of the new weights of these same layers from now on. Old
+        checkpoints become invalid."""
         hidden = self._layout.hidden
         self._layout = StateLayout(layers, hidden.shape[0], hidden.dtype, self._state_encoding)
 

@@ -14,11 +14,11 @@ PREFIX = "megatron_hybrid_"
 _LOST = "lost_tokens_"
 
 COUNTERS = {
-    "requests": "Requests that were admitted to the cache.",
+    "requests": "Requests that were admitted to the cache, forked samples included.",
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "shared_tokens": "Prompt tokens whose KV was reused.",
     "skipped_tokens": "Prompt tokens that were not computed.",
-    "refused": "Times that a request had to wait or to give way because the pool was full.",
+    "refused": "Times that a request had to wait or to give way: the pool was full, or held back.",
     "held_back": "Attempts to start a request put off, since room would cost states worth more.",
     "checkpoints_saved": "States that were saved.",
     "checkpoints_no_room": "States that were wanted and found no room.",
@@ -26,9 +26,9 @@ COUNTERS = {
     "checkpoints_evicted": "States that were dropped to make room.",
     "kv_blocks_evicted": "KV blocks that were dropped to make room.",
     "tokens_forgotten": "Tokens that the index no longer knows.",
-    "steps": "Forward passes.",
+    "steps": "Steps that had something to do, with a forward pass or without.",
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
-    "preemptions": "Running requests that were parked to make room for others.",
+    "preemptions": "Running requests that gave up their pages for others.",
     "weight_changes": "Times that the weights had changed and all that was cached was dropped.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
     "fetched_tokens": "Prompt tokens that were not computed because they were fetched.",

@@ -55,7 +55,7 @@ class OutputProcessor:
             request.mark_failed(error)
 
     def write_text_of(self, request: Request) -> None:
-        """Give its outputs text, at a small cost per token."""
+        """Give the request's outputs text, at a small cost per token."""
         if self.tokenizer is not None:
             self._growing[request] = GrowingText(self.tokenizer, request.params.stop_words)
 

@@ -21,7 +21,7 @@ _WIDTH = 80
 class RequestStatus(StrEnum):
     WAITING = "waiting"  # in the queue: new, or preempted
     PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
-    DECODE = "decode"  # every token but the newest is computed
+    DECODE = "decode"  # all tokens are computed, or all but the newest
     CLOSING = "closing"  # answered or cancelled; its last state is not yet saved
     FINISHED = "finished"  # not in the engine any more
 
@@ -40,8 +40,8 @@ class GenerationResult:
     prompt_tokens: list[int]
     generated_tokens: list[int]
     generated_text: str | None
-    finish_reason: str  # "length" | "stop" | "cancelled" | "error"
-    prefix: PrefixReport
+    finish_reason: str  # "length" | "stop" | "cancelled" | "error"; before that a `RequestStatus`
+    prefix: PrefixReport | None  # None: not admitted yet
     log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
     top_n_logprobs: list[dict[int, float]] | None = None
@@ -82,13 +82,13 @@ class RequestOutput:
     tokens: list[int]
     text: str
     """New text. A possible beginning of a stop string or of a character comes with a later output.
-    Given text is never taken back: a tokenizer that falls back to single bytes may lose the
-    character before an incomplete one at the end of the answer, in `generated_text` alone.
+    Given text is never taken back: with a tokenizer that falls back to single bytes,
+    `generated_text` may differ in the character before an incomplete one at its end.
     A request of `generate` gets all its text with its last output."""
     finish_reason: str | None
     """As in `GenerationResult`; None: not finished."""
-    report: PrefixReport | None
-    """Reused tokens of the prompt; None: the request was never admitted."""
+    report: PrefixReport
+    """Reused tokens of the prompt."""
     result: GenerationResult | None
     """In the last output; None in the others."""
 
@@ -193,7 +193,7 @@ class Request:
 
     @property
     def recompute_reason(self) -> MissReason | None:
-        """As `recompute_reason`, also for lack of memory."""
+        """Why the whole prompt is computed: for its log-probs, or for lack of memory."""
         return MissReason.NO_ROOM if self.lacks_memory else recompute_reason(self.params)
 
     def draw(self) -> Draw:

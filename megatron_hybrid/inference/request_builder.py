@@ -27,7 +27,7 @@ class RequestBuilder:
     Args:
         config: limits of the engine.
         cache: for the check that a request can fit.
-        tokenizer: for text prompts and stop strings; None: ids only. Its optional
+        tokenizer: for text, chats, end tokens and stop strings; None: ids only. Its optional
             `generation_config` holds the defaults of sampling.
         vocab_size: token ids lie in [0, vocab_size).
 

@@ -51,7 +51,7 @@ class Scheduler:
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
-        # Limit of staging memory: the live slots plus the KV of one forward (as much as rungs).
+        # Limit of staging memory: that of the live slots, and as much as the KV of one forward.
         kv_bytes = max_tokens * cache.spec.kv_bytes_per_token
         self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // slot_bytes
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # next first
@@ -524,7 +524,7 @@ class Scheduler:
         self.num_preemptions += 1
         draft.drop(request)
         lease, done = request.lease, request.num_computed
-        # Not parked: with nothing computed, or all but the first draw, the cache suffices.
+        # Where nothing is computed, or only the first draw is missing, the cache suffices.
         if 0 < done < request.num_tokens:
             request.parked_tokens, request.lease_before = done, lease
             draft.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))

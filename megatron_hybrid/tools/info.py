@@ -19,7 +19,7 @@ def environment() -> dict[str, str]:
     return {
         "megatron_hybrid": __version__,
         "python": platform.python_version(),
-        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "torch": f"{torch.__version__}, threads: {torch.get_num_threads()}",
         "device": device,
         "megatron-core": ".".join(map(str, compat.MEGATRON_CORE_VERSION)),
         "Transformer Engine": _transformer_engine(),

@@ -27,8 +27,8 @@ BELOW = {
 }
 """Wing -> the wings that it may import."""
 
-DOORS = {"cli", "megatron", "serving", "tools", "training"}
-"""What users come in by: they may import every wing, and `cli` the other doors."""
+DOORS = {"__main__", "cli", "megatron", "serving", "tools", "training"}
+"""What users come in by: they may import every wing, `cli` the other doors, `__main__` `cli`."""
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -78,7 +78,8 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported or imported in FOUNDATION or importer == "__init__":
         return True
     if importer in DOORS:
-        return imported in BELOW or (importer == "cli" and imported in DOORS)
+        beside = {"cli": DOORS - {"__main__"}, "__main__": {"cli"}}
+        return imported in BELOW or imported in beside.get(importer, ())
     return imported in BELOW.get(importer, ())
 
 

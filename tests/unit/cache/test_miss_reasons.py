@@ -178,7 +178,7 @@ def test_budget_at_the_end_of_a_prompt():
     assert lost(sim) == {MissReason.BUDGET: 100, MissReason.STATE_NEVER_SAVED: 90}
     explanation = str(sim.cache.explain(tokens(100)))
     assert "      100  refused     end of a prompt, used 1 x" in explanation.splitlines()
-    assert explanation.endswith("(budget): a state behind it was wanted, and found no room")
+    assert explanation.endswith("(budget): a state after it was wanted, and found no room")
 
 
 def test_budget_at_the_end_of_an_answer():

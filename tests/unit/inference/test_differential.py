@@ -1,4 +1,4 @@
-"""Random runs against forward passes without any cache (tests/differential.py says what a run is).
+"""Random runs against forward passes without any cache (tests/helpers/differential.py defines one).
 
 Longer runs, and many more of them: tests/functional/inference/test_many_random_runs.py.
 """

@@ -1,6 +1,6 @@
 """Tiny random models of architectures without an adapter, with weights mapped by hand.
 
-Those with an adapter: tests/functional/adapters.
+Those with an adapter: tests/functional/huggingface.
 """
 
 import pytest
