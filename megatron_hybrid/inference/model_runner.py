@@ -61,7 +61,7 @@ class ModelRunner:
             self._parked.pop(request_id, None)
         # Before all writes: this step may write the pages that the request had.
         for park in plan.parks:
-            with optional_work(partial(_note, result.unparked, park.request_id)):
+            with optional_work(partial(_note, result.not_parked, park.request_id)):
                 self._park(park)
         for key, targets in plan.loads.items():
             with optional_work(partial(_note, result.unloaded, key)):

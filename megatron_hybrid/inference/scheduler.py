@@ -153,7 +153,7 @@ class Scheduler:
             # Admissions come last and find room, so no victim is yet to be restored.
             assert victim not in draft.restores
             if closing:
-                draft.drop(victim)
+                draft.remove(victim)
                 self._retire(victim)  # answered: only its last state is lost
             else:
                 self._preempt(draft, victim)
@@ -170,7 +170,7 @@ class Scheduler:
             is_alone = all(other is request for other in self.running)
             if is_alone or not is_lack_of_memory(error):
                 raise
-            draft.drop(request)
+            draft.remove(request)
             if request.lease is not None:
                 self._end_lease(request)
                 self._requeue(request)
@@ -312,7 +312,7 @@ class Scheduler:
         if plan.number != self._num_plans:
             raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
         for request in draft.parks:
-            if request.request_id in result.unparked:
+            if request.request_id in result.not_parked:
                 request.parked_tokens = 0
         for key in result.unloaded:
             self.fetches.fail(key)
@@ -357,7 +357,7 @@ class Scheduler:
                 request.lacks_memory = True
                 if len(self.running) == 1:
                     raise MemoryError(result.unrestored[request.request_id])
-            draft.drop(request)
+            draft.remove(request)
             self._end_lease(request)
             self._requeue(request)
 
@@ -461,7 +461,7 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """End a running request: with the next plan if its state is worth its room, else now."""
         if request in self._next.restores:  # a fork that was not executed yet
-            self._next.drop(request)
+            self._next.remove(request)
             self._end_lease(request)
             request.status = RequestStatus.FINISHED
             return
@@ -522,7 +522,7 @@ class Scheduler:
         """Take the pages of a running request and queue it again. Its bytes are parked in host
         memory, to continue at the same token; if they cannot be, it starts from the cache."""
         self.num_preemptions += 1
-        draft.drop(request)
+        draft.remove(request)
         lease, done = request.lease, request.num_computed
         # Where nothing is computed, or only the first draw is missing, the cache suffices.
         if 0 < done < request.num_tokens:

@@ -90,7 +90,7 @@ class StepDraft:
         self.chunks.append(chunk)
         self.num_tokens += chunk.end - chunk.start
 
-    def drop(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Take out a request that was preempted, or ended, while the step was planned."""
         self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)

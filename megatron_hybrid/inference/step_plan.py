@@ -143,7 +143,7 @@ class StepResult:
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
     """By request id."""
-    unparked: dict[int, str] = field(default_factory=dict)
+    not_parked: dict[int, str] = field(default_factory=dict)
     """Parks that lacked memory, by request id."""
     unloaded: dict[bytes, str] = field(default_factory=dict)
     """Loads that lacked memory, by the key of the fetch."""

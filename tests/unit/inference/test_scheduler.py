@@ -326,7 +326,7 @@ def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
 
 def test_a_request_that_cannot_be_parked_starts_from_the_cache():
     each, requests, plan = preempted()
-    result = StepResult({i: Sampled(1) for i in (0, 1)}, unparked={2: "no memory"})
+    result = StepResult({i: Sampled(1) for i in (0, 1)}, not_parked={2: "no memory"})
     each.complete(plan, result)
     each.cancel(requests[0])
     each.complete(each.schedule_moves(), StepResult())
