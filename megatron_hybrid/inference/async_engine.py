@@ -103,7 +103,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             self._end()
             raise
         if output is None:
-            self._end()
+            self._is_over = True
             raise StopAsyncIteration
         return output
 
@@ -112,8 +112,9 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._end()
 
     def _end(self) -> None:
-        self._is_over = True
-        self._call.abandon()
+        if not self._is_over:
+            self._is_over = True
+            self._call.abandon()
 
     async def __aenter__(self) -> "AsyncStream":
         return self
@@ -122,7 +123,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._end()
 
     def __del__(self):
-        self._call.abandon()
+        self._end()
 
 
 def _in_thread(
@@ -194,8 +195,9 @@ class AsyncEngine:
         try:
             await self._run(self._add, call, prompt, params, **options)
             return await call.get()
-        finally:
+        except BaseException:
             call.abandon()
+            raise
 
     def stream(
         self,
@@ -281,25 +283,26 @@ class AsyncEngine:
     def _step(self) -> None:
         self._has_next_step = False
         try:
-            outputs = self._engine.step()
+            self._take(self._engine.step())
         except BaseException as error:  # the thread survives every error
-            outputs = []
+            self._take(self._engine.take_outputs())
             self._fail(error)
             if not self._calls:  # no one to tell of a second error: no step before the next job
                 return
-        for output in outputs:
-            if output.request_id in self._calls:
-                self._take(self._calls[output.request_id], output)
         for call in [call for call in self._answered if call.is_closed]:
             self._end(call, call.answer())
         self._go_on()
 
-    def _take(self, call: _Call, output: RequestOutput) -> None:
-        if call.streams:
-            call.put(output)
-        call.num_unanswered -= output.result is not None
-        if not call.num_unanswered:
-            self._answered[call] = None
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            call = self._calls.get(output.request_id)
+            if call is None:
+                continue
+            if call.streams:
+                call.put(output)
+            call.num_unanswered -= output.result is not None
+            if not call.num_unanswered:
+                self._answered[call] = None
 
     def _fail(self, error: BaseException) -> None:
         """End the admitted calls with the error of a step, or the oldest call if none was admitted:

@@ -275,6 +275,11 @@ class DynamicInferenceEngine:
             finally:
                 self._is_stepping = False
                 self._make_outputs()
+        return self.take_outputs()
+
+    @exclusive
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs that a failed step left, which the next one returns otherwise."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -378,6 +378,37 @@ def test_an_answer_survives_a_failing_step_behind_it(method, monkeypatch):
     assert serve(body).generated_tokens == answer
 
 
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_an_answer_survives_a_failing_save_of_its_state(method, monkeypatch):
+    """At the end of the step that ended it with a stop token."""
+    tokens = expected([PROMPTS[0]], greedy(9))[0]
+    stop = next(index for index in range(2, 9) if tokens[index] not in tokens[:index])
+    params, run = greedy(9, stop_token_ids=(tokens[stop],)), ModelRunner.run
+
+    def failing(self, plan):
+        if plan.saves:
+            raise InjectedError
+        return run(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "run", failing)
+
+    async def body(engine):
+        if method == "generate":
+            return await engine.generate(PROMPTS[0], params)
+        return (await read(engine.stream(PROMPTS[0], params)))[-1].result
+
+    assert serve(body).generated_tokens == tokens[:stop]
+
+
+def test_finished_calls_are_freed_by_an_idle_engine():
+    async def body(engine):
+        await engine.generate(PROMPTS[0], greedy(3))
+        await read(engine.stream(PROMPTS[1], greedy(3)))
+        assert not engine._calls and not engine._answered and not engine._abandoned
+
+    serve(body)
+
+
 class Panic(BaseException):
     """As those of a tokenizer that is written in Rust."""
 
