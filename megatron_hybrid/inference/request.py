@@ -187,6 +187,12 @@ class Request:
         return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
 
     @property
+    def starts_from_cache(self) -> bool:
+        """Whether its prefill starts where the match ends: it is not parked, and no prompt token
+        has to be computed."""
+        return not (self.parked_tokens or self.params.needs_prompt_logits)
+
+    @property
     def prompt_needs_logits(self) -> bool:
         """Whether prompt log-probs are missing, so that every prompt token must be computed."""
         return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens

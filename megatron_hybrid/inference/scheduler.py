@@ -101,7 +101,7 @@ class Scheduler:
         return draft.plan(self._num_plans, self.fetches.take_loads())
 
     def schedule_moves(self) -> StepPlan:
-        """Plan the moves due between two steps: forks of samples, and the last states of ending
+        """Plan the moves due before the next step: forks of samples, and the last states of ending
         requests, whose slots and pages others wait for."""
         return self._begin().plan(self._num_plans, {})
 
@@ -231,7 +231,7 @@ class Scheduler:
         It is read ahead, but loaded into the pool only when the request can start: earlier, it
         would evict the fetches of requests before it, and be evicted itself.
         """
-        if not self.fetches.tiers or request.parked_tokens or request.params.needs_prompt_logits:
+        if not self.fetches.tiers or not request.starts_from_cache:
             return False
         tokens = request.tokens[: request.num_tokens]
         while True:
@@ -258,9 +258,7 @@ class Scheduler:
     def _waits_for_other(self, request: Request) -> bool:
         """Whether a running prefill will soon make a deeper position restorable than the present
         ones, so that the request need not compute the same tokens."""
-        if self.cache.mode != "restore" or request.parked_tokens:
-            return False
-        if request.params.needs_prompt_logits:
+        if self.cache.mode != "restore" or not request.starts_from_cache:
             return False
         if request.waits_for is not None:
             other, position = request.waits_for

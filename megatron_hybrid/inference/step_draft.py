@@ -101,13 +101,13 @@ class StepDraft:
     def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
         return StepPlan(
             number,
-            self.drops,
-            list(self.parks.values()),
-            loads,
-            list(self.restores.values()),
-            [chunk.work() for chunk in self.chunks],
-            [Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
-            [
+            drops=self.drops,
+            parks=list(self.parks.values()),
+            loads=loads,
+            restores=list(self.restores.values()),
+            work=[chunk.work() for chunk in self.chunks],
+            ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
+            saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)
                 for r, saved in self.ending.items()
             ],
