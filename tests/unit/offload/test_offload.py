@@ -510,11 +510,17 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     engine.check_integrity()
 
 
-def test_a_fetch_that_arrives_while_its_step_is_planned_fails_no_step(monkeypatch):
+def with_a_prompt_in_host_memory():
+    """An engine with an empty pool, a prompt that is fetched, and its answer."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(100)
-    answer(engine, prompt)
+    expected = answer(engine, prompt).generated_tokens
     empty_pool(engine)
+    return engine, prompt, expected
+
+
+def test_a_fetch_that_arrives_while_its_step_is_planned_fails_no_step(monkeypatch):
+    engine, prompt, _ = with_a_prompt_in_host_memory()
     asked = []
     monkeypatch.setattr(Arrival, "is_done", lambda self: asked.append(self) or len(asked) > 1)
     request = engine.add_request(prompt, greedy(6))
@@ -545,10 +551,7 @@ def test_a_request_waits_for_the_pages_of_a_fetch_behind_it(pattern, lengths):
 
 def test_a_fetch_is_an_entry_of_the_plan():
     """Its pages are written when the plan is run, and nobody else's until it has arrived."""
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    expected = answer(engine, prompt).generated_tokens
-    empty_pool(engine)
+    engine, prompt, expected = with_a_prompt_in_host_memory()
     request = engine.add_request(prompt, greedy(6))
     before = engine.memory.pool.clone()
     plan = engine.scheduler.schedule()
@@ -569,10 +572,7 @@ def test_a_fetch_is_an_entry_of_the_plan():
 
 
 def test_a_fetch_whose_step_fails_is_computed():
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    expected = answer(engine, prompt).generated_tokens
-    empty_pool(engine)
+    engine, prompt, expected = with_a_prompt_in_host_memory()
     request = engine.add_request(prompt, greedy(6))
     assert engine.scheduler.schedule().loads
     engine.scheduler.abort()
