@@ -11,6 +11,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.validation import is_int
 
 STATE_ENCODINGS = ("exact", "bf16", "int8")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass
@@ -60,6 +61,11 @@ class InferenceConfig:
     disk_cache_bytes: int = 64 << 30
     """Most bytes of records in `cache_dir`, for each rank."""
 
+    logprobs_mode: str = "raw_logprobs"
+    """Which log-probabilities requests return. "raw_logprobs": the model's own. With
+    "processed_logprobs" those of the distribution that a token is drawn from: tempered and
+    truncated by the request's sampling parameters, -inf for tokens that cannot be drawn."""
+
     random_seed: int = 0
     """Source of the seeds of requests without one."""
 
@@ -75,6 +81,10 @@ class InferenceConfig:
         if self.state_encoding not in STATE_ENCODINGS:
             raise ValueError(
                 f"state_encoding is {self.state_encoding!r}; use one of {STATE_ENCODINGS}."
+            )
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(
+                f"logprobs_mode is {self.logprobs_mode!r}; use one of {LOGPROBS_MODES}."
             )
         for field in (
             "block_size_tokens",

@@ -22,7 +22,11 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext
-from megatron_hybrid.inference.exclusive import EngineBusyError, exclusive
+from megatron_hybrid.inference.exclusive import (
+    EngineBusyError,
+    EngineSuspendedError,
+    exclusive,
+)
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
@@ -174,7 +178,9 @@ class DynamicInferenceEngine:
                 agree_on_minimum,
             )
             load = self.offload.fetches.load
-            self.runner = ModelRunner(self.model, self.memory, self.context, load)
+            self.runner = ModelRunner(
+                self.model, self.memory, self.context, load, config.logprobs_mode
+            )
             self.scheduler = Scheduler(
                 self.cache,
                 self.offload.fetches,
@@ -195,6 +201,7 @@ class DynamicInferenceEngine:
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._is_stepping = False
+        self.is_suspended = False
         self._abandoned: deque[Request] = deque()  # of dropped streams
         self.num_steps = 0
         self.peak_pages_in_use = 0
@@ -255,10 +262,11 @@ class DynamicInferenceEngine:
         that were ready by then, too. Ctrl-C takes effect after the step.
 
         Raises:
-            RuntimeError: the model is in training mode, or a step of this engine is running;
-                nothing has changed.
+            RuntimeError: the model is in training mode, or the engine is suspended, or a step of it
+                is running; nothing has changed.
         """
         self._refuse_inside_step("step")
+        self._refuse_suspended("step")
         if self.model.training:
             raise RuntimeError(
                 "the model is in training mode, in which answers and what is cached of them would "
@@ -288,6 +296,13 @@ class DynamicInferenceEngine:
             raise EngineBusyError(
                 f"{name}() was called inside a step of this engine, by a tokenizer or a hook, and "
                 "nothing has changed: call it when step() has returned"
+            )
+
+    def _refuse_suspended(self, name: str) -> None:
+        if self.is_suspended:
+            raise EngineSuspendedError(
+                f"{name}() was called while this engine is suspended, and nothing has changed: "
+                "call resume() first"
             )
 
     def _make_outputs(self) -> None:
@@ -397,6 +412,7 @@ class DynamicInferenceEngine:
             spread(n, count, "n", is_int),
         )
         self._refuse_inside_step("generate")
+        self._refuse_suspended("generate")
         groups = self.request_builder.build_all(per_prompt)
         requests = [request for group in groups for request in group]
         try:
@@ -445,8 +461,8 @@ class DynamicInferenceEngine:
         return Stream(request, self.step, self._end_stream, self._abandoned)
 
     def _end_stream(self, request: Request) -> None:
-        """Cancel the request, now or after the running step."""
-        if self._is_stepping:
+        """Cancel the request, now, or before the next step."""
+        if self._is_stepping or self.is_suspended:
             self._abandoned.append(request)
         else:
             self.cancel(request)
@@ -466,7 +482,7 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: another engine's request; nothing has changed.
             TypeError: not a request.
-            RuntimeError: a step of this engine is running; nothing has changed.
+            RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.
         """
         if not isinstance(request, Request):
             raise TypeError(
@@ -475,6 +491,7 @@ class DynamicInferenceEngine:
         if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
         self._refuse_inside_step("cancel")
+        self._refuse_suspended("cancel")
         self._cancel(request)
 
     def _cancel(self, request: Request) -> None:
@@ -499,6 +516,51 @@ class DynamicInferenceEngine:
                 self.output.take(request)
         self.scheduler.cancel(request)
 
+    # Suspension --------------------------------------------------------------------------------
+
+    @exclusive
+    @interrupts_wait()
+    def suspend(self, keep_cache: str = "drop") -> None:
+        """Give back the memory of the pool and the live slots until `resume`, for example to train
+        the model in between. Requests stay, and new ones may be added; steps are refused. No effect
+        on a suspended engine.
+
+        keep_cache: "drop": the cache is emptied, and running requests are computed anew; tokens
+            that they have generated stay. "host": all bytes wait in host memory, and everything
+            goes on as it was.
+
+        Raises:
+            ValueError: there is no such `keep_cache`.
+            MemoryError: host memory has no room.
+            RuntimeError: a step of this engine is running. Nothing has changed in all three cases.
+        """
+        if keep_cache not in ("drop", "host"):
+            raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop' or 'host'")
+        self._refuse_inside_step("suspend")
+        if self.is_suspended:
+            return
+        self._cancel_abandoned()
+        if keep_cache == "host":
+            self.offload.fetches.give_up_all()
+            self.memory.release(keep=True)
+        else:
+            self.scheduler.start_over()
+            self._forget_all()
+            self.memory.release(keep=False)
+        self.is_suspended = True
+
+    @exclusive
+    @interrupts_wait()
+    def resume(self) -> None:
+        """End a suspension. No effect on an engine that is not suspended.
+
+        Raises:
+            MemoryError: the device has no room; the engine stays suspended.
+        """
+        if self.is_suspended:
+            self.memory.reacquire()
+            self.is_suspended = False
+
     # Cache folders, closing --------------------------------------------------------------------
 
     @exclusive
@@ -517,8 +579,10 @@ class DynamicInferenceEngine:
             ValueError: no folder, or the mode is not "restore", or (`CacheFolderError`) the folder
                 holds something else or cannot be made, also for lack of disk space.
             OSError: writing failed.
-            RuntimeError: this process is a fork of the one that opened `config.cache_dir`.
+            RuntimeError: the engine is suspended, or this process is a fork of the one that opened
+                `config.cache_dir`.
         """
+        self._refuse_suspended("save_cache")
         tier = self.offload.disk
         if folder == "" or (folder is None and tier is None):
             raise ValueError(
@@ -552,9 +616,11 @@ class DynamicInferenceEngine:
         weights through `.data`; the next step notices other changes of them (`WeightWatch`).
 
         Raises:
-            RuntimeError: requests are running or waiting; nothing has changed.
+            RuntimeError: requests are running or waiting, or the engine is suspended; nothing has
+                changed.
             OSError: writing to the folder failed.
         """
+        self._refuse_suspended("clear_cache")
         self._cancel_abandoned()
         running = len(self.scheduler.running) - len(self.scheduler.closing)
         if running or self.scheduler.waiting:
@@ -641,6 +707,7 @@ class DynamicInferenceEngine:
             **self.cache.stats(),
             "steps": self.num_steps,
             "forward_tokens": self.scheduler.num_forward_tokens,
+            "prefill_tokens": self.scheduler.num_prefill_tokens,
             "preemptions": self.scheduler.num_preemptions,
             "weight_changes": self.num_weight_changes,
             "requests_running": len(self.scheduler.running),

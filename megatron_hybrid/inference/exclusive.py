@@ -1,4 +1,4 @@
-"""exclusive: allows one thread at a time inside an engine."""
+"""exclusive: allows one thread at a time inside an engine; errors of calls at the wrong time."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,6 +11,10 @@ R = TypeVar("R")
 
 class EngineBusyError(RuntimeError):
     """Another call is running in the engine; the refused one has changed nothing."""
+
+
+class EngineSuspendedError(RuntimeError):
+    """The engine is suspended, and the refused call has changed nothing."""
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

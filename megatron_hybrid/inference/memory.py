@@ -155,6 +155,7 @@ class CacheMemory:
     ):
         self.spec = spec
         self.device = device
+        self._kept: list[Tensor] | None = None  # while suspended
         # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
         self._state_encoding = state_encoding
@@ -224,6 +225,48 @@ class CacheMemory:
         checkpoints become invalid."""
         hidden = self._layout.hidden
         self._layout = StateLayout(layers, hidden.shape[0], hidden.dtype, self._state_encoding)
+
+    # Suspension --------------------------------------------------------------------------------
+
+    def release(self, *, keep: bool) -> None:
+        """Give back the device memory of pool and live slots, until `reacquire`. All views of them
+        stay, without bytes.
+
+        keep: copy the bytes to host memory first.
+
+        Raises:
+            MemoryError: the host lacks the memory for the copy; nothing has changed.
+        """
+        tensors = (self.pool, self.slots)
+        if keep:
+            try:
+                self._kept = [tensor.to("cpu", copy=True) for tensor in tensors]
+            except RuntimeError as error:
+                size = sum(tensor.numel() for tensor in tensors)
+                raise MemoryError(f"the host has no room for {size} bytes ({error})") from error
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(0)
+
+    def reacquire(self) -> None:
+        """Allocate pool and live slots again: as they were, or zeros.
+
+        Raises:
+            MemoryError: the device lacks the memory; call it again when it has it.
+        """
+        for tensor in (self.pool, self.slots):
+            try:
+                tensor.untyped_storage().resize_(tensor.numel())
+            except RuntimeError as error:
+                raise MemoryError(
+                    f"{self.device} has no room for {tensor.numel()} bytes of the cache ({error})"
+                ) from error
+        if self._kept is None:
+            self.pool.zero_()
+            self.slots.zero_()
+        else:
+            for tensor, kept in zip((self.pool, self.slots), self._kept):
+                tensor.copy_(kept)
+            self._kept = None
 
     # Copies ------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ COUNTERS = {
     "tokens_forgotten": "Tokens that the index no longer knows.",
     "steps": "Steps that had something to do, with a forward pass or without.",
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
+    "prefill_tokens": "Of these, tokens of prefills: of prompts, and of answers computed again.",
     "preemptions": "Running requests that gave up their pages for others.",
     "weight_changes": "Times that the weights had changed and all that was cached was dropped.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
@@ -72,7 +73,7 @@ _LOST_HELP = "Prompt tokens that were known, or in the making, and computed agai
 
 _GROUPS = {
     "requests": ("requests", "leases", "preemptions", "refused", "held_back", "parked"),
-    "tokens": ("prompt_", "shared_", "skipped_", "fetched_", "forward_", "steps"),
+    "tokens": ("prompt_", "shared_", "skipped_", "fetched_", "forward_", "prefill_", "steps"),
     "lost tokens": (_LOST,),
     "cached": ("checkpoints", "kv_blocks", "cached_", "known_", "tokens_forgotten", "weight_"),
     "pool": ("page", "peak_pages", "pool_", "live_slot"),

@@ -11,10 +11,17 @@ from torch import Tensor
 from megatron_hybrid.errors import optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
-from megatron_hybrid.inference.sampling import log_probs_of, sample, top_log_probs
-from megatron_hybrid.inference.sampling_params import Draw, Sampled
+from megatron_hybrid.inference.sampling import (
+    of_tokens,
+    processed_log_probs,
+    raw_log_probs,
+    sample,
+    top_n,
+)
+from megatron_hybrid.inference.sampling_params import Draw, Sampled, SamplingParams
 from megatron_hybrid.inference.step_plan import (
     Park,
+    PromptScores,
     Restore,
     Save,
     StepPlan,
@@ -32,6 +39,7 @@ class ModelRunner:
         memory: pool and live slots.
         context: lays out the batch.
         load: starts to copy a fetch into the pool: `Fetches.load`.
+        logprobs_mode: as in `InferenceConfig`.
     """
 
     def __init__(
@@ -40,10 +48,12 @@ class ModelRunner:
         memory: CacheMemory,
         context: DynamicInferenceContext,
         load: Callable[[bytes, list[np.ndarray]], None],
+        logprobs_mode: str = "raw_logprobs",
     ):
         self.model = model
         self.memory = memory
         self.context = context
+        self.logprobs_mode = logprobs_mode
         self._load = load
         self._parked: dict[int, ParkedRequest] = {}
 
@@ -81,7 +91,7 @@ class ModelRunner:
         if plan.work or plan.ready:
             logits_nV = self.forward(plan)
             result.sampled = self.sample(plan, logits_nV)
-            result.prompt_log_probs = self.score(plan, logits_nV)
+            result.prompt_scores = self.score(plan, logits_nV)
             self._save(plan, result)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
@@ -134,23 +144,37 @@ class ModelRunner:
             return {}
         drawn_nV = logits_nV[rows]
         tokens = sample(drawn_nV, draws)
-        scored = any(draw.params.return_log_probs for draw in draws)
-        log_probs = log_probs_of(drawn_nV, tokens) if scored else [None] * len(tokens)
-        sampled = {}
-        for row, request_id in enumerate(ids):
-            count = draws[row].params.top_n_logprobs
-            top = top_log_probs(drawn_nV[row], count) if count else None
-            sampled[request_id] = Sampled(tokens[row], log_probs[row], top)
+        sampled = {request_id: Sampled(token) for request_id, token in zip(ids, tokens)}
+        scored = [row for row, draw in enumerate(draws) if draw.params.return_log_probs]
+        if scored:
+            params = [draws[row].params for row in scored]
+            log_probs_nV = self._log_probs(drawn_nV[scored], params)
+            of_drawn = of_tokens(log_probs_nV, [tokens[row] for row in scored])
+            for index, row in enumerate(scored):
+                count, top = params[index].top_n_logprobs, None
+                if count:
+                    (top,) = top_n(log_probs_nV[index : index + 1], count)
+                sampled[ids[row]] = Sampled(tokens[row], of_drawn[index], top)
         return sampled
 
-    def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, list[float]]:
+    def _log_probs(self, logits_nV: Tensor, params: list[SamplingParams]) -> Tensor:
+        if self.logprobs_mode == "processed_logprobs":
+            return processed_log_probs(logits_nV, params)
+        return raw_log_probs(logits_nV)
+
+    def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, PromptScores]:
         """Log-probabilities of `Work.scored`, by request id."""
         scores, start = {}, 0
         for work in plan.work:
-            if work.scored:
-                first = start + work.first_scored - 1 - work.start
-                rows_TV = logits_nV[first : first + len(work.scored)]
-                scores[work.request_id] = log_probs_of(rows_TV, work.scored)
+            if work.scored is not None:
+                first = start + work.scored.first - 1 - work.start
+                tokens, params = work.scored.tokens, work.scored.params
+                rows_TV = logits_nV[first : first + len(tokens)]
+                log_probs_TV = self._log_probs(rows_TV, [params] * len(tokens))
+                count = params.top_n_logprobs
+                scores[work.request_id] = PromptScores(
+                    of_tokens(log_probs_TV, tokens), top_n(log_probs_TV, count) if count else []
+                )
             start += work.num_logits
         return scores
 

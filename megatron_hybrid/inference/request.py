@@ -31,9 +31,9 @@ class GenerationResult:
     """Result of a request, or of one sample of it.
 
     `print` shows it in two lines. `generated_tokens` has the stop token only with
-    `detokenize_stop_sequence`. `log_probs` has one entry for each generated token,
-    `prompt_log_probs` for each prompt token but the first. Times are seconds since the request was
-    added.
+    `detokenize_stop_sequence`. `log_probs` and `top_n_logprobs` have one entry for each generated
+    token, their `prompt_` fellows one for each prompt token but the first. Times are seconds since
+    the request was added.
     """
 
     request_id: int
@@ -45,6 +45,7 @@ class GenerationResult:
     log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
     top_n_logprobs: list[dict[int, float]] | None = None
+    prompt_top_n_logprobs: list[dict[int, float]] | None = None
     time_to_first_token: float | None = None
     total_time: float | None = None
     error: str | None = None
@@ -124,6 +125,7 @@ class Request:
     fetch: "Fetch | None" = None  # found by that search
     lacks_memory: bool = False  # to restore a state: all of the prompt is computed
     parked_tokens: int = 0  # computed before the preemption, with bytes in host memory
+    num_preemptions: int = 0
     lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
@@ -132,6 +134,7 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     generated_text: str | None = None
@@ -220,6 +223,11 @@ class Request:
                 list(self.prompt_log_probs) if self.params.needs_prompt_logits else None
             ),
             top_n_logprobs=list(self.top_n_logprobs) if self.params.top_n_logprobs else None,
+            prompt_top_n_logprobs=(
+                list(self.prompt_top_n_logprobs)
+                if self.params.top_n_logprobs and self.params.needs_prompt_logits
+                else None
+            ),
             time_to_first_token=(
                 None if self.first_token_at is None else self.first_token_at - self.added_at
             ),

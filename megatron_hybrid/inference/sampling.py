@@ -5,10 +5,12 @@ state. So preemption, chunks and batches do not change a request's draws, and al
 tensor-parallel job draw the same tokens without communication.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megatron_hybrid.inference.sampling_params import Draw
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 
 _MASK64 = (1 << 64) - 1
 
@@ -42,33 +44,55 @@ def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
     """
     tokens = logits_nV.argmax(dim=-1).tolist()
     for row, draw in enumerate(draws):
-        params = draw.params
-        if params.is_greedy:
+        if draw.params.is_greedy:
             continue
-        logits_V, order_V = logits_nV[row].double().sort(descending=True, stable=True)
-        # Relative to the largest, so that the division does not overflow at any temperature.
-        logits_V = (logits_V - logits_V[0]) / params.temperature
-        if params.top_k:
-            logits_V = logits_V[: params.top_k]
-        cumulative_V = logits_V.softmax(dim=-1).cumsum(dim=-1)
-        if params.top_p:
-            # Kept: tokens whose predecessors sum to less than top_p, so at least one.
-            kept = int((cumulative_V < params.top_p).sum()) + 1
-            cumulative_V = cumulative_V[:kept]
-        point = uniform(draw.seed, draw.sample_index, draw.position) * cumulative_V[-1]
-        rank = int(torch.searchsorted(cumulative_V, point, right=True))
-        tokens[row] = int(order_V[min(rank, len(cumulative_V) - 1)])
+        logits_k, ids_k = drawable(logits_nV[row], draw.params)
+        cumulative_k = logits_k.softmax(dim=-1).cumsum(dim=-1)
+        point = uniform(draw.seed, draw.sample_index, draw.position) * cumulative_k[-1]
+        rank = int(torch.searchsorted(cumulative_k, point, right=True))
+        tokens[row] = int(ids_k[min(rank, len(ids_k) - 1)])
     return tokens
 
 
-def log_probs_of(logits_nV: Tensor, tokens: list[int]) -> list[float]:
-    """Log-probability of one token for each row, fp32 log-softmax of the untempered logits."""
-    log_probs_nV = logits_nV.float().log_softmax(dim=-1)
-    index = torch.as_tensor(tokens, dtype=torch.long, device=logits_nV.device)
+def drawable(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Tempered logits [k], float64, and ids [k] of the tokens that `params` allow to be drawn from
+    a row of logits, most likely first."""
+    if params.is_greedy:
+        best = logits_V.argmax(dim=-1, keepdim=True)
+        return logits_V[best].double(), best
+    logits_V, ids_V = logits_V.double().sort(descending=True, stable=True)
+    # Relative to the largest, so that the division does not overflow at any temperature.
+    logits_V = (logits_V - logits_V[0]) / params.temperature
+    kept = params.top_k or len(logits_V)
+    if params.top_p:
+        # Kept: tokens whose predecessors sum to less than top_p, so at least one.
+        cumulative_k = logits_V[:kept].softmax(dim=-1).cumsum(dim=-1)
+        kept = int((cumulative_k < params.top_p).sum()) + 1
+    return logits_V[:kept], ids_V[:kept]
+
+
+def raw_log_probs(logits_nV: Tensor) -> Tensor:
+    """The model's own log-probabilities [n, V]: fp32 log-softmax of the untempered logits."""
+    return logits_nV.float().log_softmax(dim=-1)
+
+
+def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log-probabilities [n, V], fp32, with which each row is drawn by its `params`: tempered,
+    truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
+    log_probs_nV = logits_nV.new_full(logits_nV.shape, -torch.inf, dtype=torch.float32)
+    for row, own in enumerate(params):
+        logits_k, ids_k = drawable(logits_nV[row], own)
+        log_probs_nV[row, ids_k] = logits_k.log_softmax(dim=-1).float()
+    return log_probs_nV
+
+
+def of_tokens(log_probs_nV: Tensor, tokens: Sequence[int]) -> list[float]:
+    """The log-probability of one token in each row."""
+    index = torch.as_tensor(tokens, dtype=torch.long, device=log_probs_nV.device)
     return log_probs_nV.gather(1, index[:, None])[:, 0].tolist()
 
 
-def top_log_probs(logits_V: Tensor, n: int) -> dict[int, float]:
-    """The n most likely tokens of one row with their log-probabilities, most likely first."""
-    values, indices = logits_V.float().log_softmax(dim=-1).topk(min(n, logits_V.numel()))
-    return dict(zip(indices.tolist(), values.tolist()))
+def top_n(log_probs_nV: Tensor, n: int) -> list[dict[int, float]]:
+    """The n most likely tokens of each row with their log-probabilities, most likely first."""
+    values, ids = log_probs_nV.topk(min(n, log_probs_nV.shape[1]))
+    return [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]

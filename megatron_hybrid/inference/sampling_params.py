@@ -102,14 +102,15 @@ class SamplingParams:
     """Continue after stop tokens (for benchmarks)."""
 
     return_log_probs: bool = False
-    """Return log-probabilities of prompt and generated tokens (the model's own, untempered)."""
+    """Return log-probabilities of prompt and generated tokens; see
+    `InferenceConfig.logprobs_mode`."""
 
     skip_prompt_log_probs: bool = False
     """With `return_log_probs`: only those of generated tokens. Else every prompt token must be
     computed, and the request cannot skip any."""
 
     top_n_logprobs: int = 0
-    """With `return_log_probs`: also the n most likely tokens at each generated position."""
+    """With `return_log_probs`: also the n most likely tokens at each position that has one."""
 
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""

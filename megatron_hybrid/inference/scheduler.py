@@ -62,6 +62,7 @@ class Scheduler:
         self._num_plans = 0
         self.num_preemptions = 0
         self.num_forward_tokens = 0
+        self.num_prefill_tokens = 0
 
     def add(self, request: Request) -> None:
         self.waiting[request] = None
@@ -318,8 +319,12 @@ class Scheduler:
         self.num_forward_tokens += draft.num_tokens
         for chunk in draft.chunks:
             request = chunk.request
+            if request.status is RequestStatus.PREFILL:
+                self.num_prefill_tokens += chunk.end - chunk.start
             request.num_computed = chunk.end
-            request.prompt_log_probs += result.prompt_log_probs.get(request.request_id, [])
+            if (scores := result.prompt_scores.get(request.request_id)) is not None:
+                request.prompt_log_probs += scores.log_probs
+                request.prompt_top_n_logprobs += scores.top_n_logprobs
             self.cache.commit(request.lease, request.tokens, chunk.end)
             self._publish(request, chunk.reservations, result)
             if chunk.draws:
@@ -390,6 +395,7 @@ class Scheduler:
                     request.siblings.pop(0)
                     continue
                 sibling.prompt_log_probs = list(request.prompt_log_probs)
+                sibling.prompt_top_n_logprobs = list(request.prompt_top_n_logprobs)
                 lease = None
                 if self.free_slots:
                     with suppress(MemoryError):
@@ -432,7 +438,7 @@ class Scheduler:
         for request in self.waiting:
             request.parked_tokens = 0
             if not request.num_generated:
-                request.prompt_log_probs = []
+                request.prompt_log_probs, request.prompt_top_n_logprobs = [], []
 
     def finish(self, request: Request) -> None:
         """End an answered request, once its last state is saved; its last token may need one more
@@ -520,6 +526,7 @@ class Scheduler:
         """Take the pages of a running request and queue it again. Its bytes are parked in host
         memory, to continue at the same token; if they cannot be, it starts from the cache."""
         self.num_preemptions += 1
+        request.num_preemptions += 1
         draft.remove(request)
         lease, done = request.lease, request.num_computed
         # Where nothing is computed, or only the first draw is missing, the cache suffices.

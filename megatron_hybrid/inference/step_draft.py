@@ -12,6 +12,7 @@ from megatron_hybrid.inference.step_plan import (
     Ready,
     Restore,
     Save,
+    Scored,
     SlotSave,
     StepPlan,
     Unpark,
@@ -48,9 +49,11 @@ class Chunk:
         if request.prompt_needs_logits:
             work.num_logits = self.end - self.start
             # A preempted request that computes its prompt again has some of them already.
-            work.first_scored = len(request.prompt_log_probs) + 1
+            first = len(request.prompt_log_probs) + 1
             last = min(self.end, request.num_prompt_tokens - 1)
-            work.scored = request.tokens[work.first_scored : last + 1].tolist()
+            if first <= last:
+                tokens = request.tokens[first : last + 1].tolist()
+                work.scored = Scored(first, tokens, request.params)
         return work
 
 

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from megatron_hybrid.inference.sampling_params import Draw, Sampled
+from megatron_hybrid.inference.sampling_params import Draw, Sampled, SamplingParams
 
 
 @dataclass
@@ -62,6 +62,25 @@ class Restore:
 
 
 @dataclass
+class Scored:
+    """Prompt tokens that need a log-probability, each predicted by the row before it."""
+
+    first: int
+    """Position of the first one."""
+    tokens: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class PromptScores:
+    """Log-probabilities of prompt tokens."""
+
+    log_probs: list[float]
+    top_n_logprobs: list[dict[int, float]]
+    """Of the most likely tokens at the same positions; empty if none were asked for."""
+
+
+@dataclass
 class Work:
     """Tokens [start, end) of one request to compute in the step."""
 
@@ -79,10 +98,8 @@ class Work:
     """Number of last rows that need logits: 0, 1, or all to score the prompt."""
     draws: dict[int, Draw] = field(default_factory=dict)
     """From the last row, by request id: for the request, and for the samples to fork from it."""
-    scored: list[int] = field(default_factory=list)
+    scored: Scored | None = None
     """Prompt tokens that need a log-probability."""
-    first_scored: int = 0
-    """Position of the first of them, predicted by the row before it."""
     saves: list[Save] = field(default_factory=list)
     """In (start, end], ascending."""
 
@@ -149,7 +166,7 @@ class StepResult:
     """Loads that lacked memory, by the key of the fetch."""
     unrestored: dict[int, str] = field(default_factory=dict)
     """Restores that lacked memory, by request id; these requests were not run."""
-    prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
+    prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
     """Of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)
     """Saves that lacked memory, by request id and position."""

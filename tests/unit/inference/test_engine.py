@@ -189,6 +189,36 @@ def test_top_n_log_probs():
         assert next(iter(best.values())) == result.log_probs[position - len(prompt) + 1]
 
 
+@pytest.mark.parametrize("max_tokens", [7, 512])
+def test_top_n_log_probs_of_the_prompt(max_tokens):
+    prompt = random_tokens(30)
+    params = greedy(2, return_log_probs=True, top_n_logprobs=2)
+    result = tiny_engine(max_tokens=max_tokens).generate([prompt], params)[0]
+    logits = full_logits(MODEL, prompt).log_softmax(-1)
+    assert len(result.prompt_top_n_logprobs) == len(prompt) - 1
+    for row, best in zip(logits, result.prompt_top_n_logprobs):
+        expected = row.topk(2)
+        assert list(best) == expected.indices.tolist()
+        assert list(best.values()) == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_processed_log_probs_are_of_the_tempered_and_truncated_distribution():
+    prompt = random_tokens(30)
+    params = SamplingParams(
+        temperature=0.5, top_k=5, seed=1, num_tokens_to_generate=6, return_log_probs=True
+    )
+    engine = tiny_engine(logprobs_mode="processed_logprobs")
+    result = engine.generate([prompt], params)[0]
+    tokens = prompt + result.generated_tokens
+    logits = (full_logits(MODEL, tokens).double() / 0.5)[:-1]
+    best = logits.topk(5)
+    kept = torch.full_like(logits, -torch.inf).scatter(1, best.indices, best.values)
+    expected = kept.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    assert result.prompt_log_probs == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
+    assert result.log_probs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+    assert -torch.inf in result.prompt_log_probs and -torch.inf not in result.log_probs
+
+
 def test_prompt_log_probs_need_every_forward_and_say_so():
     engine = tiny_engine()
     prompt = random_tokens(100)

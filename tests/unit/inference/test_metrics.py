@@ -64,7 +64,14 @@ def test_every_counter_appears_once_with_its_value(engine):
 def test_what_only_grows_is_a_counter(engine):
     _, kinds = parsed(engine.metrics())
     grows = {field.name for field in [*fields(CacheStats), *fields(FetchStats)]}
-    grows |= {"steps", "forward_tokens", "preemptions", "weight_changes", "lost_tokens"}
+    grows |= {
+        "steps",
+        "forward_tokens",
+        "prefill_tokens",
+        "preemptions",
+        "weight_changes",
+        "lost_tokens",
+    }
     grows |= {"host_records_evicted", "disk_records_evicted", "disk_records_unwritten"}
     grows |= {"host_without_memory", "disk_without_memory"}
     counters = {f"megatron_hybrid_{name}_total" for name in grows}

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hybrid.inference.sampling import log_probs_of, sample, top_log_probs, uniform
+from megatron_hybrid.inference.sampling import (
+    of_tokens,
+    processed_log_probs,
+    raw_log_probs,
+    sample,
+    top_n,
+    uniform,
+)
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, model_defaults
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0])
@@ -114,16 +121,28 @@ def test_streams_of_seeds_samples_and_positions_are_uncorrelated():
 def test_log_probs_are_those_of_the_untempered_softmax():
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     expected = logits.double().softmax(-1).log()
-    given_ = log_probs_of(logits, [6, 0, 3])
+    given_ = of_tokens(raw_log_probs(logits), [6, 0, 3])
     for row, token, value in zip(range(3), (6, 0, 3), given_):
         assert value == pytest.approx(expected[row, token].item(), abs=1e-6)
 
 
 def test_top_log_probs_come_most_likely_first():
-    top = top_log_probs(LOGITS, 3)
-    assert list(top) == [0, 3, 5]
+    rows = raw_log_probs(torch.stack([LOGITS, -LOGITS]))
+    top, other = top_n(rows, 3)
+    assert list(top) == [0, 3, 5] and next(iter(other)) == 2
     assert top[3] == pytest.approx(LOGITS.log_softmax(0)[3].item(), abs=1e-6)
-    assert len(top_log_probs(LOGITS, 100)) == len(LOGITS)
+    assert len(top_n(rows, 100)[0]) == len(LOGITS)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.5}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.7}]
+)
+def test_processed_log_probs_are_those_of_the_distribution_that_is_drawn_from(fields):
+    rows = torch.stack([LOGITS, LOGITS])
+    params = [SamplingParams(**fields).resolved(), SamplingParams(top_k=1).resolved()]
+    given_, greedy = processed_log_probs(rows, params).double()
+    torch.testing.assert_close(given_, brute_force(**fields).log(), atol=1e-6, rtol=1e-6)
+    assert greedy.tolist() == [0.0] + [-torch.inf] * (len(LOGITS) - 1)
 
 
 # What neither the request nor the caller says ----------------------------------------------------
