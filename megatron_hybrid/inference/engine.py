@@ -184,7 +184,6 @@ class DynamicInferenceEngine:
             self.scheduler = Scheduler(
                 self.cache,
                 self.offload.fetches,
-                self.memory.slot_bytes,
                 config.max_requests,
                 config.max_tokens,
             )

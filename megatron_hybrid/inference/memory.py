@@ -160,10 +160,7 @@ class CacheMemory:
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
-        # A slot spans whole pages, so that an exact checkpoint is a copy of its bytes.
-        slot_pages = -(-(spec.state_bytes + spec.hidden_bytes) // spec.page_bytes)
-        slot_bytes = max(1, slot_pages) * spec.page_bytes
-        self.slots = _zeros(num_slots, slot_bytes, device, "live slots: lower max_requests")
+        self.slots = _zeros(num_slots, spec.slot_bytes, device, "live slots: lower max_requests")
 
         self._live_states = {
             key: field.view(self.slots) for key, field in self._layout.fields.items()
@@ -191,10 +188,6 @@ class CacheMemory:
                     self.table_of_layer[number] = local_groups.index(group), page
                 else:
                     self.table_of_layer[number] = None, columns[group].start + page
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.slots.shape[1]
 
     # Views -------------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ class Scheduler:
     Args:
         cache: decides about sharing and eviction.
         fetches: from the tiers.
-        slot_bytes: size of a live slot.
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
     """
@@ -43,7 +42,6 @@ class Scheduler:
         self,
         cache: PrefixCache,
         fetches: "Fetches",
-        slot_bytes: int,
         max_requests: int,
         max_tokens: int,
     ):
@@ -53,7 +51,7 @@ class Scheduler:
         self.max_waiting_looked_at = 2 * max_requests
         # Limit of staging memory: that of the live slots, and as much as the KV of one forward.
         kv_bytes = max_tokens * cache.spec.kv_bytes_per_token
-        self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // slot_bytes
+        self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // cache.spec.slot_bytes
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # next first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))

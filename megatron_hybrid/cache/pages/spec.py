@@ -147,6 +147,12 @@ class CacheSpec:
         return aligned(state) + aligned(self.hidden_bytes)
 
     @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a live slot: whole pages, so that an exact checkpoint is a copy of its bytes."""
+        pages = -(-(self.state_bytes + self.hidden_bytes) // self.page_bytes)
+        return max(1, pages) * self.page_bytes
+
+    @cached_property
     def checkpoint_pages(self) -> int:
         """Pages of a checkpoint without its local blocks."""
         return -(-self.checkpoint_bytes // self.page_bytes)

@@ -33,8 +33,7 @@ class NoTiers:
 
 def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
     cache = PrefixCache(SPEC, num_pages)
-    slot_bytes = SPEC.state_bytes + SPEC.hidden_bytes
-    return Scheduler(cache, NoTiers(), slot_bytes, max_requests, max_tokens)
+    return Scheduler(cache, NoTiers(), max_requests, max_tokens)
 
 
 def request(request_id: int, length: int, answer: int = 8, seed: int | None = None) -> Request:
