@@ -1,0 +1,61 @@
+"""The door for Megatron's inference scripts: the names that they import, over our engine.
+
+A script changes its imports to this package, or is started unchanged with
+`python -m megatron_hybrid.megatron SCRIPT ...`. `docs/from_megatron.md` compares both, field by
+field.
+"""
+
+from megatron_hybrid.megatron.config import (
+    AsyncScheduleMode,
+    CudaGraphSizingDistribution,
+    InferenceConfig,
+    KVCacheManagementMode,
+    MambaInferenceStateConfig,
+    PrefixCachingCoordinatorPolicy,
+    PrefixCachingEvictionPolicy,
+)
+from megatron_hybrid.megatron.context import DynamicInferenceContext
+from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
+from megatron_hybrid.megatron.engine import (
+    CoordinatorError,
+    DynamicInferenceEngine,
+    EngineState,
+    EngineSuspendedError,
+    InferenceClient,
+)
+from megatron_hybrid.megatron.llm import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_hybrid.megatron.request import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
+from megatron_hybrid.megatron.sampling_params import SamplingParams
+
+__all__ = [
+    "AsyncScheduleMode",
+    "CoordinatorError",
+    "CudaGraphSizingDistribution",
+    "DynamicInferenceContext",
+    "DynamicInferenceEngine",
+    "DynamicInferenceEvent",
+    "DynamicInferenceEventType",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "EngineState",
+    "EngineSuspendedError",
+    "GPTInferenceWrapper",
+    "InferenceClient",
+    "InferenceConfig",
+    "KVCacheManagementMode",
+    "MambaInferenceStateConfig",
+    "MegatronAsyncLLM",
+    "MegatronLLM",
+    "PrefixCachingCoordinatorPolicy",
+    "PrefixCachingEvictionPolicy",
+    "SamplingParams",
+    "ServeConfig",
+    "Status",
+    "TextGenerationController",
+]

@@ -1,0 +1,302 @@
+"""Megatron's InferenceConfig, and its translation for our engine.
+
+Fields and defaults are those of megatron-core 0.19 and of Megatron-LM main. `docs/from_megatron.md`
+has the table of all fields.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import InitVar, dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
+from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.validation import is_int, is_number
+
+GB = 1 << 30
+DEFAULT_MAX_TOKENS = 16384
+"""Of a forward pass, where `max_tokens` is None."""
+SLOT_SHARE = 0.5
+"""Most of the buffer for live slots where neither `max_requests` nor `mamba_memory_ratio` is given;
+the rest is KV and cache."""
+REQUEST_MULTIPLE = 4
+"""A derived `max_requests` is a multiple of it."""
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """Which cached blocks go first."""
+
+    REF_ZERO = "ref_zero"
+    LRU = "lru"
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):
+    """How a coordinator spreads requests over replicas."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    FIRST_PREFIX_BLOCK = "first_prefix_block"
+    LOAD_BALANCED = "load_balanced"
+
+
+class KVCacheManagementMode(str, Enum):
+    """What a suspended engine does with its cache."""
+
+    PERSIST = "persist"
+    """It stays in device memory."""
+    OFFLOAD = "offload"
+    """It waits in host memory; device memory is given back."""
+    RECOMPUTE = "recompute"
+    """It is dropped; device memory is given back."""
+
+
+class CudaGraphSizingDistribution(str, Enum):
+    """How the sizes of CUDA graphs are spaced."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+class AsyncScheduleMode(str, Enum):
+    """When a step is prepared."""
+
+    LEGACY = "legacy"
+    ASYNC = "async"
+
+
+@dataclass
+class MambaInferenceStateConfig:
+    """Recurrent states of a model, as Megatron declares them. Ours follow from the model itself."""
+
+    layer_type_list: list[str]
+    conv_states_shape: tuple[int, ...]
+    ssm_states_shape: tuple[int, ...]
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+    mamba_chunk_size: int = 128
+
+    @classmethod
+    def from_model(
+        cls,
+        model: torch.nn.Module,
+        conv_states_dtype: torch.dtype | None = None,
+        ssm_states_dtype: torch.dtype | None = None,
+    ) -> MambaInferenceStateConfig | None:
+        """Read it from a model, wrapped or bare; None: it has no Mamba-2 layer."""
+        while hasattr(model, "module"):
+            model = model.module
+        decoder = model.decoder
+        symbols = list(getattr(decoder, "layer_type_list", None) or ())
+        if "M" not in symbols:
+            return None
+        conv_shape, ssm_shape = decoder.mamba_state_shapes_per_request()
+        mixer = decoder.layers[symbols.index("M")].mixer
+        dtype = model.config.params_dtype
+        return cls(
+            symbols,
+            conv_shape,
+            ssm_shape,
+            conv_states_dtype or dtype,
+            ssm_states_dtype or dtype,
+            getattr(mixer, "chunk_size", cls.mamba_chunk_size),
+        )
+
+
+@dataclass
+class InferenceConfig:
+    """Megatron's inference settings; `docs/from_megatron.md` says what each of them does here."""
+
+    block_size_tokens: int = 256
+    buffer_size_gb: float = 20
+    paused_buffer_size_gb: float | None = None
+    mamba_inference_state_config: MambaInferenceStateConfig | None = None
+    mamba_memory_ratio: float | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    unified_memory_level: int = 0
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
+    num_cuda_graphs: int | None = None
+    cuda_graph_mixed_prefill_count: int | None = 16
+    cuda_graph_sizing_distribution: CudaGraphSizingDistribution = (
+        CudaGraphSizingDistribution.EXPONENTIAL
+    )
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    cuda_graph_all_prefills: bool = False
+    cuda_graph_max_tokens: int = 512
+    static_kv_memory_pointers: bool = False
+    max_sequence_length: int = 2560
+    pg_collection: Any = None
+    use_flashinfer_fused_rope: bool | None = False
+    materialize_only_last_token_logits: bool = True
+    enable_chunked_prefill: bool = False
+    num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = (
+        PrefixCachingEvictionPolicy.REF_ZERO
+    )
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+        PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+    )
+    prefix_caching_routing_alpha: float = 0.5
+    prefix_caching_mamba_gb: float | None = None
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    metrics_writer: Any = None
+    logging_step_interval: int = 0
+    sampling_backend: str = "torch"
+    offset_sampling_seed_by_dp_rank: bool = True
+    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
+    logprobs_mode: str = "raw_logprobs"
+    request_metadata_types: list[tuple[str, torch.dtype]] | None = None
+    use_synchronous_zmq_collectives: bool = False
+    disable_ep_consensus: bool = False
+    ep_consensus_interval: int = 20
+    image_preprocessing_config: Any = None
+    verbose: InitVar[bool] = False
+
+    def __post_init__(self, verbose: bool):
+        self._verbose = verbose
+
+
+REFUSED = {
+    "num_speculative_tokens": "there is no speculative decoding yet; leave it 0",
+    "image_preprocessing_config": "prompts are text; leave it None",
+}
+"""Fields with a value that would change answers, and why it is refused."""
+
+WITHOUT_EFFECT = {
+    "paused_buffer_size_gb": "paused requests wait in host memory, which grows as needed",
+    "unified_memory_level": "the pool is in device memory; there is no unified memory",
+    "num_cuda_graphs": "the model runs eagerly",
+    "cuda_graph_mixed_prefill_count": "the model runs eagerly",
+    "cuda_graph_sizing_distribution": "the model runs eagerly",
+    "cuda_graph_all_prefills": "the model runs eagerly",
+    "cuda_graph_max_tokens": "the model runs eagerly",
+    "static_kv_memory_pointers": "no CUDA graph holds a pointer",
+    "use_flashinfer_fused_rope": "RoPE is plain torch",
+    "prefix_caching_eviction_policy": "blocks and states are kept by their value for later prompts",
+    "prefix_caching_coordinator_policy": "there is no coordinator",
+    "prefix_caching_routing_alpha": "there is no coordinator",
+    "metrics_writer": "engine.engine.metrics() has the metrics, in Prometheus' format",
+    "logging_step_interval": "engine.engine.stats() has the counters",
+    "sampling_backend": "sampling is a pure function of logits and seed, in torch",
+    "async_sched_mode": "a step is planned, then run",
+    "request_metadata_types": "the engine keeps a request's own parameters",
+    "use_synchronous_zmq_collectives": "there is no coordinator",
+    "disable_ep_consensus": "there is no expert parallelism at inference yet",
+    "ep_consensus_interval": "there is no expert parallelism at inference yet",
+}
+"""Fields that are warned of where they differ from their defaults, and why they do nothing."""
+
+
+def check(config: InferenceConfig) -> None:
+    """Check a config, and warn of its fields without effect.
+
+    Raises:
+        TypeError: not an InferenceConfig of this package.
+        ValueError: a field has a value that is not supported; the message says why.
+    """
+    if not isinstance(config, InferenceConfig):
+        raise TypeError(
+            f"inference_config must be megatron_hybrid.megatron.InferenceConfig, got "
+            f"{type(config).__module__}.{type(config).__name__}: import it from there, or start "
+            "the script with `python -m megatron_hybrid.megatron`"
+        )
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, reason in REFUSED.items():
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"InferenceConfig.{name} is {value!r}: {reason}")
+    for name, reason in WITHOUT_EFFECT.items():
+        if (value := getattr(config, name)) != defaults[name]:
+            warnings.warn(f"InferenceConfig.{name}={value!r} has no effect: {reason}", stacklevel=3)
+    states = config.mamba_inference_state_config
+    if states is not None and states.ssm_states_dtype != torch.float32:
+        warnings.warn(
+            f"ssm_states_dtype={states.ssm_states_dtype} has no effect: states have the model's "
+            "recurrent_state_dtype, fp32 unless its config says otherwise",
+            stacklevel=3,
+        )
+    KVCacheManagementMode(config.kv_cache_management_mode)
+    ratio, cache_gb = config.mamba_memory_ratio, config.prefix_caching_mamba_gb
+    for name, value, legal in (
+        ("buffer_size_gb", config.buffer_size_gb, _is_positive(config.buffer_size_gb)),
+        ("prefix_caching_mamba_gb", cache_gb, cache_gb is None or _is_positive(cache_gb)),
+        ("mamba_memory_ratio", ratio, ratio is None or (_is_positive(ratio) and ratio < 1)),
+    ):
+        if not legal:
+            limit = "below 1" if name == "mamba_memory_ratio" else "finite"
+            raise ValueError(
+                f"InferenceConfig.{name} is {value!r}; it must be a number over 0, {limit}"
+            )
+
+
+def _is_positive(value: object) -> bool:
+    return is_number(value) and 0 < value < math.inf
+
+
+def prefix_caching_mode(config: InferenceConfig) -> str:
+    """Our mode for Megatron's two fields: on without a budget for states is memory-only there."""
+    if not config.enable_prefix_caching:
+        return "off"
+    return "memory_only" if config.prefix_caching_mamba_gb is None else "restore"
+
+
+def engine_config(config: InferenceConfig, model: HybridModel) -> EngineConfig:
+    """Translate a config for our engine. Of `buffer_size_gb`, the live slots of `max_requests` are
+    taken first, as in Megatron; the rest, and `prefix_caching_mamba_gb`, is the pool.
+
+    Raises:
+        ValueError: the buffer is too small for this model, or a field has an illegal value.
+    """
+    parameter = next(model.parameters())
+    spec = cache_spec_of(
+        model.cache_requirements(),
+        model.config.hidden_size,
+        parameter.dtype,
+        config.block_size_tokens,
+    )
+    total = int(config.buffer_size_gb * GB)
+    max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
+    max_requests = config.max_requests
+    if max_requests is None:
+        share = config.mamba_memory_ratio or SLOT_SHARE
+        max_requests = _derived_requests(spec, total, int(total * share), max_tokens, model)
+    left = total - max_requests * spec.slot_bytes if is_int(max_requests) else total
+    if left <= 0:
+        raise ValueError(
+            f"max_requests={max_requests} take {max_requests * spec.slot_bytes} bytes of states, "
+            f"and buffer_size_gb={config.buffer_size_gb} is {total}: raise the buffer or lower "
+            "max_requests"
+        )
+    groups = model.pg_collection
+    offset = 0
+    if config.offset_sampling_seed_by_dp_rank and not model.config.deterministic_mode:
+        data_parallel = getattr(groups, "dp", None)
+        offset = 0 if data_parallel is None else data_parallel.rank()
+    return EngineConfig(
+        prefix_caching=prefix_caching_mode(config),
+        block_size_tokens=config.block_size_tokens,
+        cache_bytes=left + int((config.prefix_caching_mamba_gb or 0) * GB),
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_sequence_length=config.max_sequence_length,
+        logprobs_mode=config.logprobs_mode,
+        random_seed=getattr(model.config, "inference_sampling_seed", 42) + offset,
+    )
+
+
+def _derived_requests(
+    spec: CacheSpec, total: int, slots_total: int, max_tokens: int, model: HybridModel
+) -> int:
+    """As many requests as fit: their live slots in `slots_total` bytes, one block of each in the
+    buffer, one token of each in a forward."""
+    block_bytes = spec.page_bytes * max(1, spec.kv_pages_per_block)
+    count = min(slots_total // spec.slot_bytes, total // block_bytes, max_tokens)
+    multiple = math.lcm(REQUEST_MULTIPLE, model.pg_collection.tp.size())
+    return max(1, count - count % multiple if count >= multiple else count)

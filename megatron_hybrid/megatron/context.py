@@ -1,0 +1,115 @@
+"""Megatron's DynamicInferenceContext: a config until an engine uses it, then a view of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
+from megatron_hybrid.megatron.config import InferenceConfig, check
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Sizes of the pool, in KV blocks."""
+
+    pool_size: int
+    """All blocks; one is a dummy, as in Megatron."""
+    active_count: int
+    """Blocks that requests may use."""
+    total_avail: int
+    """Blocks that no running request uses: free ones, and cached ones that can be evicted."""
+
+
+class DynamicInferenceContext:
+    """What `DynamicInferenceEngine` is built from; afterwards, its sizes and counters.
+
+    Args:
+        model_config: of the model that will be served.
+        inference_config: Megatron's settings.
+
+    Raises:
+        TypeError, ValueError: the settings are not supported; the message names the field.
+    """
+
+    async_sched_step_count = 0
+    async_sched_compaction_step_count = 0
+    cuda_graph_batch_dimensions_list: tuple = ()
+
+    def __init__(self, model_config: Any, inference_config: InferenceConfig):
+        check(inference_config)
+        self.model_config = model_config
+        self.config = inference_config
+        self._engine: Engine | None = None
+        self.reset_counters()
+
+    def bind(self, engine: Engine) -> None:
+        """From now on, show this engine.
+
+        Raises:
+            ValueError: the context already shows one.
+        """
+        if self._engine is not None:
+            raise ValueError(
+                "this DynamicInferenceContext belongs to another engine, which has its own memory: "
+                "make one for each engine"
+            )
+        self._engine = engine
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Count steps and tokens from now on."""
+        engine = self._engine
+        self._first_step = 0 if engine is None else engine.num_steps
+        self._first_token = 0 if engine is None else engine.scheduler.num_prefill_tokens
+
+    def _bound(self, name: str) -> Engine:
+        if self._engine is None:
+            raise RuntimeError(
+                f"context.{name} follows from the model: read it after "
+                "DynamicInferenceEngine(controller, context)"
+            )
+        return self._engine
+
+    @property
+    def block_size_tokens(self) -> int:
+        return self.config.block_size_tokens
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        return self.config.enable_prefix_caching
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.config.max_sequence_length
+
+    @property
+    def unified_memory_level(self) -> int:
+        return self.config.unified_memory_level
+
+    @property
+    def max_requests(self) -> int:
+        return self._bound("max_requests").config.max_requests
+
+    @property
+    def max_tokens(self) -> int:
+        return self._bound("max_tokens").config.max_tokens
+
+    @property
+    def step_count(self) -> int:
+        """Steps since the start, or the last `engine.reset()`."""
+        return self._bound("step_count").num_steps - self._first_step
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Tokens that prefills computed since the start, or the last `engine.reset()`; those that
+        the cache saved are not in it."""
+        engine = self._bound("lifetime_prefill_token_count")
+        return engine.scheduler.num_prefill_tokens - self._first_token
+
+    @property
+    def kv_block_allocator(self) -> BlockCounts:
+        cache = self._bound("kv_block_allocator").cache
+        pages, columns = cache.allocator, max(1, cache.spec.kv_pages_per_block)
+        blocks = (pages.num_pages - 1) // columns
+        return BlockCounts(blocks + 1, blocks, (pages.num_free + pages.num_evictable) // columns)

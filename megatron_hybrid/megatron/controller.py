@@ -1,0 +1,92 @@
+"""Megatron's GPTInferenceWrapper and TextGenerationController: carriers of model and tokenizer."""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import nn
+
+import megatron_hybrid
+from megatron_hybrid.megatron.context import DynamicInferenceContext
+from megatron_hybrid.models.hybrid_model import HybridModel
+
+
+class GPTInferenceWrapper:
+    """Carries the model and the context to the engine.
+
+    Args:
+        model: a HybridModel, or a model that Megatron built, wrapped or bare.
+        inference_context: from the same script.
+
+    Raises:
+        TypeError, ValueError: the model cannot be served; the message says why.
+    """
+
+    def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext):
+        if not isinstance(inference_context, DynamicInferenceContext):
+            raise TypeError(
+                "inference_context must be a DynamicInferenceContext of megatron_hybrid.megatron, "
+                f"got {type(inference_context).__module__}.{type(inference_context).__name__}"
+            )
+        self.model = model
+        self.inference_context = inference_context
+        self.hybrid_model = (
+            model if isinstance(model, HybridModel) else megatron_hybrid.from_megatron(model)
+        )
+
+
+class TextGenerationController:
+    """Carries the tokenizer to the engine, and applies it.
+
+    Args:
+        inference_wrapped_model: model and context.
+        tokenizer: with `tokenize`, `detokenize` and `eod`, as Megatron's; None: ids only.
+    """
+
+    def __init__(self, inference_wrapped_model: GPTInferenceWrapper, tokenizer: Any):
+        if not isinstance(inference_wrapped_model, GPTInferenceWrapper):
+            raise TypeError(
+                "inference_wrapped_model must be a GPTInferenceWrapper of megatron_hybrid.megatron,"
+                f" got {type(inference_wrapped_model).__name__}"
+            )
+        self.inference_wrapped_model = inference_wrapped_model
+        self.tokenizer = tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inference_wrapped_model.hybrid_model.vocab_size
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Token ids of a text, with one BOS token in front, or none.
+
+        Raises:
+            ValueError: `add_BOS`, and the tokenizer has no BOS token.
+        """
+        bos = getattr(tokenizer, "bos", None)
+        if add_BOS and bos is None:
+            raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
+        tokens = list(tokenizer.tokenize(prompt))
+        while bos is not None and tokens[:1] == [bos]:
+            del tokens[0]
+        return [bos, *tokens] if add_BOS else tokens
+
+    @staticmethod
+    def detokenize(
+        tokenizer: Any,
+        tokens: list[int],
+        remove_EOD: bool = True,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Text of token ids. remove_EOD: without the tokenizer's `eod` at the end."""
+        eod = getattr(tokenizer, "eod", None)
+        tokens = list(tokens)
+        while remove_EOD and eod is not None and tokens[-1:] == [eod]:
+            del tokens[-1]
+        parameters = signature(tokenizer.detokenize).parameters.values()
+        if any(
+            p.name == "skip_special_tokens" or p.kind is Parameter.VAR_KEYWORD for p in parameters
+        ):
+            return tokenizer.detokenize(tokens, skip_special_tokens=skip_special_tokens)
+        return tokenizer.detokenize(tokens)

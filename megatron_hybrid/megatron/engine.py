@@ -1,0 +1,558 @@
+"""Megatron's DynamicInferenceEngine, over ours."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
+from megatron_hybrid.inference.exclusive import EngineSuspendedError
+from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
+from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
+from megatron_hybrid.megatron.context import DynamicInferenceContext
+from megatron_hybrid.megatron.controller import TextGenerationController
+from megatron_hybrid.megatron.request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
+from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
+
+
+class EngineState(Enum):
+    """Megatron's states of an engine; without a coordinator it is RUNNING or SUSPENDED."""
+
+    RUNNING = auto()
+    PAUSING = auto()
+    PAUSED = auto()
+    UNPAUSING = auto()
+    SUSPENDING = auto()
+    SUSPENDED = auto()
+    RESUMING = auto()
+    RESUMED = auto()
+    STOPPING = auto()
+    STOPPED = auto()
+
+
+class CoordinatorError(NotImplementedError):
+    """A call that needs Megatron's coordinator process, which this package does not have."""
+
+
+def refuse_coordinator(name: str) -> NoReturn:
+    """Raise CoordinatorError for a call."""
+    raise CoordinatorError(
+        f"{name} needs Megatron's coordinator, which megatron_hybrid does not have: serve one "
+        "replica in this process, with step_modern(), generate(), MegatronLLM or MegatronAsyncLLM"
+    )
+
+
+@dataclass(frozen=True)
+class DecodeOnly:
+    """Whether the last step computed decodes only; None: there was no step."""
+
+    launched: bool | None = None
+    consumed: bool | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.launched)
+
+
+@dataclass
+class RequestEntry:
+    """An unfinished request."""
+
+    record: DynamicInferenceRequestRecord
+    future: asyncio.Future
+    handle: Request | None = None
+    """In our engine; None: it was refused."""
+    num_preemptions: int = 0
+
+    @property
+    def request(self) -> DynamicInferenceRequest:
+        return self.record[-1]
+
+
+class DynamicInferenceEngine:
+    """Megatron's engine, over ours, which is its `engine`.
+
+    Requests have the caller's ids. A request that cannot be served does not raise: it is FAILED in
+    the records of the next step. One thread at a time may call it.
+
+    Args:
+        controller: with model and tokenizer.
+        context: from which the controller's wrapper was made.
+
+    Raises:
+        TypeError, ValueError: the model cannot be served with this config; the message says why.
+        MemoryError: the device has no room for the buffer.
+    """
+
+    use_coordinator = False
+    capture_stats = None
+
+    def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext):
+        if not isinstance(controller, TextGenerationController):
+            raise TypeError(
+                "controller must be a TextGenerationController of megatron_hybrid.megatron, got "
+                f"{type(controller).__name__}"
+            )
+        if not isinstance(context, DynamicInferenceContext):
+            raise TypeError(
+                "context must be a DynamicInferenceContext of megatron_hybrid.megatron, got "
+                f"{type(context).__name__}"
+            )
+        self.controller = controller
+        self.context = context
+        model = controller.inference_wrapped_model.hybrid_model
+        config = engine_config(context.config, model)
+        self.engine = Engine(model, controller.tokenizer, config)
+        context.bind(self.engine)
+        self.pg_collection = context.config.pg_collection or model.pg_collection
+        self.state = EngineState.RUNNING
+        self.request_counter = itertools.count()
+        self.requests: dict[int, RequestEntry] = {}
+        self.decode_only = DecodeOnly()
+        self._ids: dict[int, int] = {}  # of our engine -> of the caller
+        self._waiting: dict[int, RequestEntry] = {}  # not yet admitted, by the caller's id
+        self._failed: list[RequestEntry] = []
+        self._num_preemptions = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # Requests ----------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: str | Sequence[int] | Tensor,
+        sampling_params: SamplingParams | None = None,
+        precomputed_block_hashes: Sequence[int] | None = None,
+    ) -> asyncio.Future[DynamicInferenceRequestRecord]:
+        """Queue a request. The future has its record, the same one as `step_modern`'s.
+
+        Args:
+            request_id: the caller's; unique among unfinished requests.
+            prompt: text, token ids, or an int64 tensor of them on any device.
+            sampling_params: default `SamplingParams()`. Of the caller's object nothing changes.
+            precomputed_block_hashes: not used; prefixes are compared by their tokens.
+
+        Raises:
+            ValueError: an unfinished request has this id.
+            TypeError: the prompt is of another type. Nothing has changed in both cases.
+        """
+        if request_id in self.requests:
+            raise ValueError(
+                f"request_id {request_id} belongs to an unfinished request: give each its own"
+            )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        params = SamplingParams.deserialize(params.serialize())
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            sampling_params=params,
+            arrival_time=time.time(),
+            status=Status.WAITING_IN_QUEUE,
+            block_size_tokens=self.context.block_size_tokens,
+            enable_prefix_caching=self.context.enable_prefix_caching,
+        )
+        tokens = self._tokens_of(prompt, params)
+        request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
+        request.prompt_length = len(tokens)
+        entry = RequestEntry(DynamicInferenceRequestRecord.from_request(request), self._future())
+        request.add_event(DynamicInferenceEventType.ADD_ENGINE)
+        self.requests[request_id] = entry
+        try:
+            self._clamp(request)
+            own = engine_params(params, params.num_tokens_to_generate)
+            entry.handle = self.engine.add_request(tokens, own, growing_text=False)
+        except (TypeError, ValueError) as error:
+            self._fail(entry, error)
+        else:
+            self._ids[entry.handle.request_id] = request_id
+            self._waiting[request_id] = entry
+        return entry.future
+
+    def _tokens_of(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams) -> list[int]:
+        if isinstance(prompt, str):
+            return self.controller.tokenize_prompt(
+                self.controller.tokenizer, prompt, params.add_BOS
+            )
+        if isinstance(prompt, Tensor):
+            return prompt.tolist()
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            return list(prompt)
+        raise TypeError(
+            f"a prompt is a str, a sequence of token ids or an int64 tensor, got "
+            f"{type(prompt).__name__}"
+        )
+
+    def _clamp(self, request: DynamicInferenceRequest) -> None:
+        """Set `num_tokens_to_generate`: the rest of the context if none is given, and no more.
+
+        Raises:
+            ValueError: it is negative, or there are two numbers.
+        """
+        params, limit = request.sampling_params, self.context.max_sequence_length
+        left = limit - request.prompt_length
+        if left < 0:
+            raise ValueError(
+                f"the prompt has {request.prompt_length} tokens, and max_sequence_length is {limit}"
+            )
+        asked = params.num_tokens_to_generate
+        if params.num_tokens_total is not None:
+            if asked is not None:
+                raise ValueError(
+                    f"num_tokens_to_generate={asked} and "
+                    f"num_tokens_total={params.num_tokens_total} exclude each other: give one"
+                )
+            asked = params.num_tokens_total - request.prompt_length
+            params.num_tokens_total = None
+        if asked is None:
+            asked = left
+        if asked < 0:
+            raise ValueError(f"num_tokens_to_generate is {asked}; it must be 0 or more")
+        if asked > left:
+            warnings.warn(
+                f"request {request.request_id} asks for num_tokens_to_generate={asked}; with its "
+                f"{request.prompt_length} prompt tokens, max_sequence_length={limit} leaves {left}",
+                stacklevel=3,
+            )
+        params.num_tokens_to_generate = min(asked, left)
+
+    def _fail(self, entry: RequestEntry, error: Exception) -> None:
+        request = entry.request
+        request.status = Status.FAILED
+        request.generated_text = ""
+        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        request.add_event(DynamicInferenceEventType.FAIL)
+        warnings.warn(f"request {request.request_id} failed: {error}", stacklevel=3)
+        self._failed.append(entry)
+        self._end(entry)
+
+    def _future(self) -> asyncio.Future:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is None:  # for futures that nobody awaits: scripts read the records
+                self._loop = asyncio.new_event_loop()
+                weakref.finalize(self, self._loop.close)
+            loop = self._loop
+        return loop.create_future()
+
+    def _end(self, entry: RequestEntry) -> None:
+        """Set the record's latency and the future."""
+        request, future = entry.request, entry.future
+        request.latency = entry.record.latency = time.time() - request.arrival_time
+        request.generated_length = len(request.generated_tokens)
+
+        def set_result() -> None:
+            if not future.done():
+                future.set_result(entry.record)
+
+        loop = future.get_loop()
+        try:
+            runs_here = asyncio.get_running_loop() is loop
+        except RuntimeError:
+            runs_here = False
+        if runs_here or not loop.is_running():
+            set_result()
+        else:
+            loop.call_soon_threadsafe(set_result)
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequest:
+        """An unfinished request, with its tokens so far.
+
+        Raises:
+            KeyError: there is no such unfinished request.
+        """
+        return self.requests[request_id].request
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step_modern` has something to do or to return."""
+        return bool(self.requests)
+
+    # Steps -------------------------------------------------------------------------------------
+
+    def step_modern(self) -> dict[str, Any]:
+        """Run one step.
+
+        Returns:
+            "active_request_ids": of admitted, unfinished requests; "finished_request_records": with
+            the failed ones; "step_time": seconds; "cuda_graph_request_count": None.
+
+        Raises:
+            EngineSuspendedError: after `suspend`; nothing has changed.
+        """
+        if self.state is EngineState.SUSPENDED:
+            raise EngineSuspendedError(
+                f"the engine is suspended after step {self.context.step_count}: call resume() first"
+            )
+        start = time.perf_counter()
+        finished: list[DynamicInferenceRequestRecord] = []
+        if self.engine.has_work:
+            before = self.engine.num_steps, self.engine.scheduler.num_prefill_tokens
+            outputs = self.engine.step()
+            step_time = time.perf_counter() - start
+            if self.engine.num_steps > before[0]:
+                is_decode = self.engine.scheduler.num_prefill_tokens == before[1]
+                self.decode_only = DecodeOnly(is_decode, is_decode)
+            self._note_moves()
+            for output in outputs:
+                if (record := self._take(output, step_time)) is not None:
+                    finished.append(record)
+        while self._failed:
+            finished.append(self.requests.pop(self._failed.pop().request.request_id).record)
+        if not self.requests:
+            self._save_last_states()
+        return {
+            "active_request_ids": [
+                self._ids[request.request_id]
+                for request in self.engine.scheduler.running
+                if not request.done
+            ],
+            "finished_request_records": finished,
+            "step_time": time.perf_counter() - start,
+            "cuda_graph_request_count": None,
+        }
+
+    async def async_step(self) -> dict[str, Any]:
+        """`step_modern` for a coroutine; the event loop waits for it."""
+        return self.step_modern()
+
+    def step_legacy(
+        self, sampling_params: SamplingParams | None = None
+    ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
+        """The step of older scripts: (active requests, finished requests, seconds)."""
+        result = self.step_modern()
+        active = [self.get_request(request_id) for request_id in result["active_request_ids"]]
+        finished = [record.merge() for record in result["finished_request_records"]]
+        return active, finished, result["step_time"]
+
+    step = step_legacy
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether the last step computed decodes only."""
+        return bool(self.decode_only)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Tensor],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Answer prompts. Requests queued before are run, too; all records come by request id,
+        which ascend here in the order of the prompts."""
+        for prompt in prompts:
+            request_id = next(self.request_counter)
+            while request_id in self.requests:
+                request_id = next(self.request_counter)
+            self.add_request(request_id, prompt, sampling_params)
+        records: list[DynamicInferenceRequestRecord] = []
+        while self.has_unfinished_requests():
+            records += self.step_modern()["finished_request_records"]
+        return sorted(records, key=lambda record: record.request_id)
+
+    def abort_request(self, request_id: int) -> None:
+        """Drop an unfinished request; its computed tokens stay cached. It has no record.
+
+        Raises:
+            KeyError: there is no such unfinished request.
+        """
+        entry = self.requests[request_id]
+        if entry.handle is not None:
+            self.engine.cancel(entry.handle)
+            del self._ids[entry.handle.request_id]
+        del self.requests[request_id]
+        self._waiting.pop(request_id, None)
+        self._failed = [failed for failed in self._failed if failed is not entry]
+        entry.future.cancel()
+
+    def _note_moves(self) -> None:
+        """Record admissions and preemptions."""
+        for request_id, entry in list(self._waiting.items()):
+            if entry.handle.report is not None:
+                del self._waiting[request_id]
+                entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+                entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
+                entry.request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        if self._num_preemptions == self.engine.scheduler.num_preemptions:
+            return
+        self._num_preemptions = self.engine.scheduler.num_preemptions
+        for entry in self.requests.values():
+            if entry.handle is None or entry.handle.num_preemptions == entry.num_preemptions:
+                continue
+            entry.num_preemptions = entry.handle.num_preemptions
+            if not entry.handle.parked_tokens:
+                entry.request.add_event(DynamicInferenceEventType.EVICT)
+            elif self.context.config.track_paused_request_events:
+                entry.request.add_event(DynamicInferenceEventType.PAUSE)
+
+    def _take(
+        self, output: RequestOutput, step_time: float
+    ) -> DynamicInferenceRequestRecord | None:
+        """Add a step's tokens to a request. Returns its record if it is finished."""
+        request_id = self._ids[output.request_id]
+        entry = self.requests[request_id]
+        request = entry.request
+        if output.tokens and request.ttft is None:
+            request.ttft = time.time() - request.arrival_time
+        request.generated_tokens += output.tokens
+        request.tpot += [step_time] * len(output.tokens)
+        if self.context.config.track_generated_token_events:
+            for token in output.tokens:
+                payload = {"token_id": token}
+                request.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+        if output.result is None:
+            return None
+        del self.requests[request_id], self._ids[output.request_id]
+        self._answer(entry, output.result)
+        return entry.record
+
+    def _answer(self, entry: RequestEntry, result: GenerationResult) -> None:
+        request = entry.request
+        try:
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            self._write_text(request, entry.handle)
+            self._write_scores(request, result)
+        except Exception as error:  # of the tokenizer
+            request.status = Status.FAILED
+            request.generated_text = request.generated_text or ""
+            request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+            request.add_event(DynamicInferenceEventType.FAIL)
+        else:
+            request.status = Status.COMPLETED
+            request.add_event(DynamicInferenceEventType.FINISH)
+        self._end(entry)
+
+    def _write_text(self, request: DynamicInferenceRequest, handle: Request) -> None:
+        """Set the texts; cut the tokens of a stop word, unless they are wanted."""
+        if (tokenizer := self.controller.tokenizer) is None:
+            return
+        params, tokens = request.sampling_params, request.generated_tokens
+        if request.prompt is None:
+            prompt = request.prompt_tokens.tolist()
+            request.prompt = self.controller.detokenize(tokenizer, prompt, remove_EOD=False)
+        keep = params.detokenize_stop_sequence
+        if params.stop_words and not keep and not handle.stop_ids.intersection(tokens[-1:]):
+            self._cut_stop_word(tokens, params.stop_words)
+        ended = not keep and bool(tokens) and tokens[-1] in handle.stop_ids
+        text = tokens[:-1] if ended else tokens
+        request.generated_text = self.controller.detokenize(tokenizer, text, remove_EOD=not keep)
+
+    def _cut_stop_word(self, tokens: list[int], words: Sequence[str]) -> None:
+        """Remove the first stop word's tokens and what follows. A token that also holds text before
+        the word stays."""
+        detokenize = self.controller.tokenizer.detokenize
+        text = detokenize(tokens)
+        length = min((place for word in words if (place := text.find(word)) >= 0), default=None)
+        if length is None:
+            return
+        while tokens and len(detokenize(tokens[:-1])) >= length:
+            del tokens[-1]
+
+    def _write_scores(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
+        params = request.sampling_params
+        if not params.return_log_probs:
+            return
+        count = len(request.generated_tokens)
+        request.prompt_log_probs = result.prompt_log_probs or []
+        request.generated_log_probs = result.log_probs[:count]
+        if params.top_n_logprobs:
+            request.prompt_top_n_logprobs = self._by_text(result.prompt_top_n_logprobs or [])
+            request.generated_top_n_logprobs = self._by_text(result.top_n_logprobs[:count])
+
+    def _by_text(self, rows: list[dict[int, float]]) -> list[dict[str, float]]:
+        """Tokens by their text, as in Megatron; of equal texts the most likely."""
+        if (tokenizer := self.controller.tokenizer) is None:
+            raise ValueError("top_n_logprobs are by text, and this engine has no tokenizer")
+        named = []
+        for row in rows:
+            texts: dict[str, float] = {}
+            for token, log_prob in row.items():
+                texts.setdefault(tokenizer.detokenize([token]), log_prob)
+            named.append(texts)
+        return named
+
+    def _save_last_states(self) -> None:
+        """Nobody may call another step: let the answered requests save their last states now."""
+        while self.engine.has_work:
+            self.engine.step()
+
+    # The engine as a whole -----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop all requests and all that is cached, and start the counters anew."""
+        self.resume()
+        for request_id in list(self.requests):
+            self.abort_request(request_id)
+        self.engine.take_outputs()
+        self.engine.clear_cache()
+        self.request_counter = itertools.count()
+        self.decode_only = DecodeOnly()
+        self._num_preemptions = self.engine.scheduler.num_preemptions
+        self.context.reset_counters()
+
+    def suspend(self) -> None:
+        """Refuse steps until `resume`. By `kv_cache_management_mode` the cache stays, waits in host
+        memory, or is dropped; in the last two cases its device memory is given back. No effect on a
+        suspended engine.
+
+        Raises:
+            MemoryError: host memory has no room; nothing has changed.
+        """
+        if self.state is EngineState.SUSPENDED:
+            return
+        mode = KVCacheManagementMode(self.context.config.kv_cache_management_mode)
+        if mode is not KVCacheManagementMode.PERSIST:
+            self.engine.suspend("host" if mode is KVCacheManagementMode.OFFLOAD else "drop")
+        self.state = EngineState.SUSPENDED
+
+    def resume(self) -> None:
+        """End a suspension. No effect on an engine that is not suspended.
+
+        Raises:
+            MemoryError: the device has no room; the engine stays suspended.
+        """
+        self.engine.resume()
+        self.state = EngineState.RUNNING
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.state is EngineState.SUSPENDED
+
+    # Megatron's coordinator ----------------------------------------------------------------------
+
+    async def start_listening_to_data_parallel_coordinator(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see `CoordinatorError`."""
+        refuse_coordinator("start_listening_to_data_parallel_coordinator()")
+
+    async def run_engine_with_coordinator(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see `CoordinatorError`."""
+        refuse_coordinator("run_engine_with_coordinator()")
+
+    async def wait_until(self, state: EngineState) -> NoReturn:
+        """Refused: see `CoordinatorError`."""
+        refuse_coordinator("wait_until()")
+
+    @property
+    def engine_loop_task(self) -> NoReturn:
+        """Refused: see `CoordinatorError`."""
+        refuse_coordinator("engine_loop_task")
+
+
+class InferenceClient:
+    """Refused: see `CoordinatorError`."""
+
+    def __init__(self, *_: Any, **__: Any):
+        refuse_coordinator("InferenceClient")

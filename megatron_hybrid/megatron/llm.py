@@ -1,0 +1,395 @@
+"""MegatronLLM and MegatronAsyncLLM: Megatron's high-level interface."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from megatron_hybrid.megatron.config import InferenceConfig
+from megatron_hybrid.megatron.context import DynamicInferenceContext
+from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
+from megatron_hybrid.megatron.engine import DynamicInferenceEngine, EngineState
+from megatron_hybrid.megatron.request import DynamicInferenceRequest
+from megatron_hybrid.megatron.sampling_params import SamplingParams
+from megatron_hybrid.validation import is_int
+
+R = TypeVar("R")
+Prompts = str | list[int] | list[str] | list[list[int]]
+
+
+@dataclass
+class ServeConfig:
+    """Settings of Megatron's HTTP server."""
+
+    host: str = "0.0.0.0"
+    port: int = 5000
+    parsers: list[str] = field(default_factory=list)
+    verbose: bool = False
+    frontend_replicas: int = 4
+
+
+def _build_engine(
+    model: nn.Module, tokenizer: Any, config: InferenceConfig | None
+) -> DynamicInferenceEngine:
+    context = DynamicInferenceContext(model.config, config or InferenceConfig())
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer)
+    return DynamicInferenceEngine(controller, context)
+
+
+def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
+    """The prompts, and whether they were several.
+
+    Raises:
+        TypeError: they are of another type.
+    """
+    if isinstance(prompts, str):
+        return [prompts], False
+    if isinstance(prompts, list):
+        if prompts and all(is_int(token) for token in prompts):
+            return [prompts], False
+        if all(isinstance(prompt, (str, list)) for prompt in prompts):
+            return prompts, True
+    raise TypeError(
+        "prompts must be a str, a list of token ids, or a list of either, got "
+        f"{type(prompts).__name__}"
+        + (f" with {type(prompts[0]).__name__}" if isinstance(prompts, list) else "")
+    )
+
+
+class _Replica:
+    """One engine in a thread of its own, in place of a coordinator's replicas.
+
+    Args:
+        model, tokenizer, config: of the engine.
+
+    Raises:
+        ValueError: the model has several ranks, which would have to step together.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
+        self._thread = ThreadPoolExecutor(1, "megatron-llm")
+        self._futures: dict[int, Future[DynamicInferenceRequest]] = {}
+        self._has_next_step = False
+        self.is_over = threading.Event()
+        try:
+            self.engine = self.run(partial(self._make, model, tokenizer, config))
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    @staticmethod
+    def _make(
+        model: nn.Module, tokenizer: Any, config: InferenceConfig | None
+    ) -> DynamicInferenceEngine:
+        engine = _build_engine(model, tokenizer, config)
+        groups = engine.pg_collection
+        for name in ("tp", "dp"):
+            group = getattr(groups, name, None)
+            if group is not None and group.size() > 1:
+                raise ValueError(
+                    f"use_coordinator=True serves one replica on one rank, and the {name} group "
+                    f"has {group.size()}: use MegatronLLM(use_coordinator=False) on every rank"
+                )
+        device = engine.engine.memory.pool.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels are launched on the thread's current device
+        return engine
+
+    def submit(self, job: Callable[[], R]) -> Future[R]:
+        """Run a job between two steps.
+
+        Raises:
+            RuntimeError: the replica was shut down.
+        """
+        return self._thread.submit(job)
+
+    def run(self, job: Callable[[], R]) -> R:
+        return self.submit(job).result()
+
+    # In the thread -------------------------------------------------------------------------------
+
+    def add(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams
+    ) -> list[tuple[int, Future[DynamicInferenceRequest]]]:
+        """Queue prompts. Returns id and future of each."""
+        added = []
+        for prompt in prompts:
+            request_id = next(self.engine.request_counter)
+            self.engine.add_request(request_id, prompt, params)
+            self._futures[request_id] = Future()
+            added.append((request_id, self._futures[request_id]))
+        self._go_on()
+        return added
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Drop those of these requests that are unfinished."""
+        for request_id in request_ids:
+            if self._futures.pop(request_id, None) is not None:
+                self.engine.abort_request(request_id)
+
+    def set_state(self, state: EngineState) -> None:
+        """Pause, unpause, suspend or resume."""
+        if state is EngineState.SUSPENDED:
+            self.engine.suspend()
+        elif state is EngineState.RESUMED:
+            self.engine.resume()
+        elif self.engine.is_suspended:
+            raise RuntimeError("the engine is suspended: call resume() first")
+        self.engine.state = state
+        self._go_on()
+
+    def _go_on(self) -> None:
+        is_running = self.engine.state is EngineState.RUNNING
+        if is_running and not self._has_next_step and self.engine.has_unfinished_requests():
+            self._has_next_step = True
+            try:
+                self.submit(self._step)
+            except RuntimeError:  # it was shut down
+                self._end_all()
+
+    def _step(self) -> None:
+        self._has_next_step = False
+        if self.engine.state is not EngineState.RUNNING:
+            return
+        try:
+            for record in self.engine.step_modern()["finished_request_records"]:
+                self._futures.pop(record.request_id).set_result(record.merge())
+        except Exception as error:  # of the step: those that it ran, or else the first, get it
+            entries = self.engine.requests
+            ran = [i for i, e in entries.items() if e.handle is None or e.handle.report is not None]
+            for request_id in ran or list(entries)[:1]:
+                self._futures[request_id].set_exception(error)
+                self.abort([request_id])
+        self._go_on()
+
+    def _end_all(self) -> None:
+        for request_id, future in list(self._futures.items()):
+            future.set_exception(RuntimeError("shut down before this request was answered"))
+            self.abort([request_id])
+
+    def shut(self) -> None:
+        """The last job."""
+        self.engine.resume()
+        self._end_all()
+        self.engine.engine.close()
+        self.engine.state = EngineState.STOPPED
+        self.is_over.set()
+
+    def shutdown(self) -> Future[None]:
+        """End the thread after the running step. Call it once."""
+        done = self.submit(self.shut)
+        self._thread.shutdown(wait=False)
+        return done
+
+
+class _LLM:
+    """What both classes share.
+
+    With `use_coordinator` the engine has a thread of its own; there is no coordinator process, and
+    one replica.
+    """
+
+    is_primary_rank = True
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        tokenizer: Any,
+        inference_config: InferenceConfig | None = None,
+        use_coordinator: bool = True,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        inference_wrapper_cls: type | None = None,
+    ):
+        if inference_wrapper_cls not in (None, GPTInferenceWrapper):
+            raise ValueError(
+                f"inference_wrapper_cls is {inference_wrapper_cls!r}; only GPTInferenceWrapper of "
+                "megatron_hybrid.megatron is supported"
+            )
+        for name, value in (("host", coordinator_host), ("port", coordinator_port)):
+            if value is None:
+                continue
+            if not use_coordinator:
+                raise ValueError(f"coordinator_{name} requires use_coordinator=True")
+            warnings.warn(
+                f"coordinator_{name}={value!r} has no effect: there is no coordinator process",
+                stacklevel=3,
+            )
+        self._replica: _Replica | None = None
+        self._shutdown_lock = threading.Lock()
+        self._ended: Future[None] | None = None
+        if use_coordinator:
+            self._replica = _Replica(model, tokenizer, inference_config)
+            self.engine = self._replica.engine
+        else:
+            self.engine = _build_engine(model, tokenizer, inference_config)
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        return self.engine.context
+
+    @property
+    def controller(self) -> TextGenerationController:
+        return self.engine.controller
+
+    def _set_state(self, state: EngineState) -> Future[None]:
+        if self._replica is None:
+            raise RuntimeError("this method requires use_coordinator=True")
+        return self._replica.submit(partial(self._replica.set_state, state))
+
+    def _shut_down(self) -> Future[None]:
+        with self._shutdown_lock:
+            if self._ended is None and self._replica is not None:
+                self._ended = self._replica.shutdown()
+            elif self._ended is None:
+                self._ended = Future()
+                self._ended.set_result(None)
+        return self._ended
+
+
+class MegatronLLM(_LLM):
+    """Answers prompts; `with` ends in `shutdown()`.
+
+    Args:
+        model: a HybridModel, or a model that Megatron built, wrapped or bare.
+        tokenizer: with `tokenize`, `detokenize` and `eod`.
+        inference_config: default `InferenceConfig()`.
+        use_coordinator: run the engine in a thread, with `pause`, `suspend` and so on. False: in
+            the caller's thread, on every rank of a tensor-parallel model.
+        coordinator_host, coordinator_port: no effect, with a warning.
+        inference_wrapper_cls: None, or GPTInferenceWrapper.
+
+    Raises:
+        TypeError, ValueError: the model cannot be served; the message says why.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+    ) -> list[DynamicInferenceRequest]:
+        """Answer one prompt or several; a list in their order.
+
+        Raises:
+            TypeError: the prompts are of another type.
+            RuntimeError: the engine is paused, suspended or shut down.
+        """
+        prompts, _ = _as_list(prompts)
+        params = sampling_params or SamplingParams()
+        if self._replica is None:
+            return [record.merge() for record in self.engine.generate(prompts, params)]
+        if self.engine.state is not EngineState.RUNNING:
+            raise RuntimeError(
+                f"the engine is {self.engine.state.name}, and generate() would wait for ever: call "
+                "resume() and unpause() first, or make another MegatronLLM after shutdown()"
+            )
+        added = self._replica.run(partial(self._replica.add, prompts, params))
+        return [future.result() for _, future in added]
+
+    def pause(self) -> None:
+        """Run no step until `unpause`."""
+        self._set_state(EngineState.PAUSED).result()
+
+    def unpause(self) -> None:
+        """End a pause."""
+        self._set_state(EngineState.RUNNING).result()
+
+    def suspend(self) -> None:
+        """As `DynamicInferenceEngine.suspend`; `pause` first."""
+        self._set_state(EngineState.SUSPENDED).result()
+
+    def resume(self) -> None:
+        """End a suspension; `unpause` afterwards."""
+        self._set_state(EngineState.RESUMED).result()
+
+    def shutdown(self) -> None:
+        """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
+        self._shut_down().result()
+
+    def wait_for_shutdown(self) -> None:
+        """Wait until another thread has called `shutdown`."""
+        if self._replica is not None:
+            self._replica.is_over.wait()
+
+    def __enter__(self) -> MegatronLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+class MegatronAsyncLLM(_LLM):
+    """MegatronLLM for asyncio; `async with` ends in `shutdown()`.
+
+    Arguments as for `MegatronLLM`, with `use_coordinator=True` only.
+    """
+
+    def __init__(self, *, use_coordinator: bool = True, **arguments: Any):
+        if not use_coordinator:
+            raise ValueError("MegatronAsyncLLM requires use_coordinator=True: or use MegatronLLM")
+        super().__init__(use_coordinator=True, **arguments)
+
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Answer one prompt, or a list of them. Cancelling the task drops its requests.
+
+        Raises:
+            TypeError: the prompts are of another type.
+            RuntimeError: the engine was shut down.
+        """
+        prompts, is_batch = _as_list(prompts)
+        replica = self._replica
+        job = partial(replica.add, prompts, sampling_params or SamplingParams())
+        added = await asyncio.wrap_future(replica.submit(job))
+        try:
+            answers = [await asyncio.wrap_future(future) for _, future in added]
+        except asyncio.CancelledError:
+            replica.submit(partial(replica.abort, [request_id for request_id, _ in added]))
+            raise
+        return answers if is_batch else answers[0]
+
+    async def pause(self) -> None:
+        """Run no step until `unpause`; requests wait."""
+        await asyncio.wrap_future(self._set_state(EngineState.PAUSED))
+
+    async def unpause(self) -> None:
+        """End a pause."""
+        await asyncio.wrap_future(self._set_state(EngineState.RUNNING))
+
+    async def suspend(self) -> None:
+        """As `DynamicInferenceEngine.suspend`; `pause` first."""
+        await asyncio.wrap_future(self._set_state(EngineState.SUSPENDED))
+
+    async def resume(self) -> None:
+        """End a suspension; `unpause` afterwards."""
+        await asyncio.wrap_future(self._set_state(EngineState.RESUMED))
+
+    async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> NoReturn:
+        """Refused: there is no HTTP server yet."""
+        raise NotImplementedError(
+            "MegatronAsyncLLM.serve() is not supported: there is no HTTP server yet; call "
+            "generate(), or megatron_hybrid.AsyncEngine for streams"
+        )
+
+    async def shutdown(self) -> None:
+        """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
+        await asyncio.wrap_future(self._shut_down())
+
+    async def wait_for_shutdown(self) -> None:
+        """Wait until `shutdown` was called."""
+        await asyncio.to_thread(self._replica.is_over.wait)
+
+    async def __aenter__(self) -> MegatronAsyncLLM:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,193 @@
+"""Megatron's records of requests: statuses, events, DynamicInferenceRequest and its record."""
+
+from __future__ import annotations
+
+import time
+from copy import copy
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.megatron.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    COMPLETED = 4
+    FAILED = 5
+
+
+class DynamicInferenceEventType(Enum):
+    """What happened to a request."""
+
+    ADD_ENGINE = auto()
+    ADD_CONTEXT = auto()
+    GENERATED_TOKEN = auto()
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+    ERROR_TRANSIENT = auto()
+    ERROR_NONTRANSIENT = auto()
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceEvent:
+    """One event of a request.
+
+    The payload is {"token_id": int} of a generated token, the exception of an error, else None.
+    """
+
+    timestamp: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    type: DynamicInferenceEventType
+    payload: Any = None
+
+    def __str__(self) -> str:
+        text = ""
+        if isinstance(self.payload, dict):
+            text = f", token={self.payload['token_id']}"
+        elif self.payload is not None:
+            text = f", {type(self.payload).__name__}"
+        return f"[{self.timestamp:.3f}] {self.type.name}{text}"
+
+    def serialize(self) -> dict[str, Any]:
+        """Plain data; an exception is its type's name and its text."""
+        payload = self.payload
+        if isinstance(payload, BaseException):
+            payload = {"type": type(payload).__name__, "message": str(payload)}
+        return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceEvent:
+        """Inverse of `serialize`, up to the class of an exception."""
+        payload = data["payload"]
+        if isinstance(payload, dict) and "message" in payload:
+            payload = RuntimeError(f"{payload['type']}: {payload['message']}")
+        kind = DynamicInferenceEventType[data["type"]]
+        return cls(timestamp=data["timestamp"], type=kind, payload=payload)
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequest:
+    """A request and its answer, with the fields that scripts read."""
+
+    request_id: int
+    prompt: str | None = None
+    sampling_params: SamplingParams | None = None
+    prompt_tokens: Tensor | None = None
+    """int64 [L], on the CPU."""
+    prompt_length: int | None = None
+    arrival_time: float | None = None
+    status: Status | None = None
+    generated_text: str | None = None
+    generated_tokens: list[int] = field(default_factory=list)
+    """With the token that ended the answer, without the tokens of a stop word."""
+    generated_length: int | None = None
+    prompt_log_probs: list[float] | None = None
+    generated_log_probs: list[float] | None = None
+    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    generated_top_n_logprobs: list[dict[str, float]] | None = None
+    ttft: float | None = None
+    """Seconds from `add_request` to the first token."""
+    tpot: list[float] = field(default_factory=list)
+    """Duration of the step of each token, in seconds."""
+    latency: float | None = None
+    """Seconds from `add_request` to the end."""
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed."""
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    routing_indices: Any = None
+    policy_epoch: list[tuple[int, int]] | None = None
+    kv_cache_epoch: list[tuple[int, int]] | None = None
+    """Routing and epochs are not tracked: None."""
+
+    @property
+    def uid(self) -> int:
+        return self.request_id
+
+    def __str__(self) -> str:
+        status = "[NOT ADDED]" if self.status is None else self.status.name
+        return (
+            f"id {self.request_id}, {status}, prompt len {self.prompt_length}, "
+            f"gen len {len(self.generated_tokens)}, num events {len(self.events)}"
+        )
+
+    def add_event(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
+        self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
+
+    def succeeded(self) -> bool:
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        return self.status is Status.FAILED
+
+    def serialize(self) -> dict[str, Any]:
+        """Plain data. The prompt's tokens are in it with `return_prompt_tokens` only."""
+        data = dict(self.__dict__)
+        data["status"] = self.status and self.status.name
+        data["sampling_params"] = self.sampling_params and self.sampling_params.serialize()
+        data["events"] = [event.serialize() for event in self.events]
+        kept = self.sampling_params is None or self.sampling_params.return_prompt_tokens
+        tokens = self.prompt_tokens if kept else None
+        data["prompt_tokens"] = None if tokens is None else ("tensor", tokens.tolist())
+        return data
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
+        """Inverse of `serialize`."""
+        data = dict(data)
+        data["status"] = data["status"] and Status[data["status"]]
+        params = data["sampling_params"]
+        data["sampling_params"] = params and SamplingParams.deserialize(params)
+        data["events"] = [DynamicInferenceEvent.deserialize(event) for event in data["events"]]
+        if data["prompt_tokens"] is not None:
+            data["prompt_tokens"] = torch.tensor(data["prompt_tokens"][1], dtype=torch.long)
+        return cls(**data)
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequestRecord:
+    """What the engine returns of a request. A preempted request goes on where it was, so a record
+    has one request only."""
+
+    requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    latency: float | None = None
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
+        return cls(requests=[request])
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.requests[index]
+
+    @property
+    def request_id(self) -> int:
+        return self.requests[0].request_id
+
+    def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
+        """The request, with the record's latency. tokenizer: not used."""
+        (request,) = self.requests
+        merged = copy(request)
+        merged.latency = self.latency
+        return merged
+
+    def serialize(self) -> dict[str, Any]:
+        return {
+            "requests": [request.serialize() for request in self.requests],
+            "latency": self.latency,
+        }
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequestRecord:
+        requests = [DynamicInferenceRequest.deserialize(each) for each in data["requests"]]
+        return cls(requests=requests, latency=data["latency"])

@@ -1,0 +1,109 @@
+"""Megatron's SamplingParams, and their translation for our engine."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
+
+
+@dataclass
+class SamplingParams:
+    """Megatron's sampling parameters of a request; `docs/from_megatron.md` has a table of them."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = False
+    return_segments: bool = False
+    num_tokens_to_generate: int | None = None
+    num_tokens_total: int | None = None
+    termination_id: int | None = None
+    top_n_logprobs: int = 0
+    return_prompt_top_n_logprobs: bool = False
+    add_BOS: bool = False
+    stop_words: list[str] | None = None
+    detokenize_stop_sequence: bool = False
+    return_prompt_tokens: bool = False
+    streaming: bool = False
+    streaming_interval: int = 1
+    do_kv_handoff: bool = False
+
+    def __post_init__(self):
+        self._follow_prompt_log_probs()
+
+    def _follow_prompt_log_probs(self) -> None:
+        if self.return_prompt_top_n_logprobs:
+            warnings.warn(
+                "return_prompt_top_n_logprobs is deprecated: skip_prompt_log_probs decides",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+            if self.skip_prompt_log_probs:
+                raise AssertionError(
+                    "return_prompt_top_n_logprobs and skip_prompt_log_probs exclude each other: "
+                    "set one of them"
+                )
+        self.return_prompt_top_n_logprobs = bool(
+            self.top_n_logprobs and not self.skip_prompt_log_probs
+        )
+
+    def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
+        """Set attributes, unknown ones too."""
+        self.return_prompt_top_n_logprobs = False
+        for name, value in attribute_value_pair.items():
+            setattr(self, name, value)
+        self._follow_prompt_log_probs()
+
+    def serialize(self) -> dict[str, Any]:
+        """All attributes, as plain data."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
+        """Inverse of `serialize`."""
+        params = cls()
+        params.__dict__.update(data)
+        return params
+
+
+WITHOUT_EFFECT = {
+    "return_segments": "segments are those of Megatron's static engine",
+    "streaming": "step_modern() shows the tokens of each step; see also AsyncEngine.stream",
+}
+"""Fields that are warned of where they are set, and why they do nothing."""
+
+REFUSED = {"do_kv_handoff": "prefill and decode run in one engine"}
+"""Fields that fail a request where they are set, and why."""
+
+
+def engine_params(params: SamplingParams, num_tokens: int) -> EngineParams:
+    """Translate a request's parameters; `num_tokens` is its number of tokens to generate.
+
+    The stop token is kept in the tokens, as in Megatron, with its log-probability; the door cuts
+    the text.
+
+    Raises:
+        ValueError: a parameter has a value that is not supported.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(params, name, False):
+            raise ValueError(f"SamplingParams.{name} is not supported: {reason}")
+    for name, reason in WITHOUT_EFFECT.items():
+        if getattr(params, name, False):
+            warnings.warn(f"SamplingParams.{name} has no effect: {reason}", stacklevel=5)
+    return EngineParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        num_tokens_to_generate=num_tokens,
+        termination_id=params.termination_id,
+        stop_words=tuple(params.stop_words or ()),
+        detokenize_stop_sequence=True,
+        return_log_probs=params.return_log_probs,
+        skip_prompt_log_probs=params.skip_prompt_log_probs,
+        top_n_logprobs=params.top_n_logprobs,
+    )

@@ -1,0 +1,75 @@
+"""Puts our names in the place of megatron-core's, for scripts that run unchanged."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+import megatron_hybrid.megatron as door
+
+_CORE = "megatron.core.inference"
+_CONTEXT = ("DynamicInferenceContext",)
+_ENGINE = ("DynamicInferenceEngine", "EngineState", "EngineSuspendedError")
+_REQUEST = (
+    "DynamicInferenceEvent",
+    "DynamicInferenceEventType",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "Status",
+)
+
+NAMES = {
+    f"{_CORE}.config": (
+        "AsyncScheduleMode",
+        "CudaGraphSizingDistribution",
+        "InferenceConfig",
+        "KVCacheManagementMode",
+        "MambaInferenceStateConfig",
+        "PrefixCachingCoordinatorPolicy",
+        "PrefixCachingEvictionPolicy",
+    ),
+    f"{_CORE}.sampling_params": ("SamplingParams",),
+    f"{_CORE}.inference_request": _REQUEST,
+    f"{_CORE}.contexts": _CONTEXT,
+    f"{_CORE}.contexts.dynamic_context": _CONTEXT,
+    f"{_CORE}.engines": _ENGINE,
+    f"{_CORE}.engines.dynamic_engine": _ENGINE,
+    f"{_CORE}.model_inference_wrappers.gpt.gpt_inference_wrapper": ("GPTInferenceWrapper",),
+    f"{_CORE}.text_generation_controllers.text_generation_controller": (
+        "TextGenerationController",
+    ),
+    f"{_CORE}.inference_client": ("InferenceClient",),
+    f"{_CORE}.apis": (
+        "DynamicInferenceRequest",
+        "DynamicInferenceRequestRecord",
+        "MegatronAsyncLLM",
+        "MegatronLLM",
+        "SamplingParams",
+        "ServeConfig",
+    ),
+}
+"""Module of megatron-core -> the names in it that are replaced. Its other names stay."""
+
+
+def install() -> None:
+    """Replace the names, in this process. Call it before a script imports them."""
+    for path, names in NAMES.items():
+        module = _module(path)
+        for name in names:
+            setattr(module, name, getattr(door, name))
+
+
+def _module(path: str) -> ModuleType:
+    """The module of megatron-core, or an empty one where this release has none, or it cannot be
+    imported on this machine."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about GPU libraries that our names do not need
+            return import_module(path)
+    except ImportError:
+        module = sys.modules[path] = ModuleType(path)
+        parent, _, name = path.rpartition(".")
+        setattr(import_module(parent), name, module)
+        return module

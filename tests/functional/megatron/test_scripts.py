@@ -1,0 +1,128 @@
+"""Scripts of Megatron run on our engine: unchanged, or with their imports changed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from reference import full_logits, greedy_tokens, random_tokens, tiny_model
+
+ROOT = Path(__file__).parents[3]
+EVERY_CALL = Path(__file__).with_name("every_call.py")
+EXAMPLE = ROOT / "examples" / "megatron_inference.py"
+PROMPT = random_tokens(48, vocab_size=95)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def succeed(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@cache
+def seen() -> dict:
+    """What every_call.py read."""
+    return json.loads(succeed("-m", "megatron_hybrid.megatron", str(EVERY_CALL), "--flag", "3"))
+
+
+def test_the_script_is_main_and_has_its_arguments():
+    assert (seen()["argv"], seen()["name"]) == (["--flag", "3"], "__main__")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "prompt"), [("20", PROMPT), ("10", PROMPT[:30]), ("30", PROMPT[5:])]
+)
+def test_every_field_of_a_request(request_id, prompt):
+    request, model = seen()[request_id], tiny_model("M*-M*-")
+    tokens = request["generated_tokens"]
+    assert tokens == greedy_tokens(model, prompt, 60 - len(prompt))
+    assert request["prompt_tokens"] == prompt and request["prompt_length"] == len(prompt)
+    assert request["prompt"] == "".join(chr(token + 32) for token in prompt)
+    assert request["generated_text"] == "".join(chr(t + 32) for t in tokens if t < 95)
+    # Greedy, and processed: a token that is the most likely one has all of the probability.
+    assert request["generated_log_probs"] == [0.0] * len(tokens)
+    best = full_logits(model, prompt).argmax(-1)[:-1]
+    expected = [0.0 if hit else -torch.inf for hit in best == torch.tensor(prompt[1:])]
+    assert request["prompt_log_probs"] == expected
+    assert request["prompt_top_n_logprobs"] == len(prompt) - 1
+    assert len(request["generated_top_n_logprobs"]) == len(tokens)
+    events = ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * len(tokens), "FINISH"]
+    assert request["events"] == events
+    assert request["event"] == ["payload", "timestamp", "type"]
+    assert request["times"] and request["status"] == "COMPLETED" and request["top_k"] == 1
+    assert request["routing_indices"] is None and request["uid"] == int(request_id)
+    assert request["num_cached_tokens"] == 0  # all asked for log-probs of their prompts
+
+
+def test_every_counter_of_the_context():
+    context = seen()["context"]
+    assert context.pop("step_count") > 12
+    assert context == {
+        "lifetime_prefill_token_count": 48 + 30 + 43,
+        "async": 0,
+        "max_tokens": 64,
+        "max_requests": 8,
+        "max_sequence_length": 256,
+        "unified_memory_level": 0,
+        "graphs": 0,
+        "blocks": True,
+        "block_size_tokens": 16,
+        "enable_prefix_caching": True,
+    }
+
+
+def test_every_other_entry():
+    expected = [greedy_tokens(tiny_model("M*-M*-"), p, 4) for p in (PROMPT, PROMPT[:20])]
+    assert seen()["suspended"] is True
+    assert seen()["generate"] == expected
+    assert seen()["cached"] == len(PROMPT)
+    assert seen()["legacy"] == [1, 0]
+    assert seen()["failed"] == ["FAILED", "FAIL"]
+    assert seen()["refused"] == [True] * 4
+    assert seen()["llm"] == expected[:1] and seen()["async_llm"] == expected[0]
+
+
+def test_the_example_runs_unchanged_and_with_changed_imports(tmp_path):
+    text = EXAMPLE.read_text(encoding="utf-8")
+    ours, count = re.subn(
+        r"^from megatron\.core\.inference[\w.]* import",
+        "from megatron_hybrid.megatron import",
+        text,
+        flags=re.MULTILINE,
+    )
+    assert 4 <= count <= 6
+    changed = tmp_path / "changed.py"
+    changed.write_text(ours, encoding="utf-8")
+    unchanged_output = succeed("-m", "megatron_hybrid.megatron", str(EXAMPLE))
+    assert succeed(str(changed)) == unchanged_output
+    assert "cached" in unchanged_output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_usage(arguments):
+    result = run("-m", "megatron_hybrid.megatron", *arguments)
+    assert result.stdout.startswith("usage: python -m megatron_hybrid.megatron SCRIPT")
+    assert result.returncode == (0 if arguments else 2)
+    assert max(map(len, result.stdout.splitlines())) <= 90
+
+
+def test_a_missing_script_is_named():
+    result = run("-m", "megatron_hybrid.megatron", "nowhere.py")
+    assert result.returncode == 1 and "nowhere.py is no file" in result.stderr

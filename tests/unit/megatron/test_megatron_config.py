@@ -1,0 +1,197 @@
+"""Megatron's InferenceConfig and SamplingParams: each field is honoured, warned of, or refused."""
+
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from door import MIB, answer, door_engine, greedy_params
+from reference import random_tokens, tiny_model
+
+from megatron_hybrid import compat
+from megatron_hybrid.megatron import (
+    DynamicInferenceContext,
+    InferenceConfig,
+    KVCacheManagementMode,
+    PrefixCachingCoordinatorPolicy,
+    PrefixCachingEvictionPolicy,
+    SamplingParams,
+    config,
+    sampling_params,
+)
+
+DOC = Path(__file__).parents[3] / "docs" / "from_megatron.md"
+PROMPT = random_tokens(40)
+OTHER_VALUES = {
+    "paused_buffer_size_gb": 2,
+    "unified_memory_level": 1,
+    "num_cuda_graphs": 4,
+    "cuda_graph_mixed_prefill_count": 2,
+    "cuda_graph_sizing_distribution": "linear",
+    "cuda_graph_all_prefills": True,
+    "cuda_graph_max_tokens": 64,
+    "static_kv_memory_pointers": True,
+    "use_flashinfer_fused_rope": True,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
+    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+    "prefix_caching_routing_alpha": 0.9,
+    "metrics_writer": object(),
+    "logging_step_interval": 10,
+    "sampling_backend": "flashinfer",
+    "async_sched_mode": "async",
+    "request_metadata_types": [("temperature", torch.float32)],
+    "use_synchronous_zmq_collectives": True,
+    "disable_ep_consensus": True,
+    "ep_consensus_interval": 5,
+}
+
+
+def test_every_field_without_effect_warns_by_name_and_reason():
+    assert OTHER_VALUES.keys() == config.WITHOUT_EFFECT.keys()
+    for name, value in OTHER_VALUES.items():
+        with pytest.warns(UserWarning) as caught:
+            DynamicInferenceContext(None, InferenceConfig(**{name: value}))
+        (warning,) = caught
+        assert name in str(warning.message)
+        assert config.WITHOUT_EFFECT[name] in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_speculative_tokens", 2), ("image_preprocessing_config", object())]
+)
+def test_what_would_change_answers_is_refused_by_name(field, value):
+    assert field in config.REFUSED
+    with pytest.raises(ValueError, match=f"InferenceConfig.{field} is .*: "):
+        DynamicInferenceContext(None, InferenceConfig(**{field: value}))
+
+
+def test_the_defaults_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DynamicInferenceContext(None, InferenceConfig(verbose=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("buffer_size_gb", 0),
+        ("buffer_size_gb", "20"),
+        ("buffer_size_gb", float("nan")),
+        ("prefix_caching_mamba_gb", -1),
+        ("mamba_memory_ratio", 1.5),
+    ],
+)
+def test_illegal_sizes_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"InferenceConfig.{field} is"):
+        DynamicInferenceContext(None, InferenceConfig(**{field: value}))
+
+
+def test_a_buffer_without_room_for_the_states_names_both_numbers():
+    with pytest.raises(ValueError, match=r"max_requests=64 .*buffer_size_gb=0\.001"):
+        door_engine(buffer_size_gb=0.001, max_requests=64)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "states_gb", "mode"),
+    [
+        (False, None, "off"),
+        (False, 4 * MIB, "off"),
+        (True, None, "memory_only"),
+        (True, 4 * MIB, "restore"),
+    ],
+)
+def test_two_fields_choose_the_mode(enabled, states_gb, mode):
+    engine = door_engine(enable_prefix_caching=enabled, prefix_caching_mamba_gb=states_gb)
+    assert engine.engine.config.prefix_caching == mode
+    answer(engine, PROMPT, greedy_params(2))
+    again = answer(engine, PROMPT, greedy_params(2))
+    assert again.num_cached_tokens == (len(PROMPT) if mode == "restore" else 0)
+
+
+def test_the_buffer_is_live_slots_and_pool():
+    engine = door_engine(prefix_caching_mamba_gb=None).engine
+    slots = 8 * engine.cache.spec.slot_bytes
+    assert engine.config.cache_bytes == (4 << 20) - slots
+    assert door_engine().engine.config.cache_bytes == (8 << 20) - slots
+
+
+@pytest.mark.parametrize("ratio", [None, 0.25])
+def test_requests_are_derived_from_the_buffer(ratio):
+    engine = door_engine(max_requests=None, mamba_memory_ratio=ratio)
+    count, slot = engine.context.max_requests, engine.engine.cache.spec.slot_bytes
+    share = (4 << 20) * (ratio or 0.5)
+    assert count % 4 == 0 and count * slot <= share < (count + 4) * slot
+    assert door_engine(max_requests=None, max_tokens=12).context.max_requests == 12
+    few = door_engine(max_requests=None, max_tokens=3).context.max_requests
+    assert few == 3
+
+
+def test_max_tokens_has_megatrons_default():
+    assert door_engine(max_tokens=None).context.max_tokens == 16384
+
+
+def test_the_seed_is_the_models():
+    model = tiny_model()
+    seed = getattr(model.config, "inference_sampling_seed", 42)
+    assert door_engine(model).engine.config.random_seed == seed
+
+
+if compat.MEGATRON_CORE_VERSION >= (0, 19, 0):  # 0.16 has no such InferenceConfig
+
+    def test_fields_and_defaults_are_those_of_megatron_core():
+        from megatron.core.inference import config as core
+        from megatron.core.inference.sampling_params import SamplingParams as CoreParams
+
+        for ours, theirs in (
+            (InferenceConfig, core.InferenceConfig),
+            (SamplingParams, CoreParams),
+        ):
+            own = {field.name: field.default for field in fields(ours)}
+            for field in fields(theirs):
+                assert field.name in own, field.name
+                default = getattr(field.default, "value", field.default)
+                assert getattr(own[field.name], "value", own[field.name]) == default, field.name
+        for enum in (KVCacheManagementMode, PrefixCachingEvictionPolicy):
+            core_enum = getattr(core, enum.__name__)
+            assert {m.name: m.value for m in enum} == {m.name: m.value for m in core_enum}
+
+
+def test_the_table_in_the_docs_has_every_field_and_reason():
+    text = DOC.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE))
+    for kind in (InferenceConfig, SamplingParams):
+        missing = {field.name for field in fields(kind)} - rows.keys() - {"verbose"}
+        assert not missing
+    for module in (config, sampling_params):
+        for name, reason in {**module.WITHOUT_EFFECT, **module.REFUSED}.items():
+            assert reason in rows[name], name
+
+
+# SamplingParams ----------------------------------------------------------------------------------
+
+
+def test_attributes_can_be_added():
+    params = SamplingParams(return_log_probs=True)
+    params.add_attributes({"top_n_logprobs": 3, "min_length": 4})
+    assert params.min_length == 4 and params.return_prompt_top_n_logprobs
+    again = SamplingParams.deserialize(params.serialize())
+    assert again.min_length == 4 and again == params
+    params.add_attributes({"skip_prompt_log_probs": True})
+    assert not params.return_prompt_top_n_logprobs
+
+
+def test_the_deprecated_field_warns_and_contradictions_raise():
+    with pytest.warns(DeprecationWarning, match="skip_prompt_log_probs"):
+        SamplingParams(return_prompt_top_n_logprobs=True, top_n_logprobs=1)
+    with pytest.warns(DeprecationWarning), pytest.raises(AssertionError, match="exclude"):
+        SamplingParams(return_prompt_top_n_logprobs=True, skip_prompt_log_probs=True)
+
+
+@pytest.mark.parametrize("field", sorted(sampling_params.WITHOUT_EFFECT))
+def test_parameters_without_effect_warn_by_name(field):
+    engine = door_engine()
+    with pytest.warns(UserWarning, match=f"SamplingParams.{field} has no effect"):
+        request = answer(engine, PROMPT, greedy_params(2, **{field: True}))
+    assert request.succeeded()

@@ -1,0 +1,469 @@
+"""The manners of Megatron's engine that scripts rely on, through the door."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from door import LetterTokenizer, answer, door_engine, finish, greedy_params
+from reference import full_logits, greedy_tokens, is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid.megatron import (
+    CoordinatorError,
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    EngineState,
+    EngineSuspendedError,
+    GPTInferenceWrapper,
+    InferenceClient,
+    InferenceConfig,
+    SamplingParams,
+    Status,
+    TextGenerationController,
+)
+
+PROMPT = random_tokens(40, vocab_size=95)
+
+
+def kinds(request) -> list[str]:
+    return [event.type.name for event in request.events]
+
+
+def test_the_callers_ids_are_kept():
+    engine = door_engine()
+    prompts = {7: PROMPT, 3: PROMPT[9:20], 1000: PROMPT[5:]}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, greedy_params(4))
+    result = engine.step_modern()
+    assert set(result) == {
+        "active_request_ids",
+        "finished_request_records",
+        "step_time",
+        "cuda_graph_request_count",
+    }
+    assert sorted(result["active_request_ids"]) == [3, 7, 1000]
+    assert result["step_time"] > 0 and result["cuda_graph_request_count"] is None
+    assert engine.get_request(3).generated_tokens
+    answers = finish(engine)
+    assert set(answers) == set(prompts)
+    for request_id, request in answers.items():
+        assert is_greedy(tiny_model(), prompts[request_id], request.generated_tokens)
+        assert request.status is Status.COMPLETED and request.succeeded()
+
+
+def test_an_id_of_an_unfinished_request_is_refused():
+    engine = door_engine()
+    engine.add_request(1, PROMPT, greedy_params(2))
+    with pytest.raises(ValueError, match="request_id 1"):
+        engine.add_request(1, PROMPT[:5], greedy_params(2))
+    assert list(finish(engine)) == [1]
+    engine.add_request(1, PROMPT, greedy_params(2))  # the id is free again
+    assert list(finish(engine)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "text"),
+    [
+        ([], {}, "empty"),
+        ([5, 97], {}, "token 97"),
+        (random_tokens(1025), {}, "max_sequence_length"),
+        ([5], {"num_tokens_to_generate": -1}, "num_tokens_to_generate"),
+        ([5], {"num_tokens_total": 9, "num_tokens_to_generate": 4}, "num_tokens_total"),
+        ([5], {"temperature": -1.0}, "temperature"),
+        ([5], {"top_n_logprobs": 3}, "top_n_logprobs"),
+        ([5], {"do_kv_handoff": True}, "do_kv_handoff"),
+        ([5], {"stop_words": [""]}, "stop_words"),
+    ],
+)
+def test_what_cannot_be_served_fails_and_does_not_raise(prompt, fields, text):
+    engine = door_engine()
+    engine.add_request(1, PROMPT, greedy_params(3))
+    digest = engine.engine.cache.digest()
+    with pytest.warns(UserWarning, match="request 2 failed"):
+        future = engine.add_request(2, prompt, SamplingParams(**fields))
+    assert engine.engine.cache.digest() == digest
+    assert future.result().merge().failed()
+    answers = finish(engine)
+    failed = answers[2]
+    assert failed.status is Status.FAILED
+    assert (failed.generated_tokens, failed.generated_text) == ([], "")
+    assert kinds(failed) == ["ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL"]
+    assert text in str(failed.events[1].payload)
+    assert text in failed.events[1].serialize()["payload"]["message"]
+    assert is_greedy(tiny_model(), PROMPT, answers[1].generated_tokens)
+
+
+def test_a_failed_request_alone_is_unfinished_until_its_record_was_returned():
+    engine = door_engine()
+    with pytest.warns(UserWarning):
+        engine.add_request(4, [], greedy_params(3))
+    assert engine.has_unfinished_requests()
+    (record,) = engine.step_modern()["finished_request_records"]
+    assert record.request_id == 4 and not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, b"text"])
+def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
+    engine = door_engine()
+    with pytest.raises(TypeError, match="prompt"):
+        engine.add_request(1, prompt, greedy_params(2))
+    assert not engine.has_unfinished_requests()
+
+
+def test_too_long_answers_are_clamped_with_a_warning():
+    engine = door_engine(max_sequence_length=48)
+    with pytest.warns(UserWarning, match="leaves 8"):
+        engine.add_request(1, PROMPT, greedy_params(100))
+    (request,) = finish(engine).values()
+    assert len(request.generated_tokens) == 8
+    assert request.sampling_params.num_tokens_to_generate == 8
+
+
+def test_no_number_of_tokens_is_the_rest_of_the_context():
+    engine = door_engine(max_sequence_length=64)
+    assert answer(engine, PROMPT, greedy_params(None)).generated_length == 24
+    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
+
+
+def test_the_callers_parameters_stay_unchanged():
+    engine, params = door_engine(max_sequence_length=64), greedy_params(None)
+    before = params.serialize()
+    answer(engine, PROMPT, params)
+    assert params.serialize() == before
+
+
+def test_prompts_as_text_list_or_tensor_are_one():
+    engine, tokenizer = door_engine(), LetterTokenizer()
+    text = "once upon a time there was"
+    tokens = tokenizer.tokenize(text)
+    answers = [
+        answer(engine, prompt, greedy_params(5)) for prompt in (text, tokens, torch.tensor(tokens))
+    ]
+    assert len({tuple(request.generated_tokens) for request in answers}) == 1
+    for request in answers:
+        assert request.prompt == text
+        assert request.prompt_tokens.tolist() == tokens
+        assert request.prompt_length == len(tokens)
+        assert request.generated_text == tokenizer.detokenize(request.generated_tokens)
+    with_bos = answer(engine, text, greedy_params(5, add_BOS=True))
+    assert with_bos.prompt_tokens.tolist() == [tokenizer.bos, *tokens]
+
+
+def test_the_terminating_token_is_in_the_tokens_and_not_in_the_text():
+    engine = door_engine()
+    tokens = greedy_tokens(tiny_model(), PROMPT, 6)
+    ends = tokens.index(tokens[3])
+    params = greedy_params(6, termination_id=tokens[3], return_log_probs=True)
+    request = answer(engine, PROMPT, params)
+    assert request.generated_tokens == tokens[: ends + 1]
+    assert len(request.generated_log_probs) == ends + 1
+    assert request.generated_text == LetterTokenizer().detokenize(tokens[:ends])
+    params.detokenize_stop_sequence = True
+    kept = answer(engine, PROMPT, params)
+    assert kept.generated_text == LetterTokenizer().detokenize(tokens[: ends + 1])
+
+
+def test_a_stop_words_tokens_are_cut_with_their_log_probs():
+    engine, tokenizer = door_engine(), LetterTokenizer()
+    tokens = greedy_tokens(tiny_model(), PROMPT, 8)
+    text = tokenizer.detokenize(tokens)
+    word = text[3:5]
+    first = text.find(word)
+    params = greedy_params(8, stop_words=[word], return_log_probs=True, top_n_logprobs=2)
+    request = answer(engine, PROMPT, params)
+    assert request.generated_text == text[:first]
+    assert request.generated_tokens == tokens[:first]
+    assert len(request.generated_log_probs) == len(request.generated_top_n_logprobs) == first
+    params.detokenize_stop_sequence = True
+    kept = answer(engine, PROMPT, params)
+    assert kept.generated_text == text[: first + len(word)]
+    assert kept.generated_tokens == tokens[: first + len(word)]
+
+
+def test_scores_are_those_of_a_full_forward_pass_by_text():
+    engine, tokenizer = door_engine(), LetterTokenizer()
+    params = greedy_params(4, return_log_probs=True, top_n_logprobs=3)
+    answer(engine, PROMPT, greedy_params(1))
+    request = answer(engine, PROMPT, params)
+    tokens = PROMPT + request.generated_tokens
+    rows = full_logits(tiny_model(), tokens).log_softmax(-1)[:-1]
+    expected = rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    scores = request.prompt_log_probs + request.generated_log_probs
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len(request.prompt_log_probs) == len(PROMPT) - 1
+    tops = request.prompt_top_n_logprobs + request.generated_top_n_logprobs
+    for row, top in zip(rows, tops, strict=True):
+        values, ids = row.topk(3)
+        by_text: dict[str, float] = {}
+        for token, value in zip(ids.tolist(), values.tolist()):
+            by_text.setdefault(tokenizer.detokenize([token]), value)
+        assert list(top) == list(by_text)
+        assert list(top.values()) == pytest.approx(list(by_text.values()), abs=1e-5)
+    params.skip_prompt_log_probs = True
+    params.add_attributes({})
+    without = answer(engine, PROMPT, params)
+    assert without.prompt_log_probs == [] and without.prompt_top_n_logprobs == []
+    assert without.generated_log_probs == pytest.approx(request.generated_log_probs, abs=1e-5)
+    assert without.num_cached_tokens == len(PROMPT)
+    assert answer(engine, PROMPT, greedy_params(1)).generated_log_probs is None
+
+
+def test_processed_log_probs_are_of_the_distribution_that_was_drawn_from():
+    engine = door_engine(logprobs_mode="processed_logprobs")
+    params = greedy_params(4, return_log_probs=True, skip_prompt_log_probs=True)
+    assert answer(engine, PROMPT, params).generated_log_probs == [0.0] * 4
+    params = SamplingParams(
+        temperature=2.0,
+        top_k=3,
+        num_tokens_to_generate=5,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
+    request = answer(engine, PROMPT, params)
+    tokens = PROMPT + request.generated_tokens
+    rows = full_logits(tiny_model(), tokens)[len(PROMPT) - 1 : -1] / 2.0
+    for row, token, score in zip(rows, request.generated_tokens, request.generated_log_probs):
+        best = row.topk(3)
+        place = best.indices.tolist().index(token)
+        assert score == pytest.approx(best.values.log_softmax(-1)[place].item(), abs=1e-5)
+
+
+def test_events_and_times():
+    engine = door_engine(track_generated_token_events=True)
+    request = answer(engine, PROMPT, greedy_params(3))
+    assert kinds(request) == ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * 3, "FINISH"]
+    drawn = [e.payload["token_id"] for e in request.events if e.payload is not None]
+    assert drawn == request.generated_tokens
+    times = [event.timestamp for event in request.events]
+    assert times == sorted(times)
+    assert 0 < request.ttft <= request.latency
+    assert len(request.tpot) == 3 and all(step > 0 for step in request.tpot)
+
+
+def test_preempted_requests_have_an_event_and_the_same_answers():
+    engine = door_engine(
+        max_requests=4,
+        buffer_size_gb=(4 * 24576 + 27 * 4096) / (1 << 30),  # live slots, and 27 pages
+        prefix_caching_mamba_gb=1e-9,
+        track_paused_request_events=True,
+        max_sequence_length=256,
+    )
+    prompts = {i: random_tokens(40, seed=i) for i in range(4)}
+    for i, prompt in prompts.items():
+        engine.add_request(i, prompt, greedy_params(60))
+    answers = finish(engine)
+    assert engine.engine.scheduler.num_preemptions > 0
+    moved = [kind for request in answers.values() for kind in kinds(request)]
+    assert {"PAUSE", "EVICT"}.intersection(moved)
+    for i, prompt in prompts.items():
+        assert is_greedy(tiny_model(), prompt, answers[i].generated_tokens)
+
+
+def test_records_merge_and_survive_serialization():
+    engine = door_engine()
+    params = greedy_params(3, return_log_probs=True, return_prompt_tokens=True)
+    (record,) = engine.generate([PROMPT], params)
+    assert isinstance(record, DynamicInferenceRequestRecord)
+    merged = record.merge()
+    assert isinstance(merged, DynamicInferenceRequest)
+    assert merged.latency == record.latency
+    assert (record[-1].request_id, record.request_id, merged.uid) == (0, 0, 0)
+    again = DynamicInferenceRequestRecord.deserialize(record.serialize()).merge()
+    assert again.generated_tokens == merged.generated_tokens
+    assert again.prompt_tokens.tolist() == PROMPT
+    assert again.sampling_params == merged.sampling_params
+    assert again.status is Status.COMPLETED and kinds(again) == kinds(merged)
+    merged.sampling_params.return_prompt_tokens = False
+    data = merged.serialize()
+    assert data["prompt_tokens"] is None and data["prompt_length"] == len(PROMPT)
+
+
+def test_futures_hold_the_records():
+    engine = door_engine()
+    future = engine.add_request(5, PROMPT, greedy_params(2))
+    assert not future.done()
+    records = engine.generate([PROMPT[:9]], greedy_params(4))  # also runs what was queued
+    assert [record.request_id for record in records] == [0, 5]
+    assert future.result() is records[1]
+
+
+def test_futures_can_be_awaited():
+    engine = door_engine()
+
+    async def ask() -> list[int]:
+        future = engine.add_request(5, PROMPT, greedy_params(3))
+        while not future.done():
+            await engine.async_step()
+        return (await future).merge().generated_tokens
+
+    assert is_greedy(tiny_model(), PROMPT, asyncio.run(ask()))
+
+
+def test_generate_returns_records_in_the_order_of_the_prompts():
+    engine = door_engine()
+    prompts = [random_tokens(n, seed=n) for n in (30, 5, 17)]
+    for _ in range(2):
+        records = engine.generate(prompts, greedy_params(4))
+        assert [r.merge().prompt_tokens.tolist() for r in records] == prompts
+
+
+def test_the_step_of_older_scripts():
+    engine = door_engine()
+    engine.add_request(2, PROMPT, greedy_params(2))
+    active, finished, seconds = engine.step()
+    assert [request.request_id for request in active] == [2] and finished == [] and seconds > 0
+    active, finished, _ = engine.step_legacy(greedy_params(2))
+    assert active == [] and len(finished[0].generated_tokens) == 2
+
+
+def test_the_context_counts_steps_and_prefill_tokens():
+    engine = door_engine()
+    context = engine.context
+    answer(engine, PROMPT, greedy_params(3))
+    assert context.lifetime_prefill_token_count == len(PROMPT)
+    assert context.step_count >= 3
+    second = answer(engine, [*PROMPT, 1, 2], greedy_params(3))
+    assert second.num_cached_tokens == len(PROMPT)
+    assert context.lifetime_prefill_token_count == len(PROMPT) + 2
+    assert (context.max_requests, context.max_tokens) == (8, 512)
+    assert (context.max_sequence_length, context.block_size_tokens) == (1024, 16)
+    assert context.enable_prefix_caching and context.unified_memory_level == 0
+    blocks = context.kv_block_allocator
+    assert blocks.pool_size - 1 == blocks.active_count >= blocks.total_avail > 0
+    assert len(context.cuda_graph_batch_dimensions_list) == 0
+    engine.reset()
+    assert (context.step_count, context.lifetime_prefill_token_count) == (0, 0)
+    assert answer(engine, PROMPT, greedy_params(3)).num_cached_tokens == 0
+    assert engine.capture_stats is None
+
+
+def test_a_reset_drops_unfinished_requests():
+    engine = door_engine()
+    future = engine.add_request(1, PROMPT, greedy_params(30))
+    engine.step_modern()
+    with pytest.warns(UserWarning):
+        engine.add_request(2, [], greedy_params(30))
+    engine.reset()
+    assert future.cancelled() and not engine.has_unfinished_requests()
+    assert engine.step_modern()["finished_request_records"] == []
+    engine.engine.check_integrity()
+
+
+def test_decode_only_tells_of_the_last_step():
+    engine = door_engine(max_tokens=32)
+    assert engine.decode_only.launched is None and not engine.is_decode_only
+    engine.add_request(1, PROMPT, greedy_params(4))
+    seen = []
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        seen.append((engine.decode_only.launched, engine.decode_only.consumed))
+    assert seen[:3] == [(False, False), (False, False), (True, True)]
+    assert engine.is_decode_only
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_suspend_and_resume(mode):
+    engine = door_engine(kv_cache_management_mode=mode)
+    answer(engine, PROMPT, greedy_params(2))
+    engine.add_request(1, [*PROMPT, 3, 4], greedy_params(6))
+    engine.step_modern()
+    engine.suspend()
+    engine.suspend()
+    assert engine.state is EngineState.SUSPENDED and engine.is_suspended
+    held = engine.engine.memory.pool.untyped_storage().nbytes()
+    assert (held > 0) is (mode == "persist")
+    with pytest.raises(EngineSuspendedError, match="resume"):
+        engine.step_modern()
+    engine.add_request(2, PROMPT, greedy_params(3))
+    engine.resume()
+    engine.resume()
+    assert engine.state is EngineState.RUNNING
+    answers = finish(engine)
+    assert is_greedy(tiny_model(), [*PROMPT, 3, 4], answers[1].generated_tokens)
+    assert is_greedy(tiny_model(), PROMPT, answers[2].generated_tokens)
+    if mode != "recompute":
+        assert answers[2].num_cached_tokens == len(PROMPT)
+
+
+def test_an_error_of_the_tokenizer_fails_its_request_only():
+    class Broken(LetterTokenizer):
+        def detokenize(self, tokens):
+            if 3 in tokens and len(tokens) == 41:
+                raise ValueError("no text for 3")
+            return super().detokenize(tokens)
+
+    engine = door_engine(tokenizer=Broken())
+    engine.add_request(1, [*PROMPT, 3], greedy_params(2))
+    engine.add_request(2, PROMPT, greedy_params(2))
+    answers = finish(engine)
+    assert answers[1].failed() and "no text for 3" in str(answers[1].events[-2].payload)
+    assert answers[2].succeeded()
+
+
+def test_the_coordinators_calls_are_refused_by_name():
+    engine = door_engine()
+    for call in (
+        engine.start_listening_to_data_parallel_coordinator,
+        engine.run_engine_with_coordinator,
+        lambda: engine.wait_until(EngineState.RUNNING),
+    ):
+        with pytest.raises(CoordinatorError, match="coordinator"):
+            asyncio.run(call())
+    with pytest.raises(CoordinatorError, match="engine_loop_task"):
+        _ = engine.engine_loop_task
+    with pytest.raises(CoordinatorError, match="InferenceClient"):
+        InferenceClient("tcp://127.0.0.1:5000")
+    assert not engine.use_coordinator
+
+
+def test_parts_of_other_packages_are_refused():
+    model = tiny_model()
+    with pytest.raises(TypeError, match="inference_config"):
+        DynamicInferenceContext(model.config, object())
+    context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
+    with pytest.raises(TypeError, match="inference_context"):
+        GPTInferenceWrapper(model, object())
+    with pytest.raises(TypeError, match="GPTInferenceWrapper"):
+        TextGenerationController(object(), None)
+    with pytest.raises(TypeError, match="TextGenerationController"):
+        DynamicInferenceEngine(object(), context)
+    with pytest.raises(RuntimeError, match="max_requests follows from the model"):
+        _ = context.max_requests
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
+    with pytest.raises(TypeError, match="context"):
+        DynamicInferenceEngine(controller, object())
+    engine = DynamicInferenceEngine(controller, context)
+    with pytest.raises(ValueError, match="belongs to another engine"):
+        DynamicInferenceEngine(controller, context)
+    assert engine.engine.request_builder.tokenizer is None
+
+
+def test_without_a_tokenizer_answers_are_ids():
+    model = tiny_model()
+    context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
+    engine = DynamicInferenceEngine(controller, context)
+    request = answer(engine, PROMPT, greedy_params(3))
+    assert request.generated_text is None and request.prompt is None
+    assert is_greedy(model, PROMPT, request.generated_tokens)
+
+
+def test_scores_are_finite_for_any_draw():
+    engine = door_engine()
+    params = SamplingParams(
+        num_tokens_to_generate=5, termination_id=-1, return_log_probs=True, top_n_logprobs=1
+    )
+    request = answer(engine, PROMPT, params)
+    assert all(math.isfinite(x) for x in request.prompt_log_probs + request.generated_log_probs)
+
+
+def test_event_types_are_megatrons():
+    names = "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT"
+    assert [kind.name for kind in DynamicInferenceEventType] == [
+        *names.split(),
+        "ERROR_NONTRANSIENT",
+    ]

@@ -1,0 +1,182 @@
+"""MegatronLLM and MegatronAsyncLLM serve one replica in this process."""
+
+import asyncio
+import threading
+
+import pytest
+from door import MIB, LetterTokenizer, greedy_params
+from reference import is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid.megatron import (
+    DynamicInferenceRequest,
+    EngineState,
+    GPTInferenceWrapper,
+    InferenceConfig,
+    MegatronAsyncLLM,
+    MegatronLLM,
+    ServeConfig,
+)
+
+PROMPT = random_tokens(40, vocab_size=95)
+
+
+def arguments(**fields):
+    config = InferenceConfig(
+        block_size_tokens=16,
+        buffer_size_gb=4 * MIB,
+        max_requests=8,
+        max_sequence_length=512,
+        enable_prefix_caching=True,
+        prefix_caching_mamba_gb=4 * MIB,
+    )
+    return {
+        "model": tiny_model(),
+        "tokenizer": LetterTokenizer(),
+        "inference_config": config,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("use_coordinator", [True, False])
+def test_generate_answers_one_prompt_or_several(use_coordinator):
+    with MegatronLLM(**arguments(use_coordinator=use_coordinator)) as llm:
+        assert llm.is_primary_rank and llm.engine.context is llm.context
+        text = LetterTokenizer().detokenize(PROMPT)
+        for prompts, count in ((PROMPT, 1), (text, 1), ([PROMPT, PROMPT[:9]], 2), ([text], 1)):
+            answers = llm.generate(prompts, greedy_params(4))
+            assert len(answers) == count
+            for request in answers:
+                assert isinstance(request, DynamicInferenceRequest)
+                tokens = request.prompt_tokens.tolist()
+                assert is_greedy(tiny_model(), tokens, request.generated_tokens)
+        assert llm.generate([]) == []
+        assert answers[0].num_cached_tokens == len(PROMPT)
+        assert llm.controller.tokenizer.eod == 95
+
+
+@pytest.mark.parametrize("prompts", [5, (1, 2), [1, "a"], [None], [1.5]])
+def test_prompts_of_another_type_are_refused(prompts):
+    with MegatronLLM(**arguments()) as llm, pytest.raises(TypeError, match="prompts must be"):
+        llm.generate(prompts)
+
+
+def test_the_life_of_a_replica():
+    llm = MegatronLLM(**arguments())
+    first = llm.generate(PROMPT, greedy_params(3))[0]
+    llm.pause()
+    assert llm.engine.state is EngineState.PAUSED
+    with pytest.raises(RuntimeError, match="PAUSED"):
+        llm.generate(PROMPT)
+    llm.suspend()
+    with pytest.raises(RuntimeError, match="resume"):
+        llm.unpause()
+    llm.resume()
+    assert llm.engine.state is EngineState.RESUMED
+    llm.unpause()
+    again = llm.generate(PROMPT, greedy_params(3))[0]
+    assert again.generated_tokens == first.generated_tokens
+    waits = threading.Thread(target=llm.wait_for_shutdown)
+    waits.start()
+    llm.shutdown()
+    llm.shutdown()
+    waits.join(10)
+    assert not waits.is_alive() and llm.engine.state is EngineState.STOPPED
+    with pytest.raises(RuntimeError):
+        llm.generate(PROMPT)
+
+
+def test_direct_mode_has_no_life_cycle():
+    llm = MegatronLLM(**arguments(use_coordinator=False))
+    for call in (llm.pause, llm.unpause, llm.suspend, llm.resume):
+        with pytest.raises(RuntimeError, match="requires use_coordinator=True"):
+            call()
+    llm.wait_for_shutdown()
+    llm.shutdown()
+    with pytest.raises(ValueError, match="coordinator_port requires"):
+        MegatronLLM(**arguments(use_coordinator=False, coordinator_port=1))
+
+
+def test_arguments_of_a_coordinator_warn_and_other_wrappers_are_refused():
+    with pytest.warns(UserWarning, match="coordinator_host"):
+        MegatronLLM(**arguments(coordinator_host="node1")).shutdown()
+    with pytest.raises(ValueError, match="inference_wrapper_cls"):
+        MegatronLLM(**arguments(inference_wrapper_cls=dict))
+    MegatronLLM(**arguments(inference_wrapper_cls=GPTInferenceWrapper)).shutdown()
+
+
+def test_a_model_that_cannot_be_served_leaves_no_thread():
+    before = threading.active_count()
+    with pytest.raises((TypeError, AttributeError)):
+        MegatronLLM(**arguments(model=object()))
+    assert threading.active_count() <= before + 1
+
+
+def test_an_error_of_a_step_reaches_those_that_ran_and_later_prompts_are_served(monkeypatch):
+    with MegatronLLM(**arguments()) as llm:
+        forward = llm.engine.engine.runner.forward
+
+        def fails(plan):
+            monkeypatch.setattr(llm.engine.engine.runner, "forward", forward)
+            raise ArithmeticError("the device is broken")
+
+        monkeypatch.setattr(llm.engine.engine.runner, "forward", fails)
+        with pytest.raises(ArithmeticError, match="broken"):
+            llm.generate(PROMPT, greedy_params(3))
+        request = llm.generate(PROMPT, greedy_params(3))[0]
+        assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+
+
+def test_coroutines_share_one_engine():
+    async def ask() -> list[DynamicInferenceRequest]:
+        async with MegatronAsyncLLM(**arguments()) as llm:
+            single = llm.generate(PROMPT, greedy_params(4))
+            several = llm.generate([PROMPT[:9], PROMPT[3:]], greedy_params(4))
+            single, several = await asyncio.gather(single, several)
+            assert await llm.generate([]) == []
+            return [single, *several]
+
+    for request in asyncio.run(ask()):
+        assert is_greedy(tiny_model(), request.prompt_tokens.tolist(), request.generated_tokens)
+
+
+def test_paused_requests_wait_and_cancelled_ones_leave():
+    async def ask() -> None:
+        llm = MegatronAsyncLLM(**arguments())
+        await llm.pause()
+        stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
+        leaves = asyncio.create_task(llm.generate([PROMPT[:7], PROMPT[:5]], greedy_params(3)))
+        while len(llm.engine.requests) < 3:
+            await asyncio.sleep(0.001)
+        assert not stays.done()
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        await llm.suspend()
+        await llm.resume()
+        await llm.unpause()
+        request = await stays
+        assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+        assert not llm.engine.requests
+        await llm.pause()
+        late = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
+        while not llm.engine.requests:
+            await asyncio.sleep(0.001)
+        waits = asyncio.create_task(llm.wait_for_shutdown())
+        await llm.shutdown()
+        with pytest.raises(RuntimeError, match="shut down"):
+            await late
+        await waits
+
+    asyncio.run(ask())
+
+
+def test_what_the_async_class_does_not_do_is_refused():
+    with pytest.raises(ValueError, match="use_coordinator=True"):
+        MegatronAsyncLLM(**arguments(use_coordinator=False))
+
+    async def serve() -> None:
+        async with MegatronAsyncLLM(**arguments()) as llm:
+            with pytest.raises(NotImplementedError, match="HTTP"):
+                await llm.serve(ServeConfig(port=1))
+
+    asyncio.run(serve())
