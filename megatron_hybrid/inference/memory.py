@@ -98,6 +98,7 @@ def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
     return sorted(shapes, key=lambda shape: shape.is_local)
 
 
+@torch.inference_mode(False)  # a tensor made inside could not be written outside
 def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor:
     """uint8 [rows, row_bytes]. what: name of the rows and the remedy, for the error."""
     try:

@@ -110,7 +110,8 @@ class MambaInferenceStateConfig:
 
 @dataclass
 class InferenceConfig:
-    """Megatron's inference settings; `docs/from_megatron.md` says what each of them does here."""
+    """Megatron's inference settings; `docs/from_megatron.md` says what each of them does here.
+    One of megatron-core itself does as well."""
 
     block_size_tokens: int = 256
     buffer_size_gb: float = 20
@@ -163,6 +164,22 @@ class InferenceConfig:
     def __post_init__(self, verbose: bool):
         self._verbose = verbose
 
+    @classmethod
+    def of(cls, config: Any) -> InferenceConfig:
+        """A copy of a config, ours or megatron-core's own.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        names = [field.name for field in fields(cls)]
+        values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        if not {"block_size_tokens", "buffer_size_gb", "max_sequence_length"} <= values.keys():
+            raise TypeError(
+                "inference_config must be an InferenceConfig of megatron_hybrid.megatron or of "
+                f"megatron-core, got {type(config).__module__}.{type(config).__name__}"
+            )
+        return cls(**values)
+
 
 REFUSED = {
     "num_speculative_tokens": "there is no speculative decoding yet; leave it 0",
@@ -199,15 +216,8 @@ def check(config: InferenceConfig) -> None:
     """Check a config, and warn of its fields without effect.
 
     Raises:
-        TypeError: not an InferenceConfig of this package.
         ValueError: a field has a value that is not supported; the message says why.
     """
-    if not isinstance(config, InferenceConfig):
-        raise TypeError(
-            f"inference_config must be megatron_hybrid.megatron.InferenceConfig, got "
-            f"{type(config).__module__}.{type(config).__name__}: import it from there, or start "
-            "the script with `python -m megatron_hybrid.megatron`"
-        )
     defaults = {field.name: field.default for field in fields(config)}
     for name, reason in REFUSED.items():
         if (value := getattr(config, name)) != defaults[name]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
-from megatron_hybrid.megatron.config import InferenceConfig, check
+from megatron_hybrid.megatron.config import DEFAULT_MAX_TOKENS, InferenceConfig, check
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DynamicInferenceContext:
 
     Args:
         model_config: of the model that will be served.
-        inference_config: Megatron's settings.
+        inference_config: ours, or megatron-core's own.
 
     Raises:
         TypeError, ValueError: the settings are not supported; the message names the field.
@@ -37,9 +37,9 @@ class DynamicInferenceContext:
     cuda_graph_batch_dimensions_list: tuple = ()
 
     def __init__(self, model_config: Any, inference_config: InferenceConfig):
-        check(inference_config)
+        self.config = InferenceConfig.of(inference_config)
+        check(self.config)
         self.model_config = model_config
-        self.config = inference_config
         self._engine: Engine | None = None
         self.reset_counters()
 
@@ -93,7 +93,9 @@ class DynamicInferenceContext:
 
     @property
     def max_tokens(self) -> int:
-        return self._bound("max_tokens").config.max_tokens
+        """Scripts read it before there is an engine."""
+        asked = self.config.max_tokens
+        return DEFAULT_MAX_TOKENS if asked is None else asked
 
     @property
     def step_count(self) -> int:

@@ -143,7 +143,8 @@ class DynamicInferenceEngine:
         Args:
             request_id: the caller's; unique among unfinished requests.
             prompt: text, token ids, or an int64 tensor of them on any device.
-            sampling_params: default `SamplingParams()`. Of the caller's object nothing changes.
+            sampling_params: ours, or megatron-core's own, which stay as they are; default
+                `SamplingParams()`.
             precomputed_block_hashes: not used; prefixes are compared by their tokens.
 
         Raises:
@@ -154,8 +155,7 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"request_id {request_id} belongs to an unfinished request: give each its own"
             )
-        params = SamplingParams() if sampling_params is None else sampling_params
-        params = SamplingParams.deserialize(params.serialize())
+        params = SamplingParams.deserialize(vars(sampling_params or SamplingParams()))
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -288,7 +288,8 @@ class DynamicInferenceEngine:
 
         Returns:
             "active_request_ids": of admitted, unfinished requests; "finished_request_records": with
-            the failed ones; "step_time": seconds; "cuda_graph_request_count": None.
+            the failed ones; "finished_requests": the same, merged, as in Megatron-LM's main;
+            "step_time": seconds; "cuda_graph_request_count": None.
 
         Raises:
             EngineSuspendedError: after `suspend`; nothing has changed.
@@ -321,6 +322,7 @@ class DynamicInferenceEngine:
                 if not request.done
             ],
             "finished_request_records": finished,
+            "finished_requests": [record.merge() for record in finished],
             "step_time": time.perf_counter() - start,
             "cuda_graph_request_count": None,
         }

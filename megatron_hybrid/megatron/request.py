@@ -125,6 +125,9 @@ class DynamicInferenceRequest:
     def add_event(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
         self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
 
+    def finalize_text(self, tokenizer: object) -> None:
+        """No effect: the texts of a finished request are there."""
+
     def succeeded(self) -> bool:
         return self.status is Status.COMPLETED
 

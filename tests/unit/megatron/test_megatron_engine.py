@@ -2,12 +2,15 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from door import LetterTokenizer, answer, door_engine, finish, greedy_params
+from megatron.core.inference.sampling_params import SamplingParams as CoreParams
 from reference import full_logits, greedy_tokens, is_greedy, random_tokens, tiny_model
 
+from megatron_hybrid import build_hybrid_model, compat
 from megatron_hybrid.megatron import (
     CoordinatorError,
     DynamicInferenceContext,
@@ -20,6 +23,7 @@ from megatron_hybrid.megatron import (
     GPTInferenceWrapper,
     InferenceClient,
     InferenceConfig,
+    KVCacheManagementMode,
     SamplingParams,
     Status,
     TextGenerationController,
@@ -41,6 +45,7 @@ def test_the_callers_ids_are_kept():
     assert set(result) == {
         "active_request_ids",
         "finished_request_records",
+        "finished_requests",
         "step_time",
         "cuda_graph_request_count",
     }
@@ -320,6 +325,47 @@ def test_the_step_of_older_scripts():
     assert active == [] and len(finished[0].generated_tokens) == 2
 
 
+def test_the_step_of_newer_scripts():
+    engine = door_engine()
+    engine.add_request(2, PROMPT, greedy_params(1))
+    (request,) = engine.step_modern()["finished_requests"]
+    request.finalize_text(engine.controller.tokenizer)
+    assert request.generated_text == LetterTokenizer().detokenize(request.generated_tokens)
+
+
+def test_a_script_may_do_all_in_inference_mode_and_go_on_without():
+    with torch.inference_mode():
+        model = build_hybrid_model(replace(tiny_model("M*-").config))
+        engine = door_engine(model, kv_cache_management_mode="offload")
+        first = answer(engine, PROMPT, greedy_params(3))
+    again = answer(engine, PROMPT, greedy_params(3))
+    assert again.generated_tokens == first.generated_tokens
+    assert again.num_cached_tokens == len(PROMPT)
+    engine.suspend()
+    engine.resume()
+    assert answer(engine, PROMPT, greedy_params(3)).num_cached_tokens == len(PROMPT)
+    engine.reset()
+    assert answer(engine, PROMPT, greedy_params(3)).generated_tokens == first.generated_tokens
+
+
+def test_configs_and_parameters_of_megatron_core_itself_do_as_well():
+    """Four changed imports are enough: those of context, wrapper, controller and engine."""
+    theirs = CoreParams(top_k=1, num_tokens_to_generate=4, termination_id=-1)
+    before = dict(vars(theirs))
+    engine = door_engine()
+    assert is_greedy(tiny_model(), PROMPT, answer(engine, PROMPT, theirs).generated_tokens)
+    assert vars(theirs) == before
+    if compat.MEGATRON_CORE_VERSION >= (0, 19, 0):  # 0.16 has no such config
+        from megatron.core.inference import config as core
+
+        mode = core.KVCacheManagementMode.OFFLOAD
+        config = core.InferenceConfig(max_tokens=77, kv_cache_management_mode=mode)
+        context = DynamicInferenceContext(None, config)
+        assert context.max_tokens == 77
+        assert context.config.kv_cache_management_mode is not KVCacheManagementMode.OFFLOAD
+        assert KVCacheManagementMode(context.config.kv_cache_management_mode) == mode
+
+
 def test_the_context_counts_steps_and_prefill_tokens():
     engine = door_engine()
     context = engine.context
@@ -431,6 +477,7 @@ def test_parts_of_other_packages_are_refused():
         TextGenerationController(object(), None)
     with pytest.raises(TypeError, match="TextGenerationController"):
         DynamicInferenceEngine(object(), context)
+    assert context.max_tokens == 16384  # scripts compare their prompts with it
     with pytest.raises(RuntimeError, match="max_requests follows from the model"):
         _ = context.max_requests
     controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
