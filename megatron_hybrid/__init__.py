@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
-    from megatron_hybrid.inference.exclusive import EngineBusyError
+    from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "DynamicInferenceEngine",
     "EngineBusyError",
+    "EngineSuspendedError",
     "GenerationResult",
     "HybridConfig",
     "HybridModel",
@@ -53,6 +54,7 @@ _MODULES = {
     "CheckpointError": "checkpoints.checkpoint",
     "DynamicInferenceEngine": "inference.engine",
     "EngineBusyError": "inference.exclusive",
+    "EngineSuspendedError": "inference.exclusive",
     "GenerationResult": "inference.request",
     "HybridConfig": "models.config.hybrid_config",
     "HybridModel": "models.hybrid_model",

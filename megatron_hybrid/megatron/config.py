@@ -43,6 +43,7 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     LONGEST_PREFIX = "longest_prefix"
     FIRST_PREFIX_BLOCK = "first_prefix_block"
     LOAD_BALANCED = "load_balanced"
+    ROUND_ROBIN = "round_robin"
 
 
 class KVCacheManagementMode(str, Enum):
