@@ -30,7 +30,7 @@ PATTERNS = {
     "attention and Mamba-2": "HH",
     "shared block": "ZZ",
     "experts": "EE",
-    "dense and experts": "DD",
+    "dense and experts": "BB",
     "per-layer input": "PP",
     "MLP": "--",
     "a hybrid": "MG*-W-",

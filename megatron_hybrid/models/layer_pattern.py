@@ -23,6 +23,8 @@ from megatron_hybrid.models.config.shared_block import SharedBlockFields
 from megatron_hybrid.models.config.short_conv import ShortConvFields
 
 STAGE_BOUNDARY = "|"
+PREDICTION_BOUNDARY = "/"
+"""In Megatron's patterns, before each part for multi-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ KINDS: dict[str, LayerKind] = {
         "self_attention",
         (PositionFields, LatentAttentionFields),
     ),
-    "D": LayerKind(
+    "B": LayerKind(
         "MLP and experts side by side",
         "dense_and_experts.DenseAndExpertsMixer",
         "pre_mlp_layernorm",
@@ -121,11 +123,47 @@ KINDS: dict[str, LayerKind] = {
 """Every layer symbol."""
 
 
+def split_predictions(pattern: str) -> tuple[str, list[str]]:
+    """Megatron's pattern as the model's own layers and its parts for multi-token prediction.
+
+    `"M-|M*-/MM/MM"` gives `("M-|M*-", ["MM", "MM"])`. No symbol is checked.
+    """
+    main, *predictions = pattern.split(PREDICTION_BOUNDARY)
+    return main, predictions
+
+
+def _check_symbol(pattern: str, place: int, known: str) -> None:
+    """Raises ValueError unless the symbol at `place` is a layer kind or a stage boundary."""
+    symbol = pattern[place]
+    if symbol in KINDS or symbol == STAGE_BOUNDARY:
+        return
+    found = f"{symbol!r} at place {place + 1} of {len(pattern)}"
+    if symbol == PREDICTION_BOUNDARY:
+        main, _ = split_predictions(pattern)
+        raise ValueError(
+            f"layer_pattern {pattern!r} has {found}. Multi-token prediction, whose layers stand "
+            "behind it in Megatron's patterns, is not implemented here. The layers before it are "
+            f"the model's own and run without the others: use layer_pattern={main!r}."
+        )
+    if symbol == "D":
+        raise ValueError(
+            f"layer_pattern {pattern!r} has {found}. In Megatron that is DeepSeek sparse "
+            "attention, which is not implemented here. In a config.json that megatron_hybrid wrote "
+            f"before 0.2 it is {KINDS['B'].meaning}, which is 'B' now: rename it in layer_pattern "
+            "and in the keys of layer_overrides."
+        )
+    raise ValueError(
+        f"layer_pattern {pattern!r} has the unknown symbol {found}. "
+        f"Known: {known}, '{STAGE_BOUNDARY}' pipeline stage boundary."
+    )
+
+
 def parse(pattern: str) -> list[str]:
     """The symbols of a pattern in order, stage boundaries included.
 
     Raises:
-        ValueError: the pattern is empty, has an unknown symbol, or has a stage without a layer.
+        ValueError: the pattern is empty, has an unknown symbol, has a part for multi-token
+            prediction, or has a stage without a layer.
     """
     known = ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
     if not isinstance(pattern, str) or not pattern:
@@ -133,13 +171,8 @@ def parse(pattern: str) -> list[str]:
             f"layer_pattern is {pattern!r}, but a model needs one layer or more. "
             f"Write one symbol per layer: {known}."
         )
-    for place, symbol in enumerate(pattern):
-        if symbol not in KINDS and symbol != STAGE_BOUNDARY:
-            raise ValueError(
-                f"layer_pattern {pattern!r} has the unknown symbol {symbol!r} at place "
-                f"{place + 1} of {len(pattern)}. "
-                f"Known: {known}, '{STAGE_BOUNDARY}' pipeline stage boundary."
-            )
+    for place in range(len(pattern)):
+        _check_symbol(pattern, place, known)
     if any(not stage for stage in pattern.split(STAGE_BOUNDARY)):
         raise ValueError(
             f"layer_pattern {pattern!r} has a pipeline stage without a layer. Put at least one "

@@ -19,7 +19,7 @@ from megatron_hybrid.inference.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5
-SYMBOLS = "MG*W-ESCH+KZLPD"
+SYMBOLS = "MG*W-ESCH+KZLPB"
 PATTERNS = (
     "*-*-",
     "MG",
@@ -38,7 +38,7 @@ PATTERNS = (
     "H-MH",
     "MZZ-Z",
     "L-*E",
-    "LWP*DP",
+    "LWP*BP",
 )
 
 

@@ -44,7 +44,7 @@ def tiny_model(layer_pattern: str = ALL_MIXERS, seed: int = 0, **fields) -> Hybr
             "num_moe_experts": 3,
             "moe_router_topk": 3,
             "moe_ffn_hidden_size": 32,
-            "moe_shared_expert_intermediate_size": None if "D" in layer_pattern else 16,
+            "moe_shared_expert_intermediate_size": None if "B" in layer_pattern else 16,
             "init_method_std": 0.1,
             **fields,
         }

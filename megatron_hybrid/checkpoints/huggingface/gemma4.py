@@ -77,7 +77,7 @@ class Gemma4(Adapter):
         if hf.get("attention_k_eq_v"):
             overrides["*"]["keys_as_values"] = True
         if hf.get("enable_moe_block"):
-            overrides["D"] = {"norm_placement": "post"}  # it has norms of its own before
+            overrides["B"] = {"norm_placement": "post"}  # it has norms of its own before
         layer = _layer(hf)
         if layer.endswith("P"):
             overrides["P"] = {"norm_placement": "post"}
@@ -115,7 +115,7 @@ class Gemma4(Adapter):
                 ("norm.weight", "per_layer_projection_norm"),
             ):
                 yield same(f"per_layer_embedding.{ours}", f"model.{theirs}.weight")
-        has_experts = "D" in config.layer_pattern
+        has_experts = "B" in config.layer_pattern
         step = 3 if per_layer else 2
         for i in range(config.num_layers // step):
             theirs = f"model.layers.{i}"
@@ -157,7 +157,7 @@ class Gemma4(Adapter):
 
 def _layer(hf: Mapping[str, Any]) -> str:
     """Our layers behind the attention of one of theirs."""
-    mlp = "D" if hf.get("enable_moe_block") else "-"
+    mlp = "B" if hf.get("enable_moe_block") else "-"
     return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
 
 

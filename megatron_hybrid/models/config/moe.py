@@ -152,7 +152,7 @@ class DenseAndExpertsFields(LayerFields):
         for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
-                    f"{name} is {value}, but the experts of a layer D work on the whole hidden "
+                    f"{name} is {value}, but the experts of a layer B work on the whole hidden "
                     "state, beside an MLP instead of a shared expert. Leave it out, or set it for "
                     "the layers E alone, by layer_overrides."
                 )

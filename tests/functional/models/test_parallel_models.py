@@ -63,7 +63,7 @@ CONFIG = HybridConfig(
 )
 # The other layer kinds and options, of which some keep to one pipeline stage.
 ONE_STAGE = HybridConfig(
-    layer_pattern="LH-P*DW*",
+    layer_pattern="LH-P*BW*",
     hidden_size=48,
     num_attention_heads=4,
     num_query_groups=2,
@@ -78,7 +78,7 @@ ONE_STAGE = HybridConfig(
         "H": {"add_bias_linear": True, "mamba_proj_bias": True},
         "-": {"mlp_gate_multiplier": 0.7, "mlp_output_multiplier": 1.3},
         "W": {"keys_as_values": True, "value_l2_norm": True},
-        "D": {"layer_scalar": True},
+        "B": {"layer_scalar": True},
         "8": {"kv_source_layer": 5},
     },
     mamba_head_dim=16,

@@ -181,7 +181,7 @@ def test_what_other_models_train_changes_nothing():
     assert engine.stats()["weight_changes"] == 0
 
 
-@pytest.mark.parametrize("pattern", ["*-", "WL", "+-", "MS", "GKC", "HZE", "DP"])
+@pytest.mark.parametrize("pattern", ["*-", "WL", "+-", "MS", "GKC", "HZE", "BP"])
 def test_serving_changes_no_weights(pattern):
     engine = tiny_engine(fresh_model(pattern))
     for _ in range(2):

@@ -103,7 +103,7 @@ def test_experts_beside_an_mlp_are_those_of_transformers():
     theirs.hidden_size_per_layer_input = 0
     theirs.self_attn.forward = lambda hidden_states, **rest: (torch.zeros_like(hidden_states), None)
     theirs.post_attention_layernorm = torch.nn.Identity()
-    model = small_model("D", norm_placement="post", layer_scalar=True, **EXPERTS)
+    model = small_model("B", norm_placement="post", layer_scalar=True, **EXPERTS)
     layer = model.decoder.layers[0]
     given = theirs.state_dict()
     norms = {
@@ -139,7 +139,7 @@ def test_experts_beside_an_mlp_are_those_of_transformers():
 
 @torch.inference_mode()
 def test_pieces_equal_the_whole():
-    model = small_model("*PDP", per_layer_input_size=10, layer_scalar=True, **EXPERTS)
+    model = small_model("*PBP", per_layer_input_size=10, layer_scalar=True, **EXPERTS)
     model.decoder.layers[2].layer_scalar.fill_(0.6)
     tokens = random_tokens(1, 30)
     whole = model(tokens)[0]
@@ -152,7 +152,7 @@ def test_pieces_equal_the_whole():
 
 
 def test_gradients_reach_every_parameter():
-    model = small_model("PD", per_layer_input_size=10, **EXPERTS)
+    model = small_model("PB", per_layer_input_size=10, **EXPERTS)
     model(random_tokens(2, 60)).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0, name

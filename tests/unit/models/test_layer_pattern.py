@@ -2,8 +2,16 @@
 
 import pytest
 from differential import SYMBOLS
+from small_models import small_config
 
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, parse, split_stages
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import (
+    KINDS,
+    layer_symbols,
+    parse,
+    split_predictions,
+    split_stages,
+)
 
 
 def test_parse_gives_every_symbol():
@@ -15,12 +23,52 @@ def test_random_runs_mix_every_kind():
     assert set(SYMBOLS) == KINDS.keys()
 
 
-@pytest.mark.parametrize("symbol", ["m", "Q", " ", "/", "é"])
+@pytest.mark.parametrize("symbol", ["m", "Q", " ", "é"])
 def test_unknown_symbol_is_named_with_its_place_and_the_known_ones(symbol):
     with pytest.raises(ValueError, match="unknown symbol") as error:
         parse(f"MM*{symbol}-")
     assert f"{symbol!r} at place 4 of 5" in str(error.value)
     assert all(f"'{known}'" in str(error.value) for known in KINDS)
+
+
+@pytest.mark.parametrize("pattern", ["M/", "M/MM", "M-|M*-/*-/*-", "M/D", "/M"])
+def test_multi_token_prediction_is_refused_with_the_part_that_runs(pattern):
+    main = pattern[: pattern.index("/")]
+    with pytest.raises(ValueError, match="Multi-token prediction") as error:
+        parse(pattern)
+    assert f"'/' at place {len(main) + 1} of {len(pattern)}" in str(error.value)
+    assert str(error.value).endswith(f"use layer_pattern={main!r}.")
+
+
+@pytest.mark.parametrize("pattern", ["*D", "D/M"])
+def test_the_symbol_with_another_meaning_in_megatron_is_refused(pattern):
+    with pytest.raises(ValueError, match="DeepSeek sparse attention, which is not") as error:
+        parse(pattern)
+    assert f"'D' at place {pattern.index('D') + 1} of {len(pattern)}" in str(error.value)
+
+
+def test_a_config_from_before_the_renaming_names_the_remedy():
+    old = {**small_config("*-").to_dict(), "layer_pattern": "*D"}
+    old["layer_overrides"] = {"D": {"layer_scalar": True}}
+    with pytest.raises(ValueError, match="is MLP and experts side by side, which is 'B' now: ren"):
+        HybridConfig.from_dict(old)
+    with pytest.raises(ValueError, match="layer_overrides has the key 'D'"):
+        HybridConfig.from_dict({**old, "layer_pattern": "*-"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("MM*-", ("MM*-", [])),
+        ("M-|M*-/MM/MM", ("M-|M*-", ["MM", "MM"])),
+        ("*D/D", ("*D", ["D"])),
+        ("M/", ("M", [""])),
+        ("/M", ("", ["M"])),
+        ("", ("", [])),
+    ],
+)
+def test_parts_of_megatrons_patterns(pattern, expected):
+    assert split_predictions(pattern) == expected
 
 
 @pytest.mark.parametrize("pattern", ["", None, 3])

@@ -323,9 +323,9 @@ def test_contradictions_are_refused(fields, message):
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "moe_shared_expert_intermediate_size"])
 def test_experts_beside_an_mlp_have_no_latent_and_no_shared_expert(name):
-    with pytest.raises(ValueError, match=f"{name} is 12, but the experts of a layer D work on"):
-        small_config("DE", **FIELDS, **{name: 12})
-    config = small_config("DE", **FIELDS, layer_overrides={"E": {name: 12}})
+    with pytest.raises(ValueError, match=f"{name} is 12, but the experts of a layer B work on"):
+        small_config("BE", **FIELDS, **{name: 12})
+    config = small_config("BE", **FIELDS, layer_overrides={"E": {name: 12}})
     assert [getattr(config.for_layer(n), name) for n in (1, 2)] == [None, 12]
 
 
