@@ -22,7 +22,7 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
-        "megatron-core>=0.16.1,<0.20",
+        "megatron-core>=0.16.1",
         "numpy>=1.26",
         "safetensors>=0.4",
         "tokenizers>=0.20",

@@ -1,4 +1,4 @@
-"""Every difference between the supported megatron-core releases (0.16.1 and 0.19.x), in one file.
+"""Every difference between the tested megatron-core releases (0.16.1 and 0.19.x), in one file.
 
 The rest of the package imports this module before any other part of megatron-core, so a broken or
 missing installation is explained once, here. `models/__init__.py` imports it first; other packages
@@ -12,6 +12,25 @@ import logging
 import warnings
 from types import SimpleNamespace
 
+_OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
+
+
+def _check_version(version: tuple[int, ...]) -> None:
+    """Raise ImportError for a release that is too old; warn of one that is not tested yet."""
+    if _OLDEST <= version < _FIRST_UNTESTED:
+        return
+    found = f"megatron-core {'.'.join(map(str, version))} is installed; megatron_hybrid"
+    if version < _OLDEST:
+        raise ImportError(
+            f"{found} needs 0.16.1 or newer. Run `pip install 'megatron-core>=0.16.1'`."
+        )
+    warnings.warn(
+        f"{found} is tested with 0.16.1 up to 0.19.x. Newer releases are not refused; if this one "
+        "fails, run `pip install 'megatron-core<0.20'`.",
+        stacklevel=2,
+    )
+
+
 # It logs about a CUDA toolkit on machines without a GPU, such as login nodes.
 _torch_extensions = logging.getLogger("torch.utils.cpp_extension")
 _torch_extensions.addFilter(_silent := lambda record: False)
@@ -20,6 +39,12 @@ try:
         # megatron-core warns of every missing GPU library; ours are reported when they are needed.
         warnings.simplefilter("ignore")
         import megatron.core
+    # Before the imports that may fail in another release.
+    MEGATRON_CORE_VERSION: tuple[int, int, int] = tuple(megatron.core.package_info.VERSION[:3])
+    """(major, minor, patch) of the installed megatron-core."""
+    _check_version(MEGATRON_CORE_VERSION)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         import megatron.core.models.common.language_module.language_module
         from megatron.core import parallel_state as parallel_state
         from megatron.core.inference.contexts import BaseInferenceContext as BaseInferenceContext
@@ -38,21 +63,11 @@ except ModuleNotFoundError as error:
     if error.name in ("megatron", "megatron.core"):
         raise ImportError(
             "megatron_hybrid is built on megatron-core, which is not installed. "
-            "Run `pip install 'megatron-core>=0.16.1,<0.20'`."
+            "Run `pip install 'megatron-core>=0.16.1'`."
         ) from error
     raise
 finally:
     _torch_extensions.removeFilter(_silent)
-
-MEGATRON_CORE_VERSION: tuple[int, int, int] = tuple(megatron.core.package_info.VERSION[:3])
-"""(major, minor, patch) of the installed megatron-core."""
-
-_OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
-if not _OLDEST <= MEGATRON_CORE_VERSION < _FIRST_UNTESTED:
-    raise ImportError(
-        f"megatron-core {'.'.join(map(str, MEGATRON_CORE_VERSION))} is installed; megatron_hybrid "
-        "is written for 0.16.1 up to 0.19.x. Run `pip install 'megatron-core>=0.16.1,<0.20'`."
-    )
 
 
 def replace_deprecated_defaults(config: TransformerConfig) -> None:

@@ -45,15 +45,44 @@ def test_missing_triton_is_explained():
 def test_missing_megatron_core_is_explained():
     error = import_compat_with("import sys; sys.modules['megatron.core'] = None")
     assert "ImportError: megatron_hybrid is built on megatron-core, which is not installed" in error
-    assert "pip install 'megatron-core>=0.16.1,<0.20'" in error
+    assert "pip install 'megatron-core>=0.16.1'" in error
 
 
-@pytest.mark.parametrize("version", ["(0, 15, 0)", "(0, 20, 0)"])
-def test_other_releases_are_refused(version):
-    error = import_compat_with(
-        f"import megatron.core.package_info as info; info.VERSION = (*{version}, '')"
+INSTALLED = "import megatron.core.package_info as info; info.VERSION = ({version}, '')"
+
+
+@pytest.mark.parametrize("version", ["0, 15, 0", "0, 16, 0"])
+def test_older_releases_are_refused(version):
+    error = import_compat_with(INSTALLED.format(version=version))
+    assert f"{version.replace(', ', '.')} is installed; megatron_hybrid needs 0.16.1" in error
+    assert "pip install 'megatron-core>=0.16.1'" in error
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0, 19, 9", 0), ("0, 20, 0", 1), ("1, 2, 3", 1)])
+def test_newer_releases_are_warned_of_once(version, warned):
+    script = f"""
+        {INSTALLED.format(version=version)}
+        import megatron_hybrid as mh
+        config = mh.HybridConfig(layer_pattern="M*-", hidden_size=64, num_attention_heads=4,
+                                 vocab_size=10)
+        print(len(list(mh.build_hybrid_model(config).decoder.layers)))
+        """
+    result = subprocess.run(
+        [sys.executable, "-W", "always", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
     )
-    assert "megatron_hybrid is written for 0.16.1 up to 0.19.x" in error
+    assert result.stdout == "3\n"
+    message = f"UserWarning: megatron-core {version.replace(', ', '.')} is installed; "
+    message += "megatron_hybrid is tested with 0.16.1 up to 0.19.x"
+    assert result.stderr.count(message) == result.stderr.count("0.19.x") == warned
+
+
+def test_a_part_that_a_newer_release_lacks_fails_after_the_warning():
+    lacking = "import sys; sys.modules['megatron.core.inference.contexts'] = None"
+    error = import_compat_with(INSTALLED.format(version="0, 20, 0") + "\n" + lacking)
+    assert "tested with 0.16.1 up to 0.19.x" in error
+    assert "import of megatron.core.inference.contexts halted" in error
 
 
 @pytest.mark.parametrize(
