@@ -46,11 +46,13 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.models.common.language_module.language_module
+        from megatron.core import activations as activations
         from megatron.core import parallel_state as parallel_state
         from megatron.core.inference.contexts import BaseInferenceContext as BaseInferenceContext
         from megatron.core.models.common.embeddings.rope_utils import (
             apply_rotary_pos_emb as apply_rotary_pos_emb,
         )
+        from megatron.core.transformer import MLATransformerConfig as MLATransformerConfig
         from megatron.core.transformer import TransformerConfig as TransformerConfig
 except ModuleNotFoundError as error:
     # 0.18 and later import triton unguarded in transformer/moe/ops/paged_stash.py.

@@ -16,8 +16,7 @@ EXPERT_BIAS = (
     "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
 )
 
-_REMEDIES: dict[str, tuple[str, ...]] = {
-    "use hidden_dropout": ("attention_dropout", "moe_input_jitter_eps"),
+_RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
     "use the symbol W in layer_pattern and sliding_window": ("window_size",),
     "place the symbols W and * in layer_pattern": ("window_attn_skip_freq",),
     "use the symbol + in layer_pattern": ("multi_latent_attention",),
@@ -27,9 +26,26 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "use layer_overrides with position_embedding_type": ("no_rope_freq",),
     "use layer_overrides": ("heterogeneous_block_specs",),
     "use rotary_scaling": ("mrope_section",),
+    "use pre-norm residuals": ("apply_residual_connection_post_layernorm",),
+    "use params_dtype=torch.float32": ("fp32_residual_connection",),
+    "route by the router": ("moe_router_force_load_balancing", "moe_router_force_biased"),
+    "use moe_router_group_topk": ("moe_router_topk_limited_devices",),
+    "let each expert take every token routed to it": (
+        "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
+    ),
+    "keep gates and values apart": (
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+    ),
+    "scale the learning rates outside of the model": ("use_mup",),
+}
+"""Remedy -> fields that must keep their defaults, as they change what a trained model computes."""
+
+_RUN_REMEDIES: dict[str, tuple[str, ...]] = {
+    "use hidden_dropout": ("attention_dropout", "moe_input_jitter_eps"),
     "use the unfused RoPE": ("apply_rope_fusion",),
     "use qk_layernorm": ("qk_clip",),
-    "use pre-norm residuals": ("apply_residual_connection_post_layernorm",),
     "use activation_func": ("use_te_activation_func",),
     "mark the stages with | in layer_pattern": (
         "num_layers_in_first_pipeline_stage",
@@ -48,7 +64,6 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
         "moe_extended_tp",
     ),
     "shard by tensor_model_parallel_size alone": ("sequence_parallel",),
-    "use params_dtype=torch.float32": ("fp32_residual_connection",),
     "use params_dtype=torch.bfloat16": (
         "enable_autocast",
         "fp8",
@@ -60,21 +75,8 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "train without multi-token prediction": ("mtp_num_layers",),
     f"balance the experts by {EXPERT_BIAS}": ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "route in fp32": ("moe_router_dtype",),
-    "route by the router": (
-        "moe_router_force_load_balancing",
-        "moe_router_force_biased",
-        "moe_enable_routing_replay",
-    ),
-    "use moe_router_group_topk": ("moe_router_topk_limited_devices",),
-    "let each expert take every token routed to it": (
-        "moe_token_dropping",
-        "moe_expert_capacity_factor",
-        "moe_expert_rank_capacity_factor",
-    ),
-    "keep gates and values apart": (
-        "moe_mlp_glu_interleave_size",
-        "moe_shared_expert_glu_interleave_size",
-    ),
+    "route by the router": ("moe_enable_routing_replay",),
+    "let each expert take every token routed to it": ("moe_token_dropping",),
     "run the shared expert after the others": ("moe_shared_expert_overlap",),
     "train with a smaller micro batch": (
         "recompute_granularity",
@@ -91,9 +93,12 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "use InferenceConfig.random_seed": ("inference_sampling_seed",),
     "use DynamicInferenceEngine": ("flash_decode",),
     "train with states in fp32": ("mamba_training_ssm_states_dtype",),
-    "scale the learning rates outside of the model": ("use_mup",),
 }
-"""Remedy -> fields that must keep their defaults."""
+"""Remedy -> fields that must keep their defaults, of training, sharding, speed or rounding: a model
+that was trained with them can be served without."""
+
+RESULT_FIELDS = tuple(name for names in _RESULT_REMEDIES.values() for name in names)
+"""Fields that change what a trained model computes, and that HybridModel does not implement."""
 
 # Fields that change speed or memory, not results or sharding.
 _WITHOUT_EFFECT = (
@@ -139,7 +144,7 @@ _WITHOUT_EFFECT = (
 def check_unsupported(config: TransformerConfig) -> None:
     """Raises ValueError where an unimplemented field would change results or sharding."""
     defaults = _defaults(type(config))
-    for remedy, names in _REMEDIES.items():
+    for remedy, names in (*_RESULT_REMEDIES.items(), *_RUN_REMEDIES.items()):
         for name in names:
             if name in defaults and getattr(config, name) != defaults[name]:
                 raise ValueError(

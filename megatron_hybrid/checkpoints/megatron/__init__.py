@@ -1,0 +1,1 @@
+"""Models and checkpoints of megatron-core and Megatron-LM, as HybridModels."""

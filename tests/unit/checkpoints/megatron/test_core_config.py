@@ -1,0 +1,195 @@
+"""Fields of core's config and those of the HybridConfig that serves its model."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import activations
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
+from megatron_hybrid.compat import TransformerConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.rotary import frequencies
+from megatron_hybrid.ops.activations import ACTIVATIONS
+
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+
+
+def served(fields, layer_pattern=None, **model_fields):
+    """The HybridConfig for a mapping of core's fields, or for one of its configs."""
+    fields = {**SIZES, **fields} if isinstance(fields, dict) else fields
+    return HybridConfig(
+        **hybrid_config_fields(fields, layer_pattern=layer_pattern, vocab_size=99, **model_fields)
+    )
+
+
+def test_fields_left_out_have_defaults_of_core():
+    made, core = served({}, "MM*-"), TransformerConfig(**SIZES)
+    for name in ("normalization", "add_bias_linear", "gated_linear_unit", "mamba_num_groups"):
+        assert getattr(made, name) == getattr(core, name)
+    assert made.activation_func is F.gelu
+    assert served(core, "MM*-").to_dict() == made.to_dict()
+
+
+def test_what_concerns_training_or_the_run_is_left_out():
+    run = {
+        "bf16": True,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "sequence_parallel": True,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "num_layers_in_first_pipeline_stage": 1,
+        "expert_model_parallel_size": 2,
+        "recompute_granularity": "full",
+        "cpu_offloading": True,
+        "fp8": "hybrid",
+        "mtp_num_layers": 2,
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_router_dtype": "fp64",
+        "num_moe_experts": 4,
+        "cuda_graph_impl": "local",
+        "apply_rope_fusion": True,
+        "bias_activation_fusion": True,
+        "a_field_of_tomorrow": 3,
+    }
+    made = served(run, "M*-E")
+    changing = {"bf16": True, "num_moe_experts": 4, "activation_func": ACTIVATIONS["gelu_tanh"]}
+    assert made.to_dict() == served(changing, "M*-E").to_dict()
+    assert made.params_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern", "message"),
+    [
+        ({"fp32_residual_connection": True}, "M*-", "fp32_residual_connection is True"),
+        ({"use_mup": True}, "M*-", "use_mup"),
+        ({"moe_mlp_glu_interleave_size": 32}, "M*-", "moe_mlp_glu_interleave_size is 32"),
+        ({"moe_expert_capacity_factor": 1.0}, "M*-E", "moe_expert_capacity_factor is 1.0"),
+        ({"activation_func": torch.tanh}, "M*-", "activation_func is"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "*E", "sinkhorn"),
+        ({"experimental_attention_variant": "dsa"}, None, "'dsa', which HybridModel does not"),
+        ({}, "MD-", "symbol 'D' at place 2, DeepSeek sparse attention"),
+        ({}, "MX", "symbol 'X' at place 2"),
+        (
+            {"linear_attention_freq": [1, 0], "experimental_attention_variant": "gated_delta_net"},
+            None,
+            "linear_attention_freq is .* a list of 4 entries",
+        ),
+        ({"rotary_interleaved": True}, "M*", "rotary_interleaved is True"),
+        ({"multi_latent_attention": True}, None, "qk_layernorm is False"),
+        (
+            {"multi_latent_attention": True, "qk_layernorm": True, "mla_down_proj_fusion": True},
+            None,
+            "mla_down_proj_fusion is True",
+        ),
+        ({"apply_residual_connection_post_layernorm": True}, None, "pre-norm residuals"),
+    ],
+)
+def test_what_cannot_be_served_is_named(fields, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        served(fields, pattern, position_embedding_type="rope")
+
+
+def test_layers_for_multi_token_prediction_are_left_out(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert served({}, "M*|-M/*-/*-").layer_pattern == "M*|-M"
+    assert "/*-/*- in the layer pattern, are not served" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({}, "*-*-*-*-"),
+        ({"num_moe_experts": 4}, "*E*E*E*E"),
+        ({"num_moe_experts": 4, "moe_layer_freq": 2}, "*E*-*E*-"),
+        ({"num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}, "*-*E*E*-"),
+        (
+            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+            "G-*-G-*-",
+        ),
+        ({"window_size": (7, 0)}, "W-W-W-W-"),
+        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, "W-*-W-*-"),
+        ({"window_size": (7, 0), "window_attn_skip_freq": [1, 1, 0, 1]}, "W-W-*-W-"),
+        ({"multi_latent_attention": True, "qk_layernorm": True}, "+-+-+-+-"),
+    ],
+)
+def test_layers_of_a_gpt_model(fields, pattern):
+    made = served(fields)
+    assert made.layer_pattern == pattern
+    assert made.sliding_window == (8 if "W" in pattern else None)
+    assert not made.layer_overrides
+
+
+def test_layers_without_rope():
+    made = served({"no_rope_freq": 2}, position_embedding_type="rope")
+    assert made.layer_overrides.keys() == {"3", "7"}
+    made = served({"no_rope_freq": [0, 0, 1, 0]}, "*M*-", position_embedding_type="rope")
+    kinds = [made.for_layer(i).position_embedding_type for i in (1, 3)]
+    assert kinds == ["rope", "none"]
+
+
+@pytest.mark.parametrize("name", ["squared_relu", "quick_gelu", "fast_gelu"])
+def test_activations_of_core_compute_the_same(name):
+    function = getattr(activations, name)
+    x = torch.linspace(-4, 4, 101)
+    with torch.compiler.set_stance("force_eager"):
+        expected = function(x)
+    torch.testing.assert_close(served({"activation_func": function}).activation_func(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "ours"),
+    [
+        (RotaryEmbedding, {"rotary_percent": 0.5, "rotary_base": 500}, {}),
+        (
+            RotaryEmbedding,
+            {"rotary_percent": 1.0, "rope_scaling": True},
+            {"rope_scaling_factor": 8.0},
+        ),
+        (RotaryEmbedding, {"rotary_percent": 1.0, "seq_len_interpolation_factor": 4.0}, {}),
+        (
+            YarnRotaryEmbedding,
+            {"scaling_factor": 40.0, "mscale_all_dim": 0.7, "mscale": 0.9},
+            {"rotary_scaling_factor": 40.0, "mscale_all_dim": 0.7, "mscale": 0.9}
+            | {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+        ),
+    ],
+)
+def test_rotary_embeddings_of_core_turn_as_ours(monkeypatch, kind, arguments, ours):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    stock = kind(kv_channels=64, use_cpu_initialization=True, **arguments)
+    if kind is YarnRotaryEmbedding:
+        angles, amplitude = stock.get_emb(300)
+        fields = rotary_fields("yarn", yarn=ours)
+    else:
+        angles, amplitude = stock.get_emb(300), 1.0
+        shared = ("rotary_percent", "rotary_base", "seq_len_interpolation_factor")
+        given = {name: arguments[name] for name in shared if name in arguments}
+        fields = rotary_fields("rope", **given, **ours)
+    dim = int(64 * fields["rotary_percent"])
+    radians, factor = frequencies(dim, fields["rotary_base"], fields["rotary_scaling"] or {})
+    expected = torch.outer(torch.arange(300.0), radians).repeat(1, 2)
+    torch.testing.assert_close(angles.squeeze((1, 2)), expected, rtol=1e-5, atol=1e-4)
+    assert factor == pytest.approx(amplitude)
+
+
+def test_position_embeddings_by_table_are_refused():
+    with pytest.raises(ValueError, match="'learned_absolute', which HybridModel does not support"):
+        rotary_fields("learned_absolute")
+
+
+def test_latent_attention_scales_as_core_does():
+    made = served(
+        MLATransformerConfig(
+            **SIZES, qk_layernorm=True, mscale_all_dim=1.0, add_bias_linear=False, qk_head_dim=32
+        )
+    )
+    temperature = 0.1 * math.log(40.0) + 1.0  # YaRN's, of a context stretched 40 times
+    assert made.softmax_scale == pytest.approx(temperature**2 / (32 + 64) ** 0.5)
+    assert made.rotary_scaling["factor"] == 40.0
+    assert made.rotary_scaling["attention_factor"] == 1.0
