@@ -135,6 +135,7 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
             state[name] = whole
     if tp.rank() != 0:
         return None
+    state = stack_experts(state)
     if pp.size() == 1:
         return state
     stages = [None] * pp.size() if pp.rank() == 0 else None

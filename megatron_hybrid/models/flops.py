@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.parameter_names import separate_expert
 
 
 def token_flops(model: HybridModel) -> tuple[float, float]:
@@ -18,10 +19,11 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
     weights = pairs = 0.0
     for number, layer in enumerate(model.decoder.layers, start=1):
         config = model.config.for_layer(number)
-        for parameter in layer.parameters():
-            if parameter.dim() == 2:
+        for name, parameter in layer.named_parameters():
+            is_matrix = parameter.dim() == 2
+            if is_matrix and separate_expert(name) is None:
                 weights += parameter.numel()
-            elif parameter.dim() == 3 and parameter.shape[1] > 1:  # not a convolution's
+            elif is_matrix or (parameter.dim() == 3 and parameter.shape[1] > 1):  # no convolution's
                 weights += parameter.numel() * config.moe_router_topk / config.num_moe_experts
         kv = layer.cache_requirements().kv
         if kv is not None and not kv.is_local:

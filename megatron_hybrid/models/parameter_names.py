@@ -61,17 +61,30 @@ def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
     return {canonical_name(name, layer_offset): name for name in names if is_parameter(name)}
 
 
+def separate_expert(name: str) -> tuple[str, int] | None:
+    """The name of the stacked tensor and the expert's number, of a tensor of a single expert; None
+    for other names."""
+    match = _EXPERT.match(name)
+    number = (match["number"] or match["last"]) if match else ""
+    return (match["experts"] + match["name"], int(number)) if number else None
+
+
+def group_experts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The tensors of a state dict that may have separate experts: the others by name, and those of
+    the experts in order, by the name of the stacked tensor."""
+    others: dict[str, Any] = {}
+    apart: dict[str, dict[int, Any]] = {}
+    for name, value in state.items():
+        if (expert := separate_expert(name)) is not None:
+            apart.setdefault(expert[0], {})[expert[1]] = value
+        elif not _EXPERT_EXTRA_STATE.match(name):
+            others[name] = value
+    return others, {
+        name: [tensors[number] for number in sorted(tensors)] for name, tensors in apart.items()
+    }
+
+
 def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with stacked experts, from one that may have separate ones."""
-    result: dict[str, Any] = {}
-    apart: dict[str, dict[int, torch.Tensor]] = {}
-    for name, value in state.items():
-        match = _EXPERT.match(name)
-        number = (match["number"] or match["last"]) if match else ""
-        if number:
-            apart.setdefault(match["experts"] + match["name"], {})[int(number)] = value
-        elif not _EXPERT_EXTRA_STATE.match(name):
-            result[name] = value
-    for name, tensors in apart.items():
-        result[name] = torch.stack([tensors[number] for number in sorted(tensors)])
-    return result
+    others, apart = group_experts(state)
+    return others | {name: torch.stack(tensors) for name, tensors in apart.items()}

@@ -1,10 +1,11 @@
-"""The routed experts of a mixture: one MLP each, their weights stacked.
+"""The routed experts of a mixture: one MLP each.
 
 Shape suffixes: as in `ops.experts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -53,6 +54,33 @@ class StackedLinear(nn.Module):
             self.bias = nn.Parameter(torch.zeros(local[:2], dtype=config.params_dtype))
             if dim == 1:
                 mark_tensor_parallel(self.bias, 1, sections)
+
+
+class SeparateLinear(nn.Module):
+    """E linear layers with parameters of their own, named as in core's TEGroupedMLP: those of a
+    model that megatron-core built, which cannot be stacked without a copy.
+
+    Args:
+        weights: this rank's piece of each layer's weight, [out, in].
+        biases: this rank's piece of each layer's bias, [out]; none, or one for each weight.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter] = ()):
+        super().__init__()
+        self._num_layers = len(weights)
+        for kind, parameters in (("weight", weights), ("bias", biases)):
+            for i, parameter in enumerate(parameters):
+                self.register_parameter(f"{kind}{i}", parameter)
+
+    @property
+    def weight(self) -> list[Tensor]:
+        """The weight of each layer."""
+        return list(self._parameters.values())[: self._num_layers]
+
+    @property
+    def bias(self) -> list[Tensor] | None:
+        """The bias of each layer."""
+        return list(self._parameters.values())[self._num_layers :] or None
 
 
 class Experts(nn.Module):

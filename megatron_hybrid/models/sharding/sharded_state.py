@@ -23,7 +23,7 @@ from megatron.core.utils import (
 )
 from torch import Tensor
 
-from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
+from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
 
 
 def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> ShardedStateDict:
@@ -45,6 +45,11 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
         owner, _, which = key.rpartition(".")
         if owner in fused_norms:
             key = f"{fused_norms[owner]}.layer_norm_{which}"
+        if separate_expert(key) is not None:
+            raise ValueError(
+                f"{key} is of a model that megatron-core built, with a parameter for each expert. "
+                "Use that model's sharded_state_dict."
+            )
         if key.partition(_EXPERTS)[1]:
             key = prefix + key.replace(_EXPERTS, f"{_EXPERTS}experts.")
             state[prefix + name] = _stacked_experts(key, value, groups, singletons)

@@ -15,6 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "partition_sections",
+    "section_names",
+    "unpadded_size",
+)
+
 
 def mark_tensor_parallel(
     parameter: nn.Parameter,
@@ -40,6 +49,18 @@ def mark_tensor_parallel(
         parameter.section_names = tuple(section_names)
     if unpadded_size is not None:
         parameter.unpadded_size = unpadded_size
+
+
+def copy_marks(source: Tensor, target: Tensor, dropped_dims: int = 0) -> None:
+    """Mark `target` as a piece of the same kind as `source`; marks that it has are kept.
+
+    Args:
+        dropped_dims: leading dimensions of `source` that `target` lacks.
+    """
+    for name in _MARKS:
+        if hasattr(source, name) and not hasattr(target, name):
+            value = getattr(source, name)
+            setattr(target, name, value - dropped_dims if name == "partition_dim" else value)
 
 
 def full_shape(parameter: Tensor, tp_size: int) -> tuple[int, ...]:

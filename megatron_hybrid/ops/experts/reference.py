@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
+PerExpert = torch.Tensor | Sequence[torch.Tensor]
+"""A tensor with a leading dimension of experts, or one tensor an expert."""
+
 
 def routed_experts(
     hidden_nh: torch.Tensor,
     weights_nE: torch.Tensor,
     chosen_nE: torch.Tensor,
-    fc1_Egh: torch.Tensor,
-    fc1_bias_Eg: torch.Tensor | None,
-    fc2_Ehf: torch.Tensor,
-    fc2_bias_Eh: torch.Tensor | None,
+    fc1_Egh: PerExpert,
+    fc1_bias_Eg: PerExpert | None,
+    fc2_Ehf: PerExpert,
+    fc2_bias_Eh: PerExpert | None,
     activate: Callable[[torch.Tensor], torch.Tensor],
     weigh_inputs: bool,
 ) -> torch.Tensor:
@@ -42,12 +45,16 @@ def routed_experts(
 
 
 def _layers(
-    weight_E: torch.Tensor, bias_E: torch.Tensor | None
+    weight_E: PerExpert, bias_E: PerExpert | None
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Weight [out, in] and bias [out] of each expert."""
+    biases = [None] * len(weight_E) if bias_E is None else _experts(bias_E)
+    return list(zip(_experts(weight_E), biases))
+
+
+def _experts(tensor_E: PerExpert) -> Sequence[torch.Tensor]:
     # One unbind: taking experts out one by one costs a gradient of full size each.
-    biases = bias_E.unbind(0) if bias_E is not None else [None] * len(weight_E)
-    return list(zip(weight_E.unbind(0), biases))
+    return tensor_E.unbind(0) if isinstance(tensor_E, torch.Tensor) else tensor_E
 
 
 def _mlp(

@@ -1,0 +1,281 @@
+"""from_megatron: a model that megatron-core built, served with its own parameters."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid import compat
+from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
+from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.experts import SeparateLinear
+from megatron_hybrid.models.mixers.rotary import frequencies
+from megatron_hybrid.models.parameter_names import canonical_name, group_experts, is_parameter
+from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = "megatron-core's MambaModel, HybridModel or GPTModel, bare or wrapped"
+
+
+def from_megatron(model: nn.Module) -> HybridModel:
+    """A HybridModel in eval mode over the parameters of a model that megatron-core built.
+
+    The parameters are the model's own objects: nothing is copied, and a later optimizer step or
+    `load_state_dict` of the model changes both. A parameter that is put in the place of another one
+    is not noticed: call this again.
+
+    Args:
+        model: MambaModel, HybridModel or GPTModel of megatron-core, of local layers or of those of
+            Transformer Engine; bare, or in wrappers that have it as `module` (Float16Module,
+            DistributedDataParallel). Its process groups are used.
+
+    Raises:
+        TypeError: not such a model.
+        ValueError: the model computes what HybridModel does not implement, or is split in another
+            way; the message names the field or the parameter.
+    """
+    stock = _unwrap(model)
+    is_gpt = compat.core_model_kind(stock) == "gpt"
+    config = HybridConfig(**_config_fields(stock, is_gpt))
+    with torch.device("meta"):
+        served = HybridModel(config, stock.pg_collection, stock.pre_process, stock.post_process)
+    _check_rotary(served, stock)
+    _adopt(served, stock, is_gpt)
+    return served.eval()
+
+
+def _unwrap(model: Any) -> nn.Module:
+    """The model of megatron-core inside of its wrappers."""
+    inner = model
+    while isinstance(inner, nn.Module) and compat.core_model_kind(inner) is None:
+        inner = getattr(inner, "module", None)
+    if isinstance(inner, HybridModel):
+        raise TypeError("model is a HybridModel of megatron_hybrid: pass it to the engine itself.")
+    if inner is None or not isinstance(inner, nn.Module):
+        advice = " Pass one of its items." if isinstance(model, list | tuple) else ""
+        raise TypeError(
+            f"model is of type {type(model).__name__}, but from_megatron takes {_ACCEPTED}.{advice}"
+        )
+    return inner
+
+
+def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
+    """Fields of the HybridConfig of a model of megatron-core."""
+    core = stock.config
+    stages = core.virtual_pipeline_model_parallel_size
+    if stages not in (None, 1):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {stages}, so the model is one of several "
+            "pieces of a pipeline rank. Build it with one stage per rank."
+        )
+    weight = next(p for p in stock.decoder.parameters() if p.dim() > 1)
+    return hybrid_config_fields(
+        core,
+        layer_pattern=None if is_gpt else _layer_pattern(stock),
+        vocab_size=stock.vocab_size,
+        share_embeddings_and_output_weights=stock.share_embeddings_and_output_weights,
+        params_dtype=weight.dtype,
+        tensor_model_parallel_size=stock.pg_collection.tp.size(),
+        pipeline_model_parallel_size=stock.pg_collection.pp.size(),
+        layer_spec="local",
+        **_head_norm_fields(stock.decoder),
+        **_mamba_fields(stock.decoder),
+        **_position_fields(stock),
+    )
+
+
+def _layer_pattern(stock: nn.Module) -> str:
+    """The pattern of a hybrid model, which 0.16 may have made from ratios."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if pattern := getattr(stock, name, None):
+            return pattern
+    return "".join(stock.decoder.layer_type_list)
+
+
+def _head_norm_fields(decoder: nn.Module) -> dict[str, bool]:
+    """The norms of queries and keys, which core's hybrid specs leave out whatever the config
+    says."""
+    names = [canonical_name(f"decoder.{name}") for name, _ in decoder.named_parameters()]
+    ends = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
+    kinds = {type(module).__name__ for module in decoder.modules()}
+    return {
+        "qk_layernorm": any(name.endswith(ends) for name in names),
+        "qk_l2_norm": "L2Norm" in kinds,
+    }
+
+
+def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
+    """Fields that a Mamba-2 mixer of core has from its spec, not from the config."""
+    mixers = (getattr(layer, "mixer", None) for layer in decoder.layers)
+    mixer = next((mixer for mixer in mixers if hasattr(mixer, "d_conv")), None)
+    if mixer is None:
+        return {}
+    names = {canonical_name(f"decoder.layers.0.mixer.{n}") for n, _ in mixer.named_parameters()}
+    norm = "none"
+    if mixer.rmsnorm:
+        norm = "norm_first" if mixer.norm_before_gate else "gate_first"
+    return {
+        "mamba_num_heads": mixer.nheads,
+        "mamba_conv_kernel": mixer.d_conv,
+        "mamba_chunk_size": mixer.chunk_size,
+        "mamba_conv_bias": "decoder.layers.0.mixer.conv1d.bias" in names,
+        "mamba_proj_bias": "decoder.layers.0.mixer.in_proj.bias" in names,
+        "mamba_gated_norm": norm,
+    }
+
+
+def _position_fields(stock: nn.Module) -> dict[str, Any]:
+    """Fields of the position embedding, most of which core keeps in the embedding alone."""
+    kind, embedding = stock.position_embedding_type, getattr(stock, "rotary_pos_emb", None)
+    if kind == "yarn":
+        names = (
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "correction_range_round_to_int",
+        )
+        yarn = {name: getattr(embedding, name) for name in names}
+        yarn["rotary_scaling_factor"] = embedding.scaling_factor
+        return rotary_fields(kind, rotary_base=embedding.rotary_base, yarn=yarn)
+    if kind != "rope" or embedding is None:
+        # Latent attention has its own embedding whatever the model's is.
+        return {} if stock.config.multi_latent_attention else rotary_fields(kind)
+    turns = embedding.inv_freq.double().cpu()
+    dim = 2 * len(turns)
+    base, factor = getattr(stock, "rotary_base", None), None
+    if base is None:
+        # Their last frequency is base^-((dim - 2) / dim); bases are whole numbers.
+        base = round(float(turns[-1]) ** (-dim / (dim - 2))) if dim > 2 else 10000
+    if getattr(stock, "rotary_scaling", False):
+        factor = _llama3_factor(base ** (-(dim - 2) / dim), float(turns[-1]))
+    return rotary_fields(
+        kind,
+        rotary_base=float(base),
+        rotary_percent=dim / stock.config.kv_channels,
+        seq_len_interpolation_factor=embedding.seq_len_interpolation_factor,
+        rope_scaling_factor=factor,
+    )
+
+
+def _llama3_factor(plain: float, scaled: float) -> float:
+    """The rope_scaling_factor of a lowest frequency before and after core's scaling, which keeps a
+    share of those with 1 to 4 turns in 8192 tokens."""
+    kept = min(max((8192 * plain / (2 * math.pi) - 1.0) / 3.0, 0.0), 1.0)
+    return 1.0 if kept == 1.0 else round((1.0 - kept) * plain / (scaled - kept * plain), 3)
+
+
+def _check_rotary(served: HybridModel, stock: nn.Module) -> None:
+    """Raises ValueError where RoPE would turn in another way than the model's: its embedding does
+    not say what it was made of."""
+    embedding, config = getattr(stock, "rotary_pos_emb", None), served.config
+    if embedding is None or stock.position_embedding_type != "rope":
+        return
+    scaling = config.rotary_scaling or {}
+    is_linear = scaling.get("rope_type") == "linear"  # core divides the positions
+    with torch.device("cpu"):
+        turns, _ = frequencies(config.rotary_dim, config.rotary_base, {} if is_linear else scaling)
+    theirs = embedding.inv_freq.float().cpu()
+    if turns.shape != theirs.shape or not torch.allclose(turns, theirs, rtol=1e-5, atol=0.0):
+        raise ValueError(
+            f"the model's rotary_pos_emb turns by {theirs.tolist()} radians per position, but "
+            f"rotary_base={config.rotary_base}, rotary_percent={config.rotary_percent} and "
+            f"rotary_scaling={config.rotary_scaling} give {turns.tolist()}. Only whole bases and "
+            "the scalings of core's own models can be served."
+        )
+
+
+def _adopt(served: HybridModel, stock: nn.Module, is_gpt: bool) -> None:
+    """Put the model's parameters and buffers in place of the served model's."""
+    given, experts = group_experts(_tensors(stock, is_gpt))
+    own = set(filter(is_parameter, served.state_dict()))
+    unknown = [name for name, tensor in given.items() if isinstance(tensor, nn.Parameter)]
+    lacking = sorted(own - given.keys() - experts.keys())
+    unknown = sorted({*unknown, *experts} - own)
+    if lacking or unknown:
+        raise ValueError(
+            f"the model's parameters are not those of a HybridModel with layer_pattern "
+            f"{served.config.layer_pattern!r}: it lacks {_some(lacking)}, and HybridModel does not "
+            f"know {_some(unknown)}. Models of megatron-core's own layer specs can be served."
+        )
+    for path in sorted({name.rpartition(".")[0] for name in experts}):
+        _adopt_experts(served, path, experts)
+    device = next(stock.parameters()).device
+    for path, module in served.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, old in held.items():
+                if old is None or not old.is_meta:
+                    continue
+                full = f"{path}.{name}"
+                if full in given:
+                    held[name] = _checked(full, given[full], old)
+                else:  # a count of training
+                    held[name] = torch.zeros_like(old, device=device)
+
+
+def _adopt_experts(served: HybridModel, path: str, experts: Mapping[str, list[Tensor]]) -> None:
+    """Put a model's separate experts in place of a StackedLinear."""
+    stacked = served.get_submodule(path)
+    adopted: dict[str, list[Tensor]] = {"weight": [], "bias": []}
+    for kind, tensors in adopted.items():
+        name, old = f"{path}.{kind}", getattr(stacked, kind)
+        given = experts.get(name, [])
+        if len(given) != (0 if old is None else len(old)):
+            raise ValueError(
+                f"the model has {len(given)} tensors {name}, but num_moe_experts is "
+                f"{served.config.num_moe_experts}: shard by tensor_model_parallel_size alone."
+            )
+        for tensor in given:
+            one = old[0]
+            copy_marks(old, one, dropped_dims=1)
+            tensors.append(_checked(name, tensor, one))
+    parent, _, name = path.rpartition(".")
+    setattr(served.get_submodule(parent), name, SeparateLinear(*adopted.values()))
+
+
+def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
+    """The model's tensor, with the marks of the one that it replaces.
+
+    Raises:
+        ValueError: another shape, or a parameter that wraps other tensors.
+    """
+    if given.shape != old.shape:
+        raise ValueError(
+            f"{name} has shape {list(given.shape)} on this rank, but a HybridModel of the same "
+            f"sizes has {list(old.shape)}. Models of megatron-core's own layer specs, sharded by "
+            "tensor_model_parallel_size, can be served."
+        )
+    if type(given) not in (Tensor, nn.Parameter):
+        raise ValueError(
+            f"{name} is a {type(given).__name__}; only plain parameters can be served, not those "
+            "kept in FP8 or FP4 (fp8_param, fp4_param) or split by FSDP."
+        )
+    copy_marks(old, given)
+    return given
+
+
+def _tensors(stock: nn.Module, is_gpt: bool) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of a HybridModel, without multi-token prediction."""
+    tensors = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
+    served = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    if is_gpt and len(served) < len(tensors):
+        logger.warning("the layers for multi-token prediction are not served")
+    return {
+        canonical_name(gpt_to_hybrid_name(name) if is_gpt else name): tensor
+        for name, tensor in served.items()
+    }
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "nothing") + more
