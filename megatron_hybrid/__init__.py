@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         save_huggingface,
     )
+    from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
@@ -44,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "build_hybrid_model",
+    "from_megatron",
     "load_pretrained",
     "save_checkpoint",
     "save_huggingface",
@@ -65,6 +67,7 @@ _MODULES = {
     "RequestOutput": "inference.request",
     "SamplingParams": "inference.sampling_params",
     "build_hybrid_model": "models.hybrid_model",
+    "from_megatron": "checkpoints.megatron.built_model",
     "load_pretrained": "checkpoints.pretrained",
     "save_checkpoint": "checkpoints.checkpoint",
     "save_huggingface": "checkpoints.checkpoint",

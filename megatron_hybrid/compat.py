@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import warnings
 from types import SimpleNamespace
+from typing import Literal
 
 _OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
 
@@ -89,6 +90,18 @@ def canonical_parameter_name(name: str) -> str:
         if name.endswith(f".conv1d_{kind}"):
             return f"{name.removesuffix(f'_{kind}')}.{kind}"
     return name
+
+
+def core_model_kind(module: object) -> Literal["gpt", "hybrid"] | None:
+    """Whether a module is a GPTModel of core, or its hybrid model: MambaModel in 0.16, HybridModel
+    in 0.19. (By name: the latter's module cannot be imported everywhere.)"""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("megatron.core.models."):
+            if kind.__name__ == "GPTModel":
+                return "gpt"
+            if kind.__name__ in ("MambaModel", "HybridModel"):
+                return "hybrid"
+    return None
 
 
 def have_apex(extension: str = "amp_C") -> bool:

@@ -7,6 +7,7 @@ float64 versions written here; everything else is theirs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +24,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -29,6 +33,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from megatron_hybrid import compat
@@ -110,18 +115,31 @@ def split_conv1d_scan(
 
 
 class PlainCoreAttention(nn.Module):
-    """Causal softmax attention in float64, in place of TEDotProductAttention."""
+    """Causal softmax attention in float64, in place of core's and Transformer Engine's."""
 
-    def __init__(self, config, softmax_scale=None, **_):
+    def __init__(self, config, layer_number=1, softmax_scale=None, **_):
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.window = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.randn(config.num_attention_heads))
 
     def forward(self, query, key, value, attention_mask=None, **_):
         q, k, v = (t.permute(1, 2, 0, 3).double() for t in (query, key, value))  # b h s d
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scale
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        o = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if self.window is not None:
+            seen = seen.triu(1 - self.window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if hasattr(self, "softmax_offset"):
+            sink = self.softmax_offset.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), -1)
+        o = scores.softmax(-1)[..., : k.shape[2]] @ v
         return o.permute(2, 0, 1, 3).flatten(-2).to(query.dtype)
 
 
@@ -144,6 +162,8 @@ def on_cpu(monkeypatch):
             mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan, raising=False
         )
         patch.setattr(stack_module, "TENorm", WrappedTorchNorm)
+        # 0.16 asks whether a layer is one, of a mock.
+        patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr(gdn_module, "HAVE_FLA", True)
         patch.setattr(gdn_module, "l2norm", l2norm, raising=False)
@@ -155,6 +175,31 @@ def mamba_model(config, max_sequence_length=512):
 
     Distributed checkpoints carry the names of the transformer_engine spec, as those of core's
     local specs do.
+    """
+    return hybrid_model(
+        config,
+        config.layer_pattern,
+        vocab_size=config.vocab_size,
+        max_sequence_length=max_sequence_length,
+        mixer={
+            "expand": config.mamba_expand,
+            "d_conv": config.mamba_conv_kernel,
+            "chunk_size": config.mamba_chunk_size,
+        },
+        position_embedding_type=config.position_embedding_type,
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+    )
+
+
+def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **arguments):
+    """MambaModel (0.16) or HybridModel (0.19) of a TransformerConfig, local layers; use in
+    `on_cpu`.
+
+    Args:
+        mixer: arguments of the Mamba-2 mixers.
+        arguments: of the model.
     """
     head_norm = WrappedTorchNorm if config.qk_layernorm else None
     mlp = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
@@ -178,6 +223,15 @@ def mamba_model(config, max_sequence_length=512):
                 ),
             )
         }
+    if config.num_moe_experts is not None:
+        kinds["moe_layer"] = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=moe_spec(config),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
     spec = ModuleSpec(
         module=stack_module.MambaStack,
         submodules=stack_module.MambaStackSubmodules(
@@ -187,11 +241,7 @@ def mamba_model(config, max_sequence_length=512):
                     norm=WrappedTorchNorm,
                     mixer=ModuleSpec(
                         module=mamba_mixer.MambaMixer,
-                        params={
-                            "expand": config.mamba_expand,
-                            "d_conv": config.mamba_conv_kernel,
-                            "chunk_size": config.mamba_chunk_size,
-                        },
+                        params=mixer or {},
                         submodules=mamba_mixer.MambaMixerSubmodules(
                             in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
                         ),
@@ -235,26 +285,61 @@ def mamba_model(config, max_sequence_length=512):
             **kinds,
         ),
     )
-    pattern = "hybrid_override_pattern" if IS_0_16 else "hybrid_layer_pattern"
+    pattern_name = "hybrid_override_pattern" if IS_0_16 else "hybrid_layer_pattern"
     return MambaModel(
         config,
         spec,
-        vocab_size=config.vocab_size,
         max_sequence_length=max_sequence_length,
-        position_embedding_type=config.position_embedding_type,
-        rotary_percent=config.rotary_percent,
-        rotary_base=config.rotary_base,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        **{pattern: config.layer_pattern},
+        **{pattern_name: pattern},
+        **arguments,
+    )
+
+
+def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
+    """GPTModel of a TransformerConfig, local layers; use in `on_cpu`.
+
+    Args:
+        arguments: of the model.
+    """
+    variant, config.experimental_attention_variant = config.experimental_attention_variant, None
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+    config.experimental_attention_variant = variant
+    spec = copy.deepcopy(spec)
+    layers = [copy.deepcopy(layer) for layer in spec.layer_specs]
+    for number, layer in enumerate(layers, 1):
+        attention = layer.submodules.self_attention
+        attention.submodules.core_attention = PlainCoreAttention
+        if variant is not None and number % config.linear_attention_freq:
+            layer.submodules.self_attention = ModuleSpec(
+                module=GatedDeltaNet, submodules=GDN_SUBMODULES
+            )
+    spec.layer_specs = layers
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        **arguments,
+    )
+
+
+def moe_spec(config):
+    """core's MoE layer with local experts."""
+    return get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
     )
 
 
 def moe_layer(config) -> MoELayer:
     """core's MoE layer with local experts; use in `on_cpu`."""
-    spec = get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
-    )
+    spec = moe_spec(config)
     arguments = {
         "config": config,
         "layer_number": 1,

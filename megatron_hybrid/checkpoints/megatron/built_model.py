@@ -54,12 +54,12 @@ def from_megatron(model: nn.Module) -> HybridModel:
 
 def _unwrap(model: Any) -> nn.Module:
     """The model of megatron-core inside of its wrappers."""
+    if isinstance(model, HybridModel):
+        raise TypeError("model is a HybridModel of megatron_hybrid: pass it to the engine itself.")
     inner = model
     while isinstance(inner, nn.Module) and compat.core_model_kind(inner) is None:
         inner = getattr(inner, "module", None)
-    if isinstance(inner, HybridModel):
-        raise TypeError("model is a HybridModel of megatron_hybrid: pass it to the engine itself.")
-    if inner is None or not isinstance(inner, nn.Module):
+    if not isinstance(inner, nn.Module):
         advice = " Pass one of its items." if isinstance(model, list | tuple) else ""
         raise TypeError(
             f"model is of type {type(model).__name__}, but from_megatron takes {_ACCEPTED}.{advice}"
@@ -113,22 +113,19 @@ def _head_norm_fields(decoder: nn.Module) -> dict[str, bool]:
 
 
 def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
-    """Fields that a Mamba-2 mixer of core has from its spec, not from the config."""
+    """Fields that a Mamba-2 mixer of core has from its spec, not from the config. (It asserts that
+    its projections have no bias and that its norm comes after the gate.)"""
     mixers = (getattr(layer, "mixer", None) for layer in decoder.layers)
     mixer = next((mixer for mixer in mixers if hasattr(mixer, "d_conv")), None)
     if mixer is None:
         return {}
     names = {canonical_name(f"decoder.layers.0.mixer.{n}") for n, _ in mixer.named_parameters()}
-    norm = "none"
-    if mixer.rmsnorm:
-        norm = "norm_first" if mixer.norm_before_gate else "gate_first"
     return {
         "mamba_num_heads": mixer.nheads,
         "mamba_conv_kernel": mixer.d_conv,
         "mamba_chunk_size": mixer.chunk_size,
         "mamba_conv_bias": "decoder.layers.0.mixer.conv1d.bias" in names,
-        "mamba_proj_bias": "decoder.layers.0.mixer.in_proj.bias" in names,
-        "mamba_gated_norm": norm,
+        "mamba_gated_norm": "gate_first" if mixer.rmsnorm else "none",
     }
 
 
@@ -154,8 +151,7 @@ def _position_fields(stock: nn.Module) -> dict[str, Any]:
     dim = 2 * len(turns)
     base, factor = getattr(stock, "rotary_base", None), None
     if base is None:
-        # Their last frequency is base^-((dim - 2) / dim); bases are whole numbers.
-        base = round(float(turns[-1]) ** (-dim / (dim - 2))) if dim > 2 else 10000
+        base = _base(float(turns[-1]), dim)
     if getattr(stock, "rotary_scaling", False):
         factor = _llama3_factor(base ** (-(dim - 2) / dim), float(turns[-1]))
     return rotary_fields(
@@ -165,6 +161,14 @@ def _position_fields(stock: nn.Module) -> dict[str, Any]:
         seq_len_interpolation_factor=embedding.seq_len_interpolation_factor,
         rope_scaling_factor=factor,
     )
+
+
+def _base(last: float, dim: int) -> float:
+    """The base of `dim` rotated dimensions whose last frequency is given, in fp32: that is
+    base^-((dim - 2) / dim). Bases of few digits are exact."""
+    base = last ** (-dim / (dim - 2)) if dim > 2 else 10000.0
+    short = float(f"{base:.6g}")
+    return short if math.isclose(base, short, rel_tol=3e-7) else base
 
 
 def _llama3_factor(plain: float, scaled: float) -> float:
@@ -178,19 +182,18 @@ def _check_rotary(served: HybridModel, stock: nn.Module) -> None:
     """Raises ValueError where RoPE would turn in another way than the model's: its embedding does
     not say what it was made of."""
     embedding, config = getattr(stock, "rotary_pos_emb", None), served.config
-    if embedding is None or stock.position_embedding_type != "rope":
+    if embedding is None or stock.position_embedding_type != "rope" or not config.has_attention:
         return
     scaling = config.rotary_scaling or {}
     is_linear = scaling.get("rope_type") == "linear"  # core divides the positions
-    with torch.device("cpu"):
-        turns, _ = frequencies(config.rotary_dim, config.rotary_base, {} if is_linear else scaling)
+    turns, _ = frequencies(config.rotary_dim, config.rotary_base, {} if is_linear else scaling)
     theirs = embedding.inv_freq.float().cpu()
-    if turns.shape != theirs.shape or not torch.allclose(turns, theirs, rtol=1e-5, atol=0.0):
+    if turns.shape != theirs.shape or not torch.allclose(turns, theirs, rtol=1e-6, atol=0.0):
         raise ValueError(
-            f"the model's rotary_pos_emb turns by {theirs.tolist()} radians per position, but "
-            f"rotary_base={config.rotary_base}, rotary_percent={config.rotary_percent} and "
-            f"rotary_scaling={config.rotary_scaling} give {turns.tolist()}. Only whole bases and "
-            "the scalings of core's own models can be served."
+            "the model's rotary_pos_emb.inv_freq does not follow from a base and a scaling of "
+            f"megatron-core (rotary_base={config.rotary_base}, rotary_percent="
+            f"{config.rotary_percent}, rotary_scaling={config.rotary_scaling} were read from it). "
+            "Only core's own RoPE can be served."
         )
 
 

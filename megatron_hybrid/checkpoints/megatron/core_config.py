@@ -63,6 +63,7 @@ def hybrid_config_fields(
         ValueError: a layer kind, or a field's value, that HybridModel does not implement.
     """
     values = _with_defaults(core)
+    values.update((name, value) for name, value in fields.items() if name in values)
     if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
         raise ValueError(
             "experimental_attention_variant is "
@@ -83,6 +84,11 @@ def hybrid_config_fields(
         "layer_overrides": overrides,
         "activation_func": _activation(values),
     }
+    if "G" in pattern and result["activation_func"] is not F.silu:
+        raise ValueError(
+            f"activation_func is {values['activation_func']!r}, which Gated DeltaNet of "
+            "megatron-core uses too; HybridModel's uses SiLU. Use activation_func=F.silu."
+        )
     if "W" in pattern:
         result["sliding_window"] = values["window_size"][0] + 1  # core does not count the token
     if "+" in pattern:

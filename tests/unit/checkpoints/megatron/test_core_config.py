@@ -81,6 +81,7 @@ def test_what_concerns_training_or_the_run_is_left_out():
             "linear_attention_freq is .* a list of 4 entries",
         ),
         ({"rotary_interleaved": True}, "M*", "rotary_interleaved is True"),
+        ({}, "MG", "Gated DeltaNet of megatron-core uses too"),
         ({"multi_latent_attention": True}, None, "qk_layernorm is False"),
         (
             {"multi_latent_attention": True, "qk_layernorm": True, "mla_down_proj_fusion": True},
@@ -109,7 +110,8 @@ def test_layers_for_multi_token_prediction_are_left_out(caplog):
         ({"num_moe_experts": 4, "moe_layer_freq": 2}, "*E*-*E*-"),
         ({"num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}, "*-*E*E*-"),
         (
-            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+            | {"activation_func": F.silu},
             "G-*-G-*-",
         ),
         ({"window_size": (7, 0)}, "W-W-W-W-"),
