@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-import megatron_hybrid
+from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel
 
@@ -31,9 +31,7 @@ class GPTInferenceWrapper:
             )
         self.model = model
         self.inference_context = inference_context
-        self.hybrid_model = (
-            model if isinstance(model, HybridModel) else megatron_hybrid.from_megatron(model)
-        )
+        self.hybrid_model = model if isinstance(model, HybridModel) else from_megatron(model)
 
 
 class TextGenerationController:
