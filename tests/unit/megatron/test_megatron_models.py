@@ -1,0 +1,67 @@
+"""A script serves the model that Megatron built for it, wrapped or bare."""
+
+import pytest
+import stock_megatron
+import torch
+from door import answer, door_engine, greedy_params
+from megatron.core.transformer import TransformerConfig
+from reference import VOCAB_SIZE, random_tokens
+from torch import nn
+
+from megatron_hybrid import HybridConfig
+from megatron_hybrid.models.sharding.parallel_setup import process_groups
+
+PROMPT = random_tokens(40)
+
+
+class Wrapper(nn.Module):
+    """Has the model as `module`, as Float16Module and DDP do, and its config."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.config = module, module.config
+
+
+@pytest.mark.parametrize("pattern", ["M*-M*-", None])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_its_answers_are_those_of_its_own_forward(monkeypatch, pattern, wrapped):
+    process_groups(HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB_SIZE))
+    config = TransformerConfig(
+        num_layers=len(pattern or "--"),
+        hidden_size=48,
+        num_attention_heads=6,
+        num_query_groups=2,
+        ffn_hidden_size=80,
+        mamba_head_dim=16,
+        mamba_state_dim=12,
+        mamba_num_groups=2,
+        normalization="RMSNorm",
+        init_method_std=0.2,
+        use_cpu_initialization=True,
+    )
+    torch.manual_seed(0)
+    with stock_megatron.on_cpu(monkeypatch):
+        if pattern is None:
+            stock = stock_megatron.gpt_model(
+                config, vocab_size=VOCAB_SIZE, position_embedding_type="rope"
+            )
+        else:
+            stock = stock_megatron.hybrid_model(config, pattern, vocab_size=VOCAB_SIZE)
+    stock.eval()
+    engine = door_engine(Wrapper(Wrapper(stock)) if wrapped else stock)
+    given = answer(engine, PROMPT, greedy_params(5))
+    tokens = torch.tensor([PROMPT + given.generated_tokens])
+    positions = torch.arange(tokens.shape[1])[None]
+    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+        logits = stock(tokens, position_ids=positions, attention_mask=None)[0]
+    assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == given.generated_tokens
+    again = answer(engine, PROMPT, greedy_params(5))
+    assert again.generated_tokens == given.generated_tokens
+    assert again.num_cached_tokens >= len(PROMPT) - 1
+
+
+def test_other_modules_are_refused():
+    module = nn.Linear(2, 2)
+    module.config = None
+    with pytest.raises(TypeError, match="from_megatron takes"):
+        door_engine(module)
