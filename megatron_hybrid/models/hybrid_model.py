@@ -76,6 +76,9 @@ class HybridModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder  # core's pipeline schedules read it
         self.vocab_size = config.vocab_size
         self.input_tensor: Tensor | None = None
+        self.position_embedding_type = config.position_embedding_type
+        self.max_sequence_length = None  # no table of positions ends it
+        self.vp_stage = None
         tp_size = pg_collection.tp.size()
         padded_vocab_size = -(-config.vocab_size // tp_size) * tp_size
 
@@ -102,7 +105,7 @@ class HybridModel(LanguageModule):
         self._shared_kv_layers = {own.kv_source_layer for own in configs} - {None}
         specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
         self.decoder = HybridStack(
-            config, configs, specs, get_norm(config), pg_collection, post_process
+            config, symbols, configs, specs, get_norm(config), pg_collection, post_process
         )
         if post_process:
             self.output_layer = LocalColumnLinear(

@@ -98,6 +98,7 @@ class HybridStack(MegatronModule):
 
     Args:
         config: configuration of the model.
+        layer_type_list: symbols of the layers of this stage; an attribute, as in core.
         layer_configs: of each layer of this stage.
         layer_specs: of the same layers; see `get_layer_spec`.
         norm: class of the final norm.
@@ -108,6 +109,7 @@ class HybridStack(MegatronModule):
     def __init__(
         self,
         config: HybridConfig,
+        layer_type_list: Sequence[str],
         layer_configs: Sequence[HybridConfig],
         layer_specs: Sequence[ModuleSpec],
         norm: type,
@@ -115,6 +117,7 @@ class HybridStack(MegatronModule):
         post_process: bool,
     ):
         super().__init__(config)
+        self.layer_type_list = list(layer_type_list)
         self.layers = nn.ModuleList(
             build_module(spec, config=own, layer_number=i, pg_collection=pg_collection)
             for i, (own, spec) in enumerate(zip(layer_configs, layer_specs), start=1)
@@ -124,6 +127,17 @@ class HybridStack(MegatronModule):
             if post_process
             else None
         )
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """For core's inference configs: shapes of a Mamba-2 layer's last inputs of the convolution,
+        [C, K], and of its state, [H, P, N], on this rank; None without such a layer in this stage.
+        """
+        for symbol, layer in zip(self.layer_type_list, self.layers):
+            if symbol == "M":
+                tail, state = layer.cache_requirements().states
+                channels, width = tail.shape  # core keeps the present input, too
+                return (channels, width + 1), state.shape
+        return None
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden], normed where this is the last stage."""

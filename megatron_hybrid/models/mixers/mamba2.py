@@ -51,6 +51,7 @@ class Mamba2Mixer(Mixer):
         self.layer_number = layer_number
         self.head_dim = config.mamba_head_dim
         self.state_dim = config.mamba_state_dim
+        self.chunk_size = config.mamba_chunk_size
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
         inner = heads * self.head_dim
         group_states = groups * self.state_dim
@@ -143,7 +144,7 @@ class Mamba2Mixer(Mixer):
             self.D.float(),
             context.states(self.layer_number, "ssm"),
             context.ragged_layout(),
-            self.config.mamba_chunk_size,
+            self.chunk_size,
         )
         gate = gated if self.norm is None else self.norm
         return self.out_proj(gate(y_THP.flatten(1), z))

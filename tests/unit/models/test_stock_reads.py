@@ -1,0 +1,55 @@
+"""What inference scripts of Megatron read of a model before they make an engine."""
+
+import pytest
+import stock_megatron
+import torch
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
+from small_models import small_config
+
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+
+@pytest.fixture(params=["ours", "stock"])
+def model(request, monkeypatch):
+    """In bf16, in core's wrapper."""
+    config = small_config("-M*M", params_dtype=torch.bfloat16, mamba_chunk_size=48)
+    ours = build_hybrid_model(config)
+    if request.param == "ours":
+        return Float16Module(config, ours)
+    with stock_megatron.on_cpu(monkeypatch):
+        return Float16Module(config, stock_megatron.mamba_model(config))
+
+
+def test_reads_of_an_inference_config(model):
+    """The attributes that Megatron-LM's `to_inference_config` takes through the wrappers."""
+
+    def read(name):
+        return get_attr_wrapped_model(model, name)
+
+    assert read("position_embedding_type") == "rope"
+    assert read("max_sequence_length") in (None, 512)  # ours has no limit
+    assert read("pg_collection").tp.size() == 1
+    assert read("vocab_size") == read("config").vocab_size
+    decoder = read("decoder")
+    assert "".join(decoder.layer_type_list) == "-M*M"
+    chunks = [layer.mixer.chunk_size for layer in decoder.layers if hasattr(layer, "mixer")]
+    assert chunks == [48, 48]
+    config = read("config")
+    conv, state = decoder.mamba_state_shapes_per_request()
+    heads, groups = config.mamba_num_heads, config.mamba_num_groups
+    channels = heads * config.mamba_head_dim + 2 * groups * config.mamba_state_dim
+    assert conv == (channels, config.mamba_conv_kernel)
+    assert state == (heads, config.mamba_head_dim, config.mamba_state_dim)
+    if not stock_megatron.IS_0_16:  # where scripts put these together
+        from megatron.core.inference.config import MambaInferenceStateConfig
+
+        made = MambaInferenceStateConfig.from_model(model)
+        assert (made.conv_states_shape, made.ssm_states_shape) == (conv, state)
+        assert (made.mamba_chunk_size, made.ssm_states_dtype) == (48, torch.bfloat16)
+
+
+def test_a_model_without_mamba_layers_has_no_state_shapes():
+    model = build_hybrid_model(small_config("*-"))
+    assert model.decoder.mamba_state_shapes_per_request() is None
+    assert model.vp_stage is None
