@@ -40,9 +40,9 @@ from megatron_hybrid.models.sharding.tensor_sharding import full_shape, shard, u
 
 CONFIG_FILE = "config.json"
 
-_EMBEDDING = "embedding.word_embeddings.weight"  # ours
+EMBEDDING = "embedding.word_embeddings.weight"  # ours
 _HEAD = "lm_head.weight"  # theirs, in every architecture
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
@@ -52,7 +52,7 @@ def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
         CheckpointError: the folder cannot be written.
     """
     state = full_state_dict(model)
-    if state is not None and _writes(model):
+    if state is not None and writes(model):
         _write(folder, model.config.to_dict(), state)
 
 
@@ -71,21 +71,14 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
             "was not loaded from one. Use save_checkpoint."
         )
     adapter = _adapter(hf, "huggingface_config")
-    expected = _huggingface_config(hf, "huggingface_config").to_dict()
-    own = model.config.to_dict()
-    changed = sorted(
-        key
-        for key in own
-        if key not in ("params_dtype", "init_method_std", "recurrent_state_dtype")
-        and own[key] != expected[key]
-    )
-    if changed:
+    expected = _huggingface_config(hf, "huggingface_config")
+    for name in model.config.differences(expected):
         raise CheckpointError(
-            f"the model has {changed[0]}={own[changed[0]]!r}, but its config.json says "
-            f"{expected[changed[0]]!r}. Load it without overriding {changed[0]}."
+            f"the model has {name}={getattr(model.config, name)!r}, but its config.json says "
+            f"{getattr(expected, name)!r}. Load it without overriding {name}."
         )
     state = full_state_dict(model)
-    if state is None or not _writes(model):
+    if state is None or not writes(model):
         return
     theirs: dict[str, Tensor] = {}
     for tensor_map in adapter.tensors(model.config):
@@ -95,7 +88,8 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
     _write(folder, {**hf, "dtype": dtype}, theirs)
 
 
-def _writes(model: HybridModel) -> bool:
+def writes(model: HybridModel) -> bool:
+    """Whether this rank, of those with the model's first part, writes it."""
     data_parallel = getattr(model.pg_collection, "dp", None)
     return data_parallel is None or data_parallel.rank() == 0
 
@@ -120,7 +114,7 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     converted back to this dtype, unless that would round a changed value."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
-    for name, tensor in _own_tensors(model).items():
+    for name, tensor in own_tensors(model).items():
         piece = tensor.detach().contiguous()
         pieces = [piece]
         if tp.size() > 1 and getattr(tensor, "tensor_model_parallel", False):
@@ -166,7 +160,7 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
                 del given[name]
             shapes = {name: files.shape(file_name) for name, file_name in given.items()}
             maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
-            embedding = next(m.theirs[0] for m in maps if m.ours == (_EMBEDDING,))
+            embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
             if config.share_embeddings_and_output_weights and _HEAD in given:
                 if embedding in given:
                     _drop_copy(_HEAD, embedding, given, files, str(folder))
@@ -175,13 +169,13 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
         else:
             given = {canonical_name(name): name for name in files.names()}
-            maps = _identity(_own_tensors(model))
+            maps = _identity(own_tensors(model))
             mixed = False
-        source = _Source(str(folder), given, files.shape, files.dtype, files.read)
-        rounded = _FLOATS if cast else (torch.float32,) if mixed else ()
+        source = TensorSource(str(folder), given, files.shape, files.dtype, files.read)
+        rounded = FLOATS if cast else (torch.float32,) if mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
         with progress(f"loading {folder}", drawn) as advance:
-            _load(model, maps, source, rounded, advance)
+            load_tensors(model, maps, source, rounded, advance)
 
 
 def load_state(
@@ -200,15 +194,15 @@ def load_state(
     """
     state = stack_experts(state)
     given = {canonical_name(name): name for name in state if is_parameter(name)}
-    tensors = _Source(
+    tensors = TensorSource(
         source,
         given,
         lambda name: tuple(state[name].shape),
         lambda name: state[name].dtype,
         state.__getitem__,
     )
-    rounded = _FLOATS if cast else ()
-    _load(model, _identity(_own_tensors(model)), tensors, rounded, lambda num_bytes: None)
+    rounded = FLOATS if cast else ()
+    load_tensors(model, _identity(own_tensors(model)), tensors, rounded, lambda num_bytes: None)
 
 
 def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
@@ -275,7 +269,7 @@ def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     try:
         with TensorFiles.open(folder) as files:
             dtypes = map(files.dtype, files.names())
-            found = next((dtype for dtype in dtypes if dtype in _FLOATS), None)
+            found = next((dtype for dtype in dtypes if dtype in FLOATS), None)
     except CheckpointError:  # no weights, or unreadable ones: their loading reports it
         found = None
     return values if found is None else {**values, "dtype": str(found).removeprefix("torch.")}
@@ -342,7 +336,7 @@ def _drop_copy(
         )
 
 
-def _own_tensors(model: HybridModel) -> dict[str, Tensor]:
+def own_tensors(model: HybridModel) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by canonical name."""
     tensors = model.state_dict(keep_vars=True)
     own = own_spelling(tensors, model.layer_offset)
@@ -354,7 +348,7 @@ def _identity(names: Iterable[str]) -> list[TensorMap]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class TensorSource:
     """Tensors to load from."""
 
     name: str
@@ -365,16 +359,16 @@ class _Source:
     read: Callable[[str], Tensor]
 
 
-def _load(
+def load_tensors(
     model: HybridModel,
     maps: list[TensorMap],
-    source: _Source,
+    source: TensorSource,
     rounded: tuple[torch.dtype, ...],
     advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model, after checking all of them."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
-    own = _own_tensors(model)
+    own = own_tensors(model)
     # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
     extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
     if pp.size() > 1:
@@ -402,7 +396,7 @@ def _check_map(
     tensor_map: TensorMap,
     own: Mapping[str, Tensor],
     tp_size: int,
-    source: _Source,
+    source: TensorSource,
     rounded: tuple[torch.dtype, ...],
 ) -> None:
     """Check shapes and dtypes, from headers only."""
@@ -421,7 +415,7 @@ def _check_map(
         dtype = source.dtype(given)
         if dtype == expected.dtype or dtype in rounded:
             continue
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             remedy = "Quantized weights are not read: dequantize them first."
         elif torch.promote_types(dtype, expected.dtype) == expected.dtype:
             continue

@@ -204,6 +204,32 @@ class HybridConfig(
             }
         return cls(**{**fields, **overrides})
 
+    def differences(self, other: HybridConfig) -> list[str]:
+        """Names of the fields by which two configs describe models that compute different things.
+
+        Of layer fields, those that a layer of its kind reads are compared, overrides in place.
+        """
+        symbols = layer_symbols(self.layer_pattern)
+        if symbols != layer_symbols(other.layer_pattern):
+            return ["layer_pattern"]
+        names = set(_fields_of(ModelFields)) - _NOT_COMPARED
+        found = [name for name in names if getattr(self, name) != getattr(other, name)]
+        for number, symbol in enumerate(symbols, start=1):
+            groups = {CommonFields, *KINDS[symbol].fields}
+            names = {field.name for group in groups for field in dataclasses.fields(group)}
+            is_latent = LatentAttentionFields in groups
+            if is_latent:  # it reads these of AttentionFields
+                names |= {"num_attention_heads", "softmax_scale", "attention_logit_softcap"}
+            if groups.isdisjoint((MLPFields, MoEFields)):
+                names.remove("activation_func")
+            one, two = self.for_layer(number), other.for_layer(number)
+            found += [
+                name if getattr(self, name) != getattr(other, name) else "layer_overrides"
+                for name in names - _NOT_COMPARED
+                if _value(one, name, is_latent) != _value(two, name, is_latent)
+            ]
+        return sorted(set(found))
+
     @property
     def has_attention(self) -> bool:
         """Whether any layer attends."""
@@ -232,6 +258,29 @@ _FOLLOWERS = {
     for name in names
 }
 """Fields with defaults that depend on other fields of their layer."""
+
+_NOT_COMPARED = {
+    "layer_pattern",  # its layers are compared, and the values of each
+    "layer_overrides",
+    "huggingface_config",
+    "init_method_std",
+    "params_dtype",
+    "recurrent_state_dtype",
+    "mamba_chunk_size",
+    "linear_chunk_size",
+    "mamba_expand",  # mamba_num_heads follows from it
+}
+"""Fields that do not change what a model computes, rounding aside."""
+
+
+def _value(layer: HybridConfig, name: str, is_latent: bool) -> Any:
+    """A layer field for comparison, with its default in place."""
+    value = getattr(layer, name)
+    if name != "softmax_scale":
+        return value
+    width = layer.qk_head_dim + layer.qk_pos_emb_head_dim if is_latent else layer.kv_channels
+    return round(value or width**-0.5, 9)  # however it was computed
+
 
 _NAMED_VALUES: dict[str, dict[str, Any]] = {
     "params_dtype": DTYPES,

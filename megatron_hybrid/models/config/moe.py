@@ -144,6 +144,7 @@ class MoEFields(LayerFields):
             )
 
 
+@dataclass
 class DenseAndExpertsFields(LayerFields):
     """An MLP and experts side by side: no fields beside those of both."""
 
