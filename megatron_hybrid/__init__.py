@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         save_huggingface,
     )
     from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
+    from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "build_hybrid_model",
     "from_megatron",
+    "load_megatron",
     "load_pretrained",
     "save_checkpoint",
     "save_huggingface",
@@ -68,6 +70,7 @@ _MODULES = {
     "SamplingParams": "inference.sampling_params",
     "build_hybrid_model": "models.hybrid_model",
     "from_megatron": "checkpoints.megatron.built_model",
+    "load_megatron": "checkpoints.megatron.torch_dist",
     "load_pretrained": "checkpoints.pretrained",
     "save_checkpoint": "checkpoints.checkpoint",
     "save_huggingface": "checkpoints.checkpoint",

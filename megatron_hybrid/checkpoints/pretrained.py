@@ -38,7 +38,7 @@ def load_pretrained(
         CheckpointError: the folder is not a checkpoint, or a broken one.
         ValueError: this machine has no such device.
     """
-    device = _checked_device(device)
+    device = checked_device(device)
     path = model_folder(folder)
     if not path.is_dir():
         raise CheckpointError(
@@ -53,7 +53,7 @@ def load_pretrained(
     with device:
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
-    return model.eval(), _load_tokenizer(path, config.vocab_size)
+    return model.eval(), load_tokenizer(path, config.vocab_size)
 
 
 def model_folder(name: str | os.PathLike) -> Path:
@@ -71,8 +71,8 @@ def hub_advice(name: str | os.PathLike) -> str:
     )
 
 
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    """Raises ValueError if the device cannot be used."""
+def checked_device(device: str | torch.device | None) -> torch.device:
+    """A device, None: torch's default one. Raises ValueError if it cannot be used."""
     if device is None:
         return torch.get_default_device()
     try:
@@ -89,7 +89,12 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
     return checked
 
 
-def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer of a model folder; None if it has none.
+
+    Raises:
+        CheckpointError: it cannot be read, or has more tokens than the model.
+    """
     file = find_tokenizer(path)
     if file is None:
         return None

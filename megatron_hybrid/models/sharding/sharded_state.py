@@ -38,9 +38,33 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
     groups = {"tp_group": model.pg_collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
     replica_id = (0, groups["tp_group"].rank(), groups["dp_cp_group"].rank())
     singletons = metadata.get("singleton_local_shards", False)
-    fused_norms = _fused_norms(model)
     state: ShardedStateDict = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    values = model.state_dict(keep_vars=True)
+    for name, key in distributed_keys(model).items():
+        value, key = values[name], prefix + key
+        if EXPERTS in key:
+            state[prefix + name] = _stacked_experts(key, value, groups, singletons)
+        elif is_parameter(name):
+            state[prefix + name] = _sharded_tensor(key, value, groups, singletons)
+        else:
+            state[prefix + name] = make_sharded_object_for_checkpoint(
+                value, key, replica_id=replica_id
+            )
+    return state
+
+
+EXPERTS = ".mlp.experts.experts."
+"""What core puts into the keys of experts, whose names have one `experts` less."""
+
+
+def distributed_keys(model: Any) -> dict[str, str]:
+    """State-dict name -> key in core's distributed checkpoints, of this pipeline stage.
+
+    Raises:
+        ValueError: the model has a parameter for each expert.
+    """
+    fused_norms, keys = _fused_norms(model), {}
+    for name in model.state_dict(keep_vars=True):
         key = canonical_name(name, model.layer_offset)
         owner, _, which = key.rpartition(".")
         if owner in fused_norms:
@@ -50,19 +74,8 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
                 f"{key} is of a model that megatron-core built, with a parameter for each expert. "
                 "Use that model's sharded_state_dict."
             )
-        if key.partition(_EXPERTS)[1]:
-            key = prefix + key.replace(_EXPERTS, f"{_EXPERTS}experts.")
-            state[prefix + name] = _stacked_experts(key, value, groups, singletons)
-        elif is_parameter(name):
-            state[prefix + name] = _sharded_tensor(prefix + key, value, groups, singletons)
-        else:
-            state[prefix + name] = make_sharded_object_for_checkpoint(
-                value, prefix + key, replica_id=replica_id
-            )
-    return state
-
-
-_EXPERTS = ".mlp.experts."
+        keys[name] = key.replace(".mlp.experts.", EXPERTS)
+    return keys
 
 
 def _fused_norms(model: Any) -> dict[str, str]:
@@ -138,7 +151,7 @@ def _stacked_experts(
         for i, expert in enumerate(tensor.unbind(0)):
             for j, block in enumerate(expert.chunk(num_blocks, dim)):
                 if singletons:
-                    name = key.replace(f"{_EXPERTS}experts.", f"{_EXPERTS}experts.{i}.")
+                    name = key.replace(EXPERTS, f"{EXPERTS}{i}.")
                     name += ("_w", "_v")[j] if num_blocks == 2 else ""
                     places = [(dim, rank, size)]
                 else:

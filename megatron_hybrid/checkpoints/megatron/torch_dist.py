@@ -1,0 +1,436 @@
+"""Folders that Megatron-LM saves as `torch_dist`, read and written for any parallel layout.
+
+    DIR/latest_checkpointed_iteration.txt           the iteration, or "release"
+    DIR/iter_0000100/{.metadata, metadata.json}     where each tensor's pieces lie; the format
+    DIR/iter_0000100/__RANK_N.distcp                pieces of tensors, each as torch.save writes it
+    DIR/iter_0000100/common.pt                      Megatron's arguments
+
+megatron-core from 0.18 on keeps what was common.pt among the tensors. Weights are read without
+torch.distributed.checkpoint and CUDA, a tensor at a time.
+
+A folder need not be trusted: all pickles in it, `.metadata` too, are read by `pickles`, which calls
+nothing but constructors of plain data, and file names in it must not leave the folder. What a
+hostile one can do is to make the read fail, or to hold other numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import re
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    EMBEDDING,
+    FLOATS,
+    TensorSource,
+    full_state_dict,
+    load_tensors,
+    own_tensors,
+    writes,
+)
+from megatron_hybrid.checkpoints.huggingface.base import TensorMap
+from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
+from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
+from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
+from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved
+from megatron_hybrid.checkpoints.pretrained import checked_device
+from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.files import replace_file
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
+from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
+
+logger = logging.getLogger(__name__)
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+METADATA_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+
+_COMMON_KEY = "common_state/shard_0_1"
+_NO_WEIGHTS = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state).*")
+_PREDICTION = "mtp."
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
+_VOCABULARY = (EMBEDDING, "output_layer.weight")
+
+
+def is_torch_dist(folder: str | os.PathLike) -> bool:
+    """Whether a folder looks like one of Megatron's, or one iteration of it."""
+    folder = Path(folder)
+    return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
+
+
+def load_megatron(
+    folder: str | os.PathLike,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> HybridModel:
+    """Load a `torch_dist` checkpoint of Megatron-LM in eval mode, whatever layout saved it.
+
+    Hybrid models and GPT models are read; optimizer and random states are left, and so are layers
+    for multi-token prediction. Such folders hold no tokenizer: give the engine the one that the
+    model was trained with.
+
+    Args:
+        folder: that of `--save`, of which the latest iteration is taken, or one iteration in it.
+        device: of the weights, such as "cuda"; None: torch's default device.
+        dtype: of the weights; None: as saved.
+        overrides: HybridConfig fields to replace, such as tensor_model_parallel_size. The
+            `vocab_size` of a checkpoint includes Megatron's padding, whose tokens could be sampled:
+            set it to the tokenizer's size to leave them out.
+
+    Raises:
+        CheckpointError: not such a folder, a broken one, or a model that HybridModel does not
+            implement.
+        ValueError: this machine has no such device, or an override is not possible.
+    """
+    device = checked_device(device)
+    files = DistributedTensors(folder)
+    if dtype is not None:
+        overrides["params_dtype"] = dtype
+    # Random initialization would take longer than reading the files.
+    config = files.config(perform_initialization=False, **overrides)
+    with device:
+        model = build_hybrid_model(config)
+    given = files.given()
+    source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
+    maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
+    drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
+    with progress(f"loading {files.path}", drawn) as advance:
+        load_tensors(model, maps, source, FLOATS if dtype is not None else (), advance)
+    return model.eval()
+
+
+def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
+    """Write a `torch_dist` checkpoint, `release`, that Megatron-LM and megatron-core load in any
+    layout. Call it on every rank of the model; one writes.
+
+    Layers built of Transformer Engine also ask for its private states, which a model of plain torch
+    does not have: load there with `--dist-ckpt-strictness log_all`.
+
+    Raises:
+        CheckpointError: megatron-core has no such model, or the folder cannot be written.
+    """
+    try:
+        args = args_of_config(model.config)
+    except ValueError as error:
+        raise CheckpointError(f"this model cannot be written for Megatron: {error}") from error
+    keys = _keys_of_all_stages(model)
+    state = full_state_dict(model)
+    if state is None or not writes(model):
+        return
+    stored: dict[str, Any] = {}
+    for key, (name, sections, dim) in keys.items():
+        if name is None:
+            stored[f"{key}/shard_0_1"] = [None]  # what core keeps of the extra state of a layer
+        elif sections is None:
+            stored[key] = state[name]
+        else:
+            blocks = state[name].split(list(sections.values()), dim)
+            stored |= {f"{key}.{section}": block for section, block in zip(sections, blocks)}
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    path = Path(folder) / "release"
+    try:
+        path.mkdir(parents=True)
+        with warnings.catch_warnings():
+            # It tells that one process saves, which is what is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.save(
+                stored,
+                storage_writer=dcp.FileSystemWriter(path),
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                no_dist=True,
+            )
+        torch.save(common, path / COMMON_FILE)
+        text = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        text |= {"common_backend": "torch", "common_backend_version": 1}
+        (path / FORMAT_FILE).write_text(json.dumps(text))
+        replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
+    except OSError as error:
+        raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+
+
+class DistributedTensors:
+    """The tensors of a `torch_dist` folder by name, a layer in each. Reading starts no processes.
+
+    Raises:
+        CheckpointError: no such folder, or its metadata cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self.path = _iteration(Path(folder))
+        metadata = self._metadata()
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._where: dict[tuple, Any] = {}
+        try:
+            for key, value in metadata.state_dict_metadata.items():
+                if isinstance(value, TensorStorageMetadata) and not _NO_WEIGHTS.fullmatch(key):
+                    self._tensors[key] = value
+            for index, where in metadata.storage_data.items():
+                self._where[index.fqn, index.offset and tuple(index.offset)] = where
+            self._layers = dict(self._per_layer())
+        except (AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path / METADATA_FILE} does not describe tensors: {error}"
+            ) from error
+        if any(key.startswith(_PREDICTION) for key in self._tensors):
+            logger.warning("%s: layers for multi-token prediction are left out", self.path)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(
+            math.prod(tensor.size) * tensor.properties.dtype.itemsize
+            for tensor in self._tensors.values()
+        )
+
+    def names(self) -> list[str]:
+        """Names of the model's tensors in core's spelling, sorted."""
+        return sorted(self._layers)
+
+    def given(self) -> dict[str, str]:
+        """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
+        gpt = is_gpt(self.args(), self._layers)
+        return {
+            canonical_name(gpt_to_hybrid_name(name) if gpt else name).replace(
+                EXPERTS, ".mlp.experts."
+            ): name
+            for name in self._layers
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        key, layer = self._layers[name]
+        return tuple(self._tensors[key].size)[layer is not None :]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._tensors[self._layers[name][0]].properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor into the CPU's memory.
+
+        Raises:
+            CheckpointError: a piece is missing or cannot be read.
+        """
+        key, layer = self._layers[name]
+        stored = self._tensors[key]
+        whole = torch.empty(self.shape(name), dtype=stored.properties.dtype, device="cpu")
+        missing = whole.numel()
+        for chunk in stored.chunks:
+            start, size = tuple(chunk.offsets), tuple(chunk.sizes)
+            if layer is not None and not start[0] <= layer < start[0] + size[0]:
+                continue
+            piece = self._piece(key, start, size)
+            if layer is not None:
+                piece, start, size = piece[layer - start[0]], start[1:], size[1:]
+            whole[tuple(slice(at, at + n) for at, n in zip(start, size))] = piece
+            missing -= piece.numel()
+        if missing:
+            raise CheckpointError(
+                f"{name} lacks {missing} of its {whole.numel()} numbers in {self.path}: it was "
+                "copied or saved in part. Copy or save it again."
+            )
+        return whole
+
+    def args(self) -> Namespace:
+        """Megatron's arguments.
+
+        Raises:
+            CheckpointError: there are none, or they cannot be read.
+        """
+        path = self.path / COMMON_FILE
+        if path.is_file():
+            with path.open("rb") as file:
+                common = load_saved(file, str(path))
+        elif (_COMMON_KEY, None) in self._where:
+            (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
+        else:
+            raise CheckpointError(f"{path} does not exist. Megatron's arguments are there.")
+        args = common.get("args") if isinstance(common, Mapping) else None
+        if not isinstance(args, Namespace):
+            raise CheckpointError(
+                f"{self.path} has no arguments of Megatron-LM, which say what model it is. Save it "
+                "by Megatron-LM's own script, or load the weights into a model that you build."
+            )
+        return args
+
+    def config(self, **overrides: Any) -> HybridConfig:
+        """The config of the model; `overrides` replace its fields.
+
+        Raises:
+            CheckpointError: arguments are missing, or say what HybridModel does not implement.
+            ValueError, TypeError: an override is not possible.
+        """
+        num_stages = overrides.get("pipeline_model_parallel_size", 1)
+        try:
+            fields = fields_of_args(self.args(), self._layers, num_stages)
+            return HybridConfig(**{**fields, **overrides})
+        except CheckpointError:
+            raise
+        except KeyError as error:
+            raise CheckpointError(f"the arguments in {self.path} lack {error}.") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            if overrides:
+                self.config()  # raises CheckpointError if the folder is at fault
+                raise
+            raise CheckpointError(f"the model in {self.path} is not supported: {error}") from error
+
+    def _metadata(self) -> Metadata:
+        path = self.path / METADATA_FILE
+        try:
+            backend = json.loads((self.path / FORMAT_FILE).read_text())["sharded_backend"]
+        except FileNotFoundError:
+            backend = "torch_dist"  # torch.distributed.checkpoint's own folders do not say it
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path / FORMAT_FILE} cannot be read: {error}") from error
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"{self.path} is saved as {backend!r}; only torch_dist is read. Save it again by "
+                "Megatron with --ckpt-format torch_dist."
+            )
+        try:
+            with path.open("rb") as file:
+                metadata = load_pickle(file)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is not read: {error}") from None
+        except Exception as error:  # a damaged pickle raises errors of all kinds
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {error}). Copy it again."
+            ) from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds no metadata of torch.distributed.checkpoint.")
+        return metadata
+
+    def _per_layer(self) -> Iterator[tuple[str, tuple[str, int | None]]]:
+        """(name, (key, layer in it)) of the model's tensors: core stacks those of equal layers."""
+        for key, tensor in self._tensors.items():
+            if key.startswith(_PREDICTION) or not is_parameter(key):
+                continue
+            match = _STACKED.fullmatch(key)
+            if match is None:
+                yield key, (key, None)
+            else:
+                for layer in range(tensor.size[0]):
+                    yield f"{match[1]}{layer}.{match[2]}", (key, layer)
+
+    def _piece(self, key: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        piece = load_saved(self._open((key, start)), f"{key} in {self.path}")
+        if not isinstance(piece, Tensor) or piece.numel() != math.prod(size):
+            raise CheckpointError(f"{key} in {self.path} is not the tensor of shape {list(size)}.")
+        return piece.detach().reshape(size)
+
+    def _open(self, index: tuple) -> io.BytesIO:
+        """The bytes that were saved for one piece."""
+        where = self._where.get(index)
+        if where is None:
+            raise CheckpointError(f"{self.path / METADATA_FILE} does not say where {index} lies.")
+        name = where.relative_path
+        # The metadata are untrusted: they must not name files outside their folder.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{self.path / METADATA_FILE} puts {index[0]} into {name!r}.")
+        if getattr(where, "transform_descriptors", None):
+            raise CheckpointError(f"{index[0]} in {self.path} is compressed, which is not read.")
+        try:
+            with (self.path / name).open("rb") as file:
+                file.seek(where.offset)
+                return io.BytesIO(file.read(where.length))
+        except (OSError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path / name} cannot be read ({error}), but {index[0]} lies there. Copy or "
+                "save the folder again."
+            ) from error
+
+
+def _iteration(folder: Path) -> Path:
+    """The folder of the iteration to read."""
+    if (folder / METADATA_FILE).is_file():
+        return folder
+    tracker = folder / TRACKER_FILE
+    try:
+        latest = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} has neither a readable {TRACKER_FILE} nor {METADATA_FILE}: give the folder "
+            "that Megatron saved to, or one iteration in it."
+        ) from error
+    if latest != "release" and not latest.isdecimal():
+        raise CheckpointError(f"{tracker} says {latest!r}, neither a number nor 'release'.")
+    path = folder / ("release" if latest == "release" else f"iter_{int(latest):07d}")
+    if not (path / METADATA_FILE).is_file():
+        raise CheckpointError(
+            f"{path / METADATA_FILE} does not exist, but {tracker} says {latest}. Only torch_dist "
+            "is read: save it again by Megatron with --ckpt-format torch_dist, or copy it again."
+        )
+    return path
+
+
+def _tensor_maps(model: HybridModel) -> Iterator[TensorMap]:
+    """Each of this stage's tensors, and its blocks where core keeps them apart."""
+    for name, tensor in own_tensors(model).items():
+        sections, dim = _sections(tensor)
+        if sections is None:
+            yield TensorMap((name,), (name,))
+        else:
+            theirs = tuple(f"{name}.{section}" for section in sections)
+            yield TensorMap((name,), theirs, joined(list(sections.values()), dim))
+
+
+def _sections(tensor: Tensor) -> tuple[dict[str, int] | None, int]:
+    """Full sizes of the blocks that core keeps apart, by name (None: it does not), and their
+    dimension."""
+    names = getattr(tensor, "section_names", None)
+    if names is None:
+        return None, 0
+    return dict(zip(names, tensor.partition_sections)), tensor.partition_dim
+
+
+def _as_stored(
+    tensor_map: TensorMap, files: DistributedTensors, given: Mapping[str, str], vocab_size: int
+) -> TensorMap:
+    """A map that drops the rows that Megatron pads a vocabulary with."""
+    (name, *_) = tensor_map.theirs
+    if name not in _VOCABULARY or name not in given:
+        return tensor_map
+    padding = files.shape(given[name])[0] - vocab_size
+    if padding <= 0:
+        return tensor_map
+    drop = Layout(
+        lambda theirs: [theirs[0][:vocab_size]], lambda ours: [F.pad(ours[0], (0, 0, 0, padding))]
+    )
+    return TensorMap(tensor_map.ours, tensor_map.theirs, drop)
+
+
+def _keys_of_all_stages(model: HybridModel) -> dict[str, tuple]:
+    """Core's key -> (our name, blocks, dimension of these), of all pipeline stages; the name is
+    None for extra states."""
+    tensors, own = model.state_dict(keep_vars=True), {}
+    for spelling, key in distributed_keys(model).items():
+        name = canonical_name(spelling, model.layer_offset) if is_parameter(spelling) else None
+        own[key] = (name, *_sections(tensors[spelling]))
+    pp = model.pg_collection.pp
+    if pp.size() == 1:
+        return own
+    stages: list[Any] = [None] * pp.size()
+    dist.all_gather_object(stages, own, group=pp)
+    return {key: value for stage in stages for key, value in stage.items()}
