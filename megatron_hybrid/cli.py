@@ -97,16 +97,23 @@ def build_parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser(
         "convert",
-        help="a Hugging Face model folder into a checkpoint of ours, or back",
+        help="between checkpoints of ours, Hugging Face's and Megatron-LM's (torch_dist)",
         formatter_class=_Formatter,
     )
-    convert.add_argument("source", help="folder to read")
+    convert.add_argument("source", help="folder to read, of any of these kinds")
     convert.add_argument("target", help="folder to write; must not exist, or be empty")
     convert.add_argument(
         "--to",
-        choices=("megatron", "huggingface"),
-        default="megatron",
-        help="huggingface: back to the architecture that the model came from",
+        choices=("ours", "huggingface", "torch_dist"),
+        default="ours",
+        help="huggingface: back to the architecture that the model came from; torch_dist: for "
+        "Megatron-LM, if megatron-core's hybrid models can hold the model",
+    )
+    convert.add_argument(
+        "--huggingface-config",
+        metavar="FOLDER",
+        help="of a model of the same architecture as the weights of Megatron-LM: gives tokenizer "
+        "and size of the vocabulary, and is needed for --to huggingface",
     )
     convert.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the source"
@@ -280,7 +287,13 @@ def _explain(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from megatron_hybrid.tools.convert import convert
 
-    convert(options.source, options.target, options.to, options.dtype)
+    convert(
+        options.source,
+        options.target,
+        options.to,
+        options.dtype,
+        huggingface_config=options.huggingface_config,
+    )
     print(f"wrote {options.target}")
     return 0
 

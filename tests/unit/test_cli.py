@@ -168,7 +168,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
         "demo": "(default: demo)",
         "generate": "0 is greedy (default: the model's own, else 1)",
         "explain": "(cache_bytes) (default: 256)",
-        "convert": "(default: megatron)",
+        "convert": "(default: ours)",
         "plan": "(default: 8k)",
         "profile": "(default: exact)",
     }

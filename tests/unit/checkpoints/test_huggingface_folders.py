@@ -216,7 +216,7 @@ def test_dtype_and_shards(llama):
 
 
 def test_convert_there_and_back(llama, tmp_path):
-    convert(llama, tmp_path / "ours", "megatron")
+    convert(llama, tmp_path / "ours", "ours")
     assert "layer_pattern" in json.loads((tmp_path / "ours" / "config.json").read_text())
     convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
     before, after = (
@@ -224,7 +224,7 @@ def test_convert_there_and_back(llama, tmp_path):
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(mh.CheckpointError, match="is not empty"):
-        convert(llama, tmp_path / "ours", "megatron")
+        convert(llama, tmp_path / "ours", "ours")
 
 
 def test_what_did_not_come_from_there_does_not_go_back(llama, tmp_path):
