@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from megatron_hybrid.megatron import (
     DynamicInferenceContext,
     InferenceConfig,
     KVCacheManagementMode,
+    MambaInferenceStateConfig,
     PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
     SamplingParams,
@@ -136,6 +137,18 @@ def test_the_seed_is_the_models():
     model = tiny_model()
     seed = getattr(model.config, "inference_sampling_seed", 42)
     assert door_engine(model).engine.config.random_seed == seed
+
+
+def test_state_configs_of_scripts_are_read_and_their_rounding_is_warned_of():
+    model = tiny_model("M*-")
+    states = MambaInferenceStateConfig.from_model(model)
+    assert states.layer_type_list == ["M", "*", "-"]
+    assert states.ssm_states_shape == (8, 16, 16)
+    assert MambaInferenceStateConfig.from_model(tiny_model("*-")) is None
+    DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=states))
+    rounded = replace(states, ssm_states_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="ssm_states_dtype"):
+        DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=rounded))
 
 
 if compat.MEGATRON_CORE_VERSION >= (0, 19, 0):  # 0.16 has no such InferenceConfig
