@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from door import answer, door_engine, greedy_params
 from reference import full_logits, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
@@ -81,3 +82,19 @@ def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
         assert after.log_probs[0] == pool.log_probs[0]  # from the same saved hidden state
     engine.check_integrity()
     engine.close()
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_a_suspended_engine_gives_the_devices_memory_back(mode):
+    engine = door_engine(
+        on_gpu("local", torch.float32), kv_cache_management_mode=mode, buffer_size_gb=0.25
+    )
+    prompt = torch.tensor(random_tokens(150), device="cuda")
+    first = answer(engine, prompt, greedy_params(4))
+    held = torch.cuda.memory_allocated()
+    engine.suspend()
+    assert held - torch.cuda.memory_allocated() >= 0.24 * 2**30
+    engine.resume()
+    again = answer(engine, prompt, greedy_params(4))
+    assert again.generated_tokens == first.generated_tokens
+    assert (again.num_cached_tokens == len(prompt)) is (mode == "offload")
