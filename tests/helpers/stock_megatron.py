@@ -37,6 +37,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from megatron_hybrid import compat
+from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig
 
 
 @contextlib.contextmanager
@@ -168,6 +169,45 @@ def on_cpu(monkeypatch):
         patch.setattr(gdn_module, "HAVE_FLA", True)
         patch.setattr(gdn_module, "l2norm", l2norm, raising=False)
         yield
+
+
+def core_config(**fields):
+    """A small TransformerConfig of core, to be run on the CPU."""
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return kind(
+        **{
+            "num_layers": 2,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 80,
+            "mamba_head_dim": 16,
+            "mamba_state_dim": 12,
+            "mamba_num_groups": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "normalization": "RMSNorm",
+            "init_method_std": 0.15,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "deterministic_mode": True,
+            "use_cpu_initialization": True,
+            **fields,
+        }
+    )
+
+
+def scramble(model):
+    """Random values for the tensors that start as ones or zeros, which hide mistakes."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "A_log" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(std=0.2)
 
 
 def mamba_model(config, max_sequence_length=512):

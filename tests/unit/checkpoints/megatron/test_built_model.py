@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
+from stock_megatron import core_config, scramble
 from torch import nn
 
 import megatron_hybrid as mh
-from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.sharding.parallel_setup import process_groups
 
@@ -31,37 +31,9 @@ LATENT = {
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
 
 
-def core_config(**fields):
-    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    return kind(
-        **{
-            "num_layers": 2,
-            "hidden_size": 48,
-            "num_attention_heads": 6,
-            "num_query_groups": 2,
-            "ffn_hidden_size": 80,
-            "mamba_head_dim": 16,
-            "mamba_state_dim": 12,
-            "mamba_num_groups": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "normalization": "RMSNorm",
-            "init_method_std": 0.15,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "deterministic_mode": True,
-            "use_cpu_initialization": True,
-            **fields,
-        }
-    )
-
-
 @pytest.fixture
 def build(monkeypatch):
-    """Builds a stock model: of a hybrid pattern, or a GPTModel for None. Its parameters that start
-    as ones or zeros, which hide mistakes, are random."""
+    """Builds a stock model: of a hybrid pattern, or a GPTModel for None."""
     process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
 
     def build(pattern, config, **arguments):
@@ -71,12 +43,7 @@ def build(monkeypatch):
             else:
                 config.num_layers = len(pattern.partition("/")[0])
                 model = stock_megatron.hybrid_model(config, pattern, vocab_size=VOCAB, **arguments)
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1 and "A_log" not in name:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.3)
-            for name, buffer in model.named_buffers():
-                if name.endswith("expert_bias"):
-                    buffer.normal_(std=0.2)
+            scramble(model)
             return model.eval()
 
     return build

@@ -1,0 +1,90 @@
+"""Models that Megatron split over two ranks (on gloo) are served on these ranks, shard by shard."""
+
+import pytest
+import stock_megatron
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+
+import megatron_hybrid as mh
+
+RANKS, VOCAB = 2, 64
+FIELDS = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "tensor_model_parallel_size": RANKS,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "moe_router_score_function": "sigmoid",
+}
+DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+MODELS = {"hybrid": ("M*-E", {}), "gpt": (None, {"qk_layernorm": True}), "delta": (None, DELTA)}
+TOKENS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
+
+
+def build(pattern, fields):
+    """A stock model of this rank's shards."""
+    torch.manual_seed(7)
+    config = stock_megatron.core_config(**FIELDS, **fields)
+    arguments = {"vocab_size": VOCAB, "position_embedding_type": "rope"}
+    if pattern is None:
+        return stock_megatron.gpt_model(config, **arguments).eval()
+    config.num_layers = len(pattern)
+    return stock_megatron.hybrid_model(config, pattern, **arguments).eval()
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    given = {}
+    for name, (pattern, fields) in MODELS.items():
+        with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
+            stock = build(pattern, fields)
+            positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+            expected = stock(TOKENS, position_ids=positions, attention_mask=None)
+        served = mh.from_megatron(stock)
+        assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
+        with torch.no_grad():
+            logits = served(TOKENS)
+        engine = mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
+        greedy = mh.SamplingParams(num_tokens_to_generate=5, temperature=0.0)
+        answers = [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
+        mh.save_checkpoint(served, f"{folder}/{name}")
+        given[name] = expected, logits, answers
+    torch.save(given, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Folder of the checkpoints, and by model what both ranks computed."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(run_rank, args=(folder,), nprocs=RANKS)
+    ranks = [torch.load(f"{folder}/rank{rank}.pt") for rank in range(RANKS)]
+    return folder, {name: [rank[name] for rank in ranks] for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_computes_the_stock_model_s_part(given, name):
+    for expected, logits, _ in given[1][name]:
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+        assert expected.abs().max() > 0.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ranks_answer_and_save_the_whole_model(given, name):
+    folder, models = given
+    loaded, _ = mh.load_pretrained(f"{folder}/{name}")
+    parts, _, answers = zip(*models[name])
+    assert answers[0] == answers[1]
+    with torch.no_grad():
+        logits = loaded(TOKENS)
+    torch.testing.assert_close(logits, torch.cat(parts, -1), atol=2e-5, rtol=1e-5)
+    assert [row[0] for row in answers[0]] == logits[:, -1].argmax(-1).tolist()
