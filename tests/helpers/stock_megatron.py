@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -263,6 +266,19 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
                 ),
             )
         }
+        if config.multi_latent_attention:
+            latent = get_gpt_layer_local_spec(
+                multi_latent_attention=True, normalization="RMSNorm"
+            ).submodules.self_attention
+            latent.submodules.core_attention = PlainCoreAttention
+            kinds["mla_layer"] = ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm,
+                    self_attention=latent,
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            )
     if config.num_moe_experts is not None:
         kinds["moe_layer"] = ModuleSpec(
             module=TransformerLayer,

@@ -306,11 +306,6 @@ def _activation(values: Mapping[str, Any]) -> Any:
 
 def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of latent attention, which in core has a rotary embedding of its own."""
-    if not values["qk_layernorm"]:
-        raise ValueError(
-            "qk_layernorm is False, so the latents of multi_latent_attention are not normed; "
-            "HybridModel's are. Only models with qk_layernorm=True can be served."
-        )
     if values.get("mla_down_proj_fusion"):
         raise ValueError(
             "mla_down_proj_fusion is True, which joins two weights that HybridModel keeps apart. "
@@ -319,6 +314,7 @@ def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
     mscale = yarn_scale(values["rotary_scaling_factor"], values["mscale_all_dim"])
     head_dim = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
     fields = {
+        "latent_norm": values["qk_layernorm"],
         "position_embedding_type": "rope",
         "rotary_base": values["rotary_base"],
         "rotary_interleaved": True,

@@ -31,8 +31,11 @@ class LatentAttentionFields(LayerFields):
     v_head_dim: int = 128
     """Width of an MLA head's value."""
 
+    latent_norm: bool = True
+    """Norms behind an MLA layer's down projections."""
+
     latent_norm_epsilon: float | None = None
-    """Epsilon of the norms behind an MLA layer's down projections; None: layernorm_epsilon."""
+    """Epsilon of these norms; None: layernorm_epsilon."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -73,6 +74,8 @@ class LatentAttentionMixer(Mixer):
             )
 
         def norm(width: int):
+            if not config.latent_norm:
+                return IdentityOp()
             eps = config.latent_norm_epsilon or config.layernorm_epsilon
             return submodules.norm(config=config, hidden_size=width, eps=eps)
 

@@ -106,9 +106,10 @@ CASES = [
     ),
     (None, {**GATED, **DELTA, "attention_output_gate": True}, ROPE),
     (None, {**GATED, **LATENT}, ROPE),
+    (None, {**LATENT, "qk_layernorm": False, "q_lora_rank": None, "rope_type": "rope"}, NOWHERE),
 ]
-if not stock_megatron.IS_0_16:  # whose patterns have no G
-    CASES.append(("MG*-G", GATED, ROPE))
+if not stock_megatron.IS_0_16:  # whose patterns have no G and +
+    CASES += [("MG*-G", GATED, ROPE), ("M+-", {**GATED, **LATENT, "qk_layernorm": False}, {})]
 
 
 @pytest.mark.parametrize(("pattern", "fields", "arguments"), CASES)
@@ -142,6 +143,24 @@ def test_yarn_is_that_of_the_stock_model(build, logits_of):
     with torch.no_grad():
         logits = mh.from_megatron(stock)(tokens)
     torch.testing.assert_close(logits, logits_of(stock, tokens), atol=2e-5, rtol=1e-5)
+
+
+def test_layers_for_multi_token_prediction_are_left_out(build, caplog):
+    hybrid, gpt = build("M*-", core_config()), build(None, core_config(), **ROPE)
+    name = "hybrid_override_pattern" if stock_megatron.IS_0_16 else "hybrid_layer_pattern"
+    setattr(hybrid, name, "M*-/M-")
+    for stock in (hybrid, gpt):
+        stock.mtp = nn.Linear(2, 2)
+        caplog.clear()
+        served = mh.from_megatron(stock)
+        assert {id(p) for p in served.parameters()} < {id(p) for p in stock.parameters()}
+        assert "multi-token prediction" in caplog.text
+
+
+def test_a_pattern_that_was_made_of_ratios(build):
+    stock = build("M*-", core_config())
+    stock.hybrid_override_pattern = stock.hybrid_layer_pattern = None
+    assert mh.from_megatron(stock).config.layer_pattern == "M*-"
 
 
 def greedy(logits_of, stock, prompt, answer):

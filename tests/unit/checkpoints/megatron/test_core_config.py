@@ -82,7 +82,6 @@ def test_what_concerns_training_or_the_run_is_left_out():
         ),
         ({"rotary_interleaved": True}, "M*", "rotary_interleaved is True"),
         ({}, "MG", "Gated DeltaNet of megatron-core uses too"),
-        ({"multi_latent_attention": True}, None, "qk_layernorm is False"),
         (
             {"multi_latent_attention": True, "qk_layernorm": True, "mla_down_proj_fusion": True},
             None,
