@@ -25,15 +25,36 @@ MODELS = {"hybrid": ("M*-E", {}), "gpt": (None, {"qk_layernorm": True}), "delta"
 TOKENS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
 
 
-def build(pattern, fields):
+def build(pattern, fields, **arguments):
     """A stock model of this rank's shards."""
     torch.manual_seed(7)
-    config = stock_megatron.core_config(**FIELDS, **fields)
-    arguments = {"vocab_size": VOCAB, "position_embedding_type": "rope"}
+    config = stock_megatron.core_config(**{**FIELDS, **fields})
+    arguments |= {"vocab_size": VOCAB, "position_embedding_type": "rope"}
     if pattern is None:
         return stock_megatron.gpt_model(config, **arguments).eval()
     config.num_layers = len(pattern)
     return stock_megatron.hybrid_model(config, pattern, **arguments).eval()
+
+
+def serve_stage(rank):
+    """The layers and parameter names of a pipeline stage, and why it makes no engine."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+    fields = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": RANKS}
+    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
+        stock = build(
+            "M-*E",
+            {**fields, "pipeline_dtype": torch.float32},
+            pre_process=rank == 0,
+            post_process=rank == 1,
+        )
+    served = mh.from_megatron(stock)
+    names = {name for name, parameter in served.named_parameters()}
+    assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
+    try:
+        mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
+    except ValueError as error:
+        return "".join(served.decoder.layer_type_list), names, str(error)
 
 
 def run_rank(rank, folder):
@@ -57,6 +78,7 @@ def run_rank(rank, folder):
         answers = [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
         mh.save_checkpoint(served, f"{folder}/{name}")
         given[name] = expected, logits, answers
+    given["stages"] = serve_stage(rank)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -68,7 +90,7 @@ def given(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("ranks"))
     mp.spawn(run_rank, args=(folder,), nprocs=RANKS)
     ranks = [torch.load(f"{folder}/rank{rank}.pt") for rank in range(RANKS)]
-    return folder, {name: [rank[name] for rank in ranks] for name in MODELS}
+    return folder, {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,3 +110,11 @@ def test_both_ranks_answer_and_save_the_whole_model(given, name):
         logits = loaded(TOKENS)
     torch.testing.assert_close(logits, torch.cat(parts, -1), atol=2e-5, rtol=1e-5)
     assert [row[0] for row in answers[0]] == logits[:, -1].argmax(-1).tolist()
+
+
+def test_pipeline_stages_keep_their_layers(given):
+    (first, names, error), (last, last_names, _) = given[1]["stages"]
+    assert (first, last) == ("M-", "*E")
+    assert "embedding.word_embeddings.weight" in names - last_names
+    assert "decoder.final_norm.weight" in last_names - names
+    assert "split into 2 pipeline stages; inference runs one" in error
