@@ -20,12 +20,26 @@ PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 # Every test runs on one core.
 PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
-.PHONY: demo test unit functional soak test-newest test-wheel demo-of-wheel models-table lint format \
-        lock bench bench-replay bench-replay-models clean help
+# The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
+DOOR_TESTS  ?= $(wildcard tests/unit/megatron tests/functional/megatron tests/unit/checkpoints/megatron)
+core_of      = $(shell sed -n "s/^megatron-core==//p" $(1))
+NEWEST_CORE := $(call core_of,constraints/python$(lastword $(PINNED)).txt)
+CHOSEN      := $(filter-out file,$(origin CORE) $(origin PINS) $(origin VENV))
+DOOR_CORE   := $(if $(CHOSEN),,$(filter-out $(call core_of,$(PINS)),$(NEWEST_CORE)))
+
+# It has builds of torch, Transformer Engine and apex that fit each other; PyPI has not.
+GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
+GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
+GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
+
+.PHONY: demo test door-tests unit functional soak test-gpu gpu-tests test-newest test-wheel \
+        demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
-	@echo "make test          all tests; make unit, make functional: a part of them"
+	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
+	@echo "                   make unit, make functional: a part of them"
+	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make soak          100,000 steps with failing allocations; under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
@@ -44,12 +58,30 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(PYTEST) tests
+	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
+
+door-tests: $(VENV)/.installed-test
+	$(PYTEST) $(DOOR_TESTS)
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
 
 functional: $(VENV)/.installed-test
 	$(PYTEST) tests/functional
+
+# torch, Transformer Engine and apex are those of $(PYTHON), held by pins.txt; of the rest megatron-core alone is pinned.
+test-gpu:
+	@gpus=$$($(PYTHON) tests/helpers/gpu_machine.py $(GPU_CONTAINER)) && mkdir -p $(GPU_VENV) && \
+	    $(PYTHON) -m pip --disable-pip-version-check list --format freeze | \
+	    grep -iE "^(torch|transformer.engine.*|apex|triton|pytorch.triton|numpy)==" > $(GPU_VENV)/found.txt && \
+	    { cmp -s $(GPU_VENV)/found.txt $(GPU_VENV)/pins.txt || mv $(GPU_VENV)/found.txt $(GPU_VENV)/pins.txt; } && \
+	    $(MAKE) --no-print-directory gpu-tests GPUS=$$gpus CORE=$(GPU_CORE) VENV=$(GPU_VENV) \
+	        PINS=$(GPU_VENV)/pins.txt TORCH=torch VENV_OPTIONS="--system-site-packages --without-pip"
+
+gpu-tests: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "gpu and not two_gpus" tests
+	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks need two, they do not run.")
+	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x -m two_gpus tests)
 
 # 100,000 engine steps, of which every other one meets failing allocations; under an hour.
 soak: $(VENV)/.installed-test
@@ -103,7 +135,7 @@ $(VENV)/.base: $(PINS)
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is Python %d.%d; it takes 3.11 or newer: make ... PYTHON=python3.12' % sys.version_info[:2])"
 	@echo "Installing $(TORCH)$(if $(CORE), and megatron-core==$(CORE)) into $(VENV), with $(or $(PINS),the newest releases)"
 	@$(if $(and $(PINS),$(filter-out $(PINNED),$(VERSION))),echo "No pins for Python $(VERSION): those for $(lastword $(PINNED)) are used.")
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) > $(VENV)/constraints.txt)
 	@$(PIP) install --upgrade pip
 	@$(PIP) install "$(TORCH)"

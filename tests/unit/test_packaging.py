@@ -1,6 +1,10 @@
-"""The pins of constraints/: what setup.py asks for, and what that asks for in turn."""
+"""The pins of constraints/: what setup.py asks for, and what that asks for in turn; the Makefile's
+choice of environments."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, requires
@@ -80,3 +84,66 @@ def test_what_the_pinned_packages_ask_for_is_pinned_too():
             for requirement in active(installed.requires or [], python):
                 assert_pinned(requirement, pins)
     assert compared, "no package is installed in the version that is pinned"
+
+
+def run_make(*arguments: str, folder: Path = ROOT, **environment: str):
+    """make, without the variables of a make that runs these tests."""
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **environment}
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+DOOR = ("DOOR_TESTS=tests/unit/text",)
+WHOLE = (".venv", "tests")
+NEWEST = read_pins(FILES[-1])["megatron-core"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("VERSION=3.11", *DOOR), [WHOLE, (f".venv-core-{NEWEST}", "tests/unit/text")]),
+        (("VERSION=3.11", "DOOR_TESTS="), [WHOLE]),
+        (("VERSION=3.13", *DOOR), [WHOLE]),
+        (("VERSION=3.11", *DOOR, "CORE=0.17.0"), [(".venv-core-0.17.0", "tests")]),
+        (("VERSION=3.11", *DOOR, "PINS="), [WHOLE]),
+        (("VERSION=3.11", *DOOR, "VENV=other"), [("other", "tests")]),
+    ],
+)
+def test_make_test_runs_the_door_on_the_newest_pinned_core_too(arguments, expected):
+    """3.11 is pinned to an older megatron-core. An environment that is chosen is the only one."""
+    assert read_pins(FILES[0])["megatron-core"] < NEWEST
+    commands = run_make("-n", "test", *arguments).stdout.splitlines()
+    runs = [line.split() for line in commands if "/bin/python -m pytest " in line]
+    assert [(run[0].removesuffix("/bin/python"), run[-1]) for run in runs] == expected
+
+
+def test_make_test_gpu_tells_what_it_needs_before_it_installs(tmp_path):
+    for name in ("Makefile", "constraints", "tests/helpers/gpu_machine.py"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, tmp_path / name)
+    before = sorted(tmp_path.iterdir())
+    result = run_make("test-gpu", folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert (result.returncode, result.stdout) == (2, "")
+    need, container, end = result.stderr.splitlines()
+    assert need.startswith("make test-gpu needs an NVIDIA GPU, and torch and Transformer Engine in")
+    assert "here: no NVIDIA GPU" in need
+    image = re.search(r"nvcr.io/nvidia/pytorch:\d\d\.\d\d-py3", container)[0]
+    assert f"image: {image}\n" in (ROOT / ".github/workflows/gpu.yml").read_text()
+    assert end.startswith("make: *** ")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "runs"), [("1", ["gpu and not two_gpus"]), ("8", ["gpu and not two_gpus", "two_gpus"])]
+)
+def test_two_ranks_run_where_there_are_two_gpus(gpus, runs):
+    commands = run_make("-n", "gpu-tests", f"GPUS={gpus}").stdout
+    assert re.findall(r'-m pytest (?:-x )?-m "?([\w ]+?)"? tests', commands) == runs
+    assert ("-m torch.distributed.run --nproc-per-node 2 " in commands) == (gpus == "8")
+    assert ("One GPU: " in commands) == (gpus == "1")
