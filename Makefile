@@ -79,9 +79,9 @@ test-gpu:
 	        PINS=$(GPU_VENV)/pins.txt TORCH=torch VENV_OPTIONS="--system-site-packages --without-pip"
 
 gpu-tests: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "gpu and not two_gpus" tests
+	$(BIN)/python -m pytest -m gpu tests
 	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks need two, they do not run.")
-	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x -m two_gpus tests)
+	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
 
 # 100,000 engine steps, of which every other one meets failing allocations; under an hour.
 soak: $(VENV)/.installed-test

@@ -81,7 +81,8 @@ class DynamicInferenceEngine:
     a RuntimeError, at once and changes nothing.
 
     Args:
-        model: from `build_hybrid_model` or `load_pretrained`; put into eval mode.
+        model: from `build_hybrid_model`, `load_pretrained`, `load_megatron` or `from_megatron`; put
+            into eval mode.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
             if there are several. Without one, prompts are token ids, answers have no text, and
             only `stop_token_ids` and the length end them. An optional `generation_config` holds the
@@ -101,8 +102,8 @@ class DynamicInferenceEngine:
             raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
         if not isinstance(model, HybridModel):
             raise TypeError(
-                f"model must be one of build_hybrid_model or load_pretrained, got "
-                f"{type(model).__name__}"
+                f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
+                f"from_megatron, got {type(model).__name__}"
             )
         if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two CUDA devices; `torchrun --nproc-per-node 2 -m pytest -m two_gpus`."""
+"""Tensor parallelism on two CUDA devices; `torchrun --nproc-per-node 2 -m pytest THIS_FILE`."""
 
 import os
 
@@ -16,7 +16,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
+pytestmark = pytest.mark.gpu
 
 RANKS = 2
 BASE = random_tokens(150)

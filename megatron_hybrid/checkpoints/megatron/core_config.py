@@ -21,7 +21,7 @@ from megatron_hybrid.models.config.field_group import ModelFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
-from megatron_hybrid.models.layer_pattern import KINDS, STAGE_BOUNDARY
+from megatron_hybrid.models.layer_pattern import KINDS, STAGE_BOUNDARY, split_predictions
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 from megatron_hybrid.ops.activations import ACTIVATIONS, gelu_tanh, quick_gelu, squared_relu
 
@@ -189,11 +189,11 @@ def _gpt_pattern(values: Mapping[str, Any]) -> str:
 
 def _decoder_pattern(pattern: str) -> str:
     """A hybrid model's pattern without its layers for multi-token prediction."""
-    pattern, separator, prediction = pattern.partition("/")
-    if separator and prediction:
+    pattern, predictions = split_predictions(pattern)
+    if any(predictions):
         logger.warning(
             "the layers for multi-token prediction, /%s in the layer pattern, are not served",
-            prediction,
+            "/".join(predictions),
         )
     for place, symbol in enumerate(pattern, 1):
         if symbol not in _SYMBOLS + STAGE_BOUNDARY:
