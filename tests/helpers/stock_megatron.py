@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -36,7 +37,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import nn
 
 from megatron_hybrid import compat
@@ -83,6 +87,17 @@ class GroupedRMSNorm(nn.Module):
         groups = x.double().unflatten(-1, (-1, self.group_size))
         groups = groups / (groups.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return (groups.flatten(-2) * self.weight).to(x.dtype)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Split over the tensor-parallel ranks, as in core."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def split_conv1d_scan(

@@ -21,10 +21,15 @@ from megatron_hybrid.models.config.architecture import ArchitectureFields
 from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
-from megatron_hybrid.models.layer_pattern import KINDS, STAGE_BOUNDARY, layer_symbols
+from megatron_hybrid.models.layer_pattern import (
+    KINDS,
+    STAGE_BOUNDARY,
+    layer_symbols,
+    split_predictions,
+)
+from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
-PREDICTION_BOUNDARY = "/"
 """Before the layers for multi-token prediction in a hybrid layer pattern."""
 
 _PATTERN_ARGUMENTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -76,11 +81,16 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
     pattern = _layer_pattern(values, names)
     if pattern is not None and pattern.count(STAGE_BOUNDARY) + 1 != num_stages:
         pattern = pattern.replace(STAGE_BOUNDARY, "")
+    # Core's hybrid layer specs leave out the norms of queries and keys, whatever the arguments say.
+    marks = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
+    has_head_norms = any(canonical_name(name).endswith(marks) for name in names)
     fields = hybrid_config_fields(
         _core_fields(values),
         layer_pattern=pattern,
         vocab_size=_vocab_size(values),
         share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
+        qk_layernorm=has_head_norms,
+        qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
         **({} if values.get("multi_latent_attention") else _position_fields(values)),
     )
     for name, value in fields.items():
@@ -99,7 +109,7 @@ def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | N
     is a GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors tell."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
-            return pattern.partition(PREDICTION_BOUNDARY)[0]
+            return split_predictions(pattern)[0]
     if "decoder.final_norm.weight" not in names:
         return None
     symbols: dict[int, str] = {}
@@ -157,6 +167,10 @@ def _vocab_size(values: Mapping[str, Any]) -> int:
 # Writing -----------------------------------------------------------------------------------------
 
 
+_WRITTEN = "MG*W-E"
+"""Layer symbols that Megatron's hybrid models can hold, W as attention with a window."""
+
+
 def args_of_config(config: HybridConfig) -> Namespace:
     """Arguments with which Megatron builds a model: the inverse of `fields_of_args`.
 
@@ -164,6 +178,12 @@ def args_of_config(config: HybridConfig) -> Namespace:
         ValueError: Megatron has no argument for a field of the config.
     """
     symbols = layer_symbols(config.layer_pattern)
+    for symbol in symbols:
+        if symbol not in _WRITTEN:
+            raise ValueError(
+                f"layer_pattern has layers {symbol!r} ({KINDS[symbol].meaning}), which "
+                "megatron-core's hybrid models do not have, or not with the same parts."
+            )
     groups = {group for symbol in symbols for group in KINDS[symbol].fields}
     groups |= {ArchitectureFields, CommonFields, MLPFields}
     names = {field.name for group in groups for field in dataclasses.fields(group)} & _CORE_FIELDS
@@ -186,8 +206,6 @@ def args_of_config(config: HybridConfig) -> Namespace:
     if "W" in symbols:
         values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
         values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in symbols]
-    if "+" in symbols:
-        values |= {"multi_latent_attention": True, "rope_type": "rope", "qk_layernorm": True}
     args = Namespace(**values)
     lost = config.differences(HybridConfig(**fields_of_args(args, ())))
     if lost:
@@ -213,7 +231,7 @@ def _position_arguments(config: HybridConfig, symbols: list[str]) -> dict[str, A
     kinds = [
         config.for_layer(number).position_embedding_type for number in range(1, len(symbols) + 1)
     ]
-    attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W+"]
+    attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W"]
     values = {
         "position_embedding_type": "rope" if "rope" in attends else "none",
         "rotary_base": config.rotary_base,

@@ -138,14 +138,20 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
     if state is None or not writes(model):
         return
     stored: dict[str, Any] = {}
+    extra = [f"{key}/shard_0_1" for key, (name, *_) in keys.items() if name is None]
     for key, (name, sections, dim) in keys.items():
         if name is None:
-            stored[f"{key}/shard_0_1"] = [None]  # what core keeps of the extra state of a layer
-        elif sections is None:
+            continue
+        if sections is None:
             stored[key] = state[name]
         else:
             blocks = state[name].split(list(sections.values()), dim)
             stored |= {f"{key}.{section}": block for section, block in zip(sections, blocks)}
+        if EXPERTS in key and key.endswith(".weight"):
+            path, num_experts = key.removesuffix("weight"), len(state[name])
+            extra += [f"{path}_extra_state/shard_{i}_{num_experts}" for i in range(num_experts)]
+    # What core's plain layers have as extra states; it looks for one of each layer.
+    stored |= {key: [None] for key in extra}
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     path = Path(folder) / "release"
     try:

@@ -1,52 +1,488 @@
-"""torch_dist folders, against megatron-core's own writer, reader and models."""
+"""torch_dist folders, against megatron-core's own models, writer and reader."""
 
+import logging
+import os
+import pickle
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
 import stock_megatron
 import torch
+import torch.nn.functional as F
+import transformers
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
 
-from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_megatron
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
+import megatron_hybrid as mh
+from megatron_hybrid import cli
+from megatron_hybrid.checkpoints.checkpoint import full_state_dict
+from megatron_hybrid.checkpoints.megatron.torch_dist import save_megatron
+from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig, activations
+from megatron_hybrid.models.sharding.parallel_setup import process_groups
+from megatron_hybrid.tools.convert import convert
 
-CONFIG = {
+VOCAB = 61
+SIZES = {
     "hidden_size": 48,
     "num_attention_heads": 6,
     "num_query_groups": 2,
-    "vocab_size": 61,
     "ffn_hidden_size": 80,
     "mamba_head_dim": 16,
     "mamba_state_dim": 12,
     "mamba_num_groups": 2,
+    "normalization": "RMSNorm",
     "init_method_std": 0.15,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
 }
+ROPE = {"position_embedding_type": "rope"}
+EXPERTS = {"moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+    "qk_layernorm": True,
+}
+NO_GATE = {"gated_linear_unit": False, "activation_func": activations.squared_relu}
+
+# name: (pattern, None for a GPTModel; its config; its arguments; Megatron's arguments)
+MODELS = {
+    "hybrid": ("M*-M", {}, ROPE, {}),
+    "hybrid of 0.16's ratios": ("MM*-", {}, ROPE, {PATTERN_ARGUMENT: None}),
+    "tied, no gate, LayerNorm": (
+        "M-*-",
+        {**NO_GATE, "normalization": "LayerNorm"},
+        {"share_embeddings_and_output_weights": True, "position_embedding_type": "none"},
+        {"swiglu": False, "squared_relu": True, "normalization": "LayerNorm"}
+        | {"position_embedding_type": "none"}
+        | {"untie_embeddings_and_output_weights": False},
+    ),
+    "hybrid experts": (
+        "ME*E",
+        {**EXPERTS, "num_moe_experts": 4, "moe_shared_expert_intermediate_size": 28},
+        {**ROPE, "rotary_percent": 0.5, "rotary_base": 500000},
+        {**EXPERTS, "num_experts": 4, "moe_shared_expert_intermediate_size": 28}
+        | {"rotary_percent": 0.5, "rotary_base": 500000},
+    ),
+    "windows": (
+        "*-M*",
+        {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]},
+        {**ROPE, "seq_len_interpolation_factor": 2.0},
+        {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]}
+        | {"rotary_seq_len_interpolation_factor": 2.0},
+    ),
+    "gpt": (
+        None,
+        {"num_layers": 3, "qk_layernorm": True, "layernorm_epsilon": 1e-3},
+        {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0},
+        {"num_layers": 3, "qk_layernorm": True, "use_rope_scaling": True}
+        | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},
+    ),
+    "gpt with biases": (
+        None,
+        {"num_layers": 2, "gated_linear_unit": False, "activation_func": F.gelu}
+        | {"add_bias_linear": True, "bias_activation_fusion": True, "num_query_groups": 6},
+        ROPE,
+        {"num_layers": 2, "swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": True}
+        | {"group_query_attention": False, "num_query_groups": 1},
+    ),
+    "gpt experts": (
+        None,
+        {**EXPERTS, "num_layers": 2, "num_moe_experts": 4},
+        ROPE,
+        {**EXPERTS, "num_layers": 2, "num_experts": 4},
+    ),
+    "gpt of unlike layers": (
+        None,
+        {**EXPERTS, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
+        ROPE,
+        {**EXPERTS, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
+    ),
+    "gpt latents": (
+        None,
+        {**LATENT, "num_layers": 2, "rope_type": "rope"},
+        ROPE,
+        {**LATENT, "num_layers": 2, "rope_type": "rope"},
+    ),
+}
+WRITTEN_AGAIN = [name for name, (pattern, *_) in MODELS.items() if pattern is not None]
 
 
-def scramble(model):
-    """Random values for the parameters that start as ones or zeros, which hide mistakes."""
+@pytest.fixture
+def build(monkeypatch):
+    """Builds a stock model in eval mode, with parameters that hide no mistakes."""
+    process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
+
+    def build(name, seed=1, vocab_size=VOCAB):
+        pattern, fields, arguments, _ = MODELS[name]
+        torch.manual_seed(seed)
+        kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+        config = kind(**{"num_layers": len(pattern or "MM"), **SIZES, **fields})
+        arguments = {"vocab_size": vocab_size, **arguments}
+        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+            if pattern is None:
+                model = stock_megatron.gpt_model(config, **arguments)
+            else:
+                model = stock_megatron.hybrid_model(config, pattern, **arguments)
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.dim() == 1 and "A_log" not in parameter_name:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            return model.eval()
+
+    return build
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Computes a stock model's logits."""
+
+    def run(model):
+        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+            return model(TOKENS, position_ids=torch.arange(40)[None], attention_mask=None)
+
+    return run
+
+
+LLAMA = transformers.LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    initializer_range=0.15,
+)
+TOKENS = torch.arange(40)[None] * 7 % VOCAB
+
+
+def args_of(name, **fields):
+    pattern, _, _, args = MODELS[name]
+    pattern = {} if pattern is None else {"num_layers": len(pattern), PATTERN_ARGUMENT: pattern}
+    return megatron_args(**{**pattern, **args, **fields})
+
+
+def logits(model):
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 and "A_log" not in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        return model(TOKENS)
 
 
-def logits_of(model):
-    with torch.no_grad():
-        return model(torch.arange(40)[None] % 61, position_ids=None, attention_mask=None)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    assert expected.abs().max() > 0.5, "the model says too little to compare"
 
 
-def test_folder_of_a_stock_model(monkeypatch, tmp_path):
-    config = HybridConfig(layer_pattern="M*-M", qk_layernorm=True, **CONFIG)
-    build_hybrid_model(config)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_folder_of_a_stock_model_gives_its_logits(build, run, tmp_path, name):
+    stock = build(name)
+    save_folder(stock, tmp_path, args_of(name))
+    close(logits(mh.load_megatron(tmp_path)), run(stock))
+
+
+@pytest.mark.parametrize("name", WRITTEN_AGAIN)
+def test_megatron_core_loads_what_is_written(build, tmp_path, monkeypatch, name):
+    stock = build(name)
+    save_folder(stock, tmp_path / "first", args_of(name))
+    model = mh.load_megatron(tmp_path / "first")
+    save_megatron(model, tmp_path / "second")
+    other = build(name, seed=2)
     with stock_megatron.on_cpu(monkeypatch):
-        stock = stock_megatron.mamba_model(config).eval()
-        scramble(stock)
-        expected = logits_of(stock)
-        args = megatron_args(num_layers=4, qk_layernorm=True, **{PATTERN_ARGUMENT: "M*-M"})
-        save_folder(stock, tmp_path, args)
-        model = load_megatron(tmp_path)
-        torch.testing.assert_close(logits_of(model), expected, atol=2e-5, rtol=1e-5)
-        save_megatron(model, tmp_path / "back")
-        again = stock_megatron.mamba_model(config).eval()
-        load_folder(again, tmp_path / "back" / "release")
-    for name, value in stock.state_dict().items():
-        assert value is None or torch.equal(value, again.state_dict()[name]), name
+        load_folder(other, tmp_path / "second" / "release")
+    for tensor_name, value in stock.state_dict().items():
+        assert value is None or torch.equal(value, other.state_dict()[tensor_name]), tensor_name
+    again = mh.load_megatron(tmp_path / "second")
+    assert again.config.differences(model.config) == []
+    states = full_state_dict(model), full_state_dict(again)
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.fixture
+def saved(build, tmp_path):
+    """(stock model, folder, the iteration in it)."""
+    stock = build("hybrid")
+    return stock, tmp_path, save_folder(stock, tmp_path, args_of("hybrid"))
+
+
+def test_one_iteration_the_latest_and_a_release(saved, run, build):
+    stock, folder, path = saved
+    save_folder(build("hybrid", seed=2), folder, args_of("hybrid"), iteration=200)
+    close(logits(mh.load_megatron(path)), run(stock))
+    assert not torch.equal(logits(mh.load_megatron(folder)), logits(mh.load_megatron(path)))
+    path.rename(folder / "release")
+    (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
+    close(logits(mh.load_megatron(folder)), run(stock))
+
+
+def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
+    stock = build("hybrid", vocab_size=64)
+    save_folder(stock, tmp_path, args_of("hybrid", padded_vocab_size=64))
+    close(logits(mh.load_megatron(tmp_path)), run(stock))
+    model = mh.load_megatron(tmp_path, vocab_size=VOCAB)
+    assert model.output_layer.weight.shape == (VOCAB, 48)
+    close(logits(model), run(stock)[..., :VOCAB])
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": "60", "padded_vocab_size": 64}
+    save_folder(stock, tmp_path, args_of("hybrid", **null), iteration=200)
+    assert mh.load_megatron(tmp_path).config.vocab_size == VOCAB
+
+
+def test_dtypes(build, tmp_path):
+    stock = build("hybrid").bfloat16()
+    save_folder(stock, tmp_path, args_of("hybrid", bf16=True, params_dtype=torch.bfloat16))
+    model = mh.load_megatron(tmp_path)
+    assert model.output_layer.weight.dtype == torch.bfloat16
+    assert torch.equal(model.output_layer.weight, stock.output_layer.weight)
+    wide = mh.load_megatron(tmp_path, dtype=torch.float32)
+    assert torch.equal(wide.output_layer.weight, stock.output_layer.weight.float())
+
+
+def test_what_is_no_weight_of_the_decoder_is_left(build, run, tmp_path, caplog):
+    stock, other = build("gpt"), build("hybrid")
+    others = {
+        "optimizer": other.sharded_state_dict("optimizer.state.exp_avg."),
+        "chained": other.sharded_state_dict("chained_0.optimizer.state.exp_avg."),
+        "mtp": other.sharded_state_dict("mtp.layers.0."),
+        "opt_param_scheduler": {"max_lr": 1e-3},
+        "rng": torch.get_rng_state(),
+    }
+    save_folder(stock, tmp_path, args_of("gpt", mtp_num_layers=1), **others)
+    with caplog.at_level(logging.WARNING):
+        close(logits(mh.load_megatron(tmp_path)), run(stock))
+    messages = [record.getMessage() for record in caplog.records]
+    (message,) = [message for message in messages if "multi-token" in message]
+    assert "multi-token prediction are left out" in message
+
+
+def test_a_pattern_with_stages_and_prediction(saved, run, build, tmp_path):
+    stock, folder, _ = saved
+    save_folder(stock, folder, args_of("hybrid", **{PATTERN_ARGUMENT: "M*|-|M/MM"}), iteration=200)
+    model = mh.load_megatron(folder)
+    assert model.config.layer_pattern == "M*-M"
+    close(logits(model), run(stock))
+    assert mh.load_megatron(folder, layer_pattern="M*|-M").config.layer_pattern == "M*|-M"
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def rewrite_args(path, args):
+    torch.save({"args": args}, path / "common.pt")  # which counts in every release
+
+
+def test_pickles_run_nothing(saved, tmp_path):
+    _, folder, path = saved
+    trap = tmp_path / "trap"
+    rewrite_args(path, args_of("hybrid", tokenizer_model=Hostile(trap)))
+    with pytest.raises(mh.CheckpointError, match=r"posix\.mkdir, which is no part .* could run"):
+        mh.load_megatron(folder)
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(trap)))
+    with pytest.raises(mh.CheckpointError, match=r"\.metadata is not read: it names posix\.mkdir"):
+        mh.load_megatron(folder)
+    assert not trap.exists()
+
+
+def test_pieces_run_nothing_and_stay_in_their_folder(saved, tmp_path):
+    _, folder, path = saved
+    trap = tmp_path / "trap"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    where = {index.fqn: info for index, info in metadata.storage_data.items()}
+    info = where["decoder.final_norm.weight"]
+    torch.save(Hostile(trap), path / "trap.distcp")
+    info.relative_path, info.offset = "trap.distcp", 0
+    info.length = (path / "trap.distcp").stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(mh.CheckpointError, match=r"final_norm\.weight in .* is not read"):
+        mh.load_megatron(folder)
+    info.relative_path = "../trap.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(mh.CheckpointError, match=r"final_norm.weight into '\.\./trap\.distcp'"):
+        mh.load_megatron(folder)
+    assert not trap.exists()
+
+
+def test_classes_that_are_not_installed_are_only_in_the_way_where_they_count(
+    saved, monkeypatch, tmp_path
+):
+    _, folder, path = saved
+    kind = type("Gone", (), {"__module__": "megatron.gone"})
+    monkeypatch.setitem(sys.modules, "megatron.gone", SimpleNamespace(Gone=kind))
+    others = {"data_sharding": kind(), "exit_signal": signal.SIGTERM, "save": tmp_path}
+    rewrite_args(path, args_of("hybrid", **others))
+    assert mh.load_megatron(folder).config.layer_pattern == "M*-M"
+    rewrite_args(path, args_of("hybrid", normalization=kind()))
+    with pytest.raises(mh.CheckpointError, match=r"normalization is megatron\.gone\.Gone"):
+        mh.load_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is 'learned_ab"),
+        ({PATTERN_ARGUMENT: "MD-M"}, "'D' at place 2, DeepSeek sparse attention"),
+        ({"heterogeneous_layers_config_path": "x.json"}, "heterogeneous_layers_config_path is 'x"),
+        ({"mamba_num_groups": 5}, "not a multiple of mamba_num_groups=5"),
+        ({"mamba_state_dim": 24}, r"in_proj\.weight\.B has shape \[24, 48\].* gives it \[48, 48\]"),
+        ({PATTERN_ARGUMENT: "M*-"}, r"in .* but the model does not have decoder\.layers\.3"),
+        ({PATTERN_ARGUMENT: "M*-MM", "num_layers": 5}, r"the model has decoder\.layers\.4"),
+        ({"padded_vocab_size": 62}, r"word_embeddings\.weight has shape \[61, 48\]"),
+    ],
+)
+def test_args_that_do_not_fit(saved, fields, message):
+    _, folder, path = saved
+    rewrite_args(path, args_of("hybrid", **fields))
+    with pytest.raises(mh.CheckpointError, match=message):
+        mh.load_megatron(folder)
+
+
+def test_missing_and_broken_parts(saved, tmp_path):
+    _, folder, path = saved
+
+    def refused(message, place=folder):
+        with pytest.raises(mh.CheckpointError, match=message):
+            mh.load_megatron(place)
+
+    refused("has neither a readable latest_checkpointed_iteration.txt", tmp_path / "nothing")
+    args = args_of("hybrid")
+    del args.untie_embeddings_and_output_weights
+    rewrite_args(path, args)
+    refused("lack 'untie_embeddings_and_output_weights'")
+    torch.save({"iteration": 3}, path / "common.pt")
+    refused("has no arguments of Megatron-LM")
+    (path / "common.pt").write_bytes(b"")
+    refused("common.pt cannot be read")
+    rewrite_args(path, args_of("hybrid"))
+    with pytest.raises(ValueError, match="hidden_size is -1") as error:
+        mh.load_megatron(folder, hidden_size=-1)
+    assert not isinstance(error.value, mh.CheckpointError)
+
+    file = path / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    refused("cannot be read")
+    file.unlink()
+    refused(r"__0_0\.distcp cannot be read .* Copy or save the folder again")
+    file.write_bytes(content)
+
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    refused("saved as 'zarr'; only torch_dist is read")
+    (path / "metadata.json").unlink()
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text("7")
+    refused(r"iter_0000007/\.metadata does not exist")
+    tracker.write_text("../100")
+    refused(r"says '\.\./100', neither a number nor 'release'")
+    tracker.write_text("100")
+    (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    refused("holds no metadata of torch.distributed.checkpoint")
+    (path / ".metadata").write_bytes(b"\x80\x04.")
+    refused("cannot be read")
+
+
+def test_a_tensor_saved_in_part(saved):
+    _, folder, path = saved
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.final_norm.weight"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(mh.CheckpointError, match=r"final_norm\.weight lacks 48 of its 48"):
+        mh.load_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_pattern": "MK"}, "layers 'K' .Kimi Delta Attention."),
+        ({"layer_pattern": "M*", "qk_layernorm": True}, "qk_layernorm is True"),
+        ({"layer_pattern": "M", "mamba_conv_kernel": 3}, "mamba_conv_kernel is 3"),
+        ({"layer_pattern": "M-", "gated_linear_unit": False}, "activation_func is"),
+        ({"layer_pattern": "M", "logits_multiplier": 2.0}, "logits_multiplier is 2.0"),
+        ({"layer_pattern": "MM", "layer_overrides": {"2": {"layernorm_epsilon": 1.0}}}, "layer_ov"),
+        (
+            {
+                "layer_pattern": "M*",
+                "rotary_scaling": {"rope_type": "yarn", "factor": 2.0}
+                | {"original_max_position_embeddings": 64},
+            },
+            "rotary_scaling is",
+        ),
+    ],
+)
+def test_models_that_megatron_cannot_hold_are_not_written(fields, message, tmp_path):
+    sizes = {"hidden_size": 48, "vocab_size": VOCAB, "num_attention_heads": 6}
+    sizes |= {"mamba_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    model = mh.build_hybrid_model(mh.HybridConfig(**sizes, **fields))
+    with pytest.raises(mh.CheckpointError, match=message):
+        save_megatron(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_release_is_not_overwritten(tmp_path):
+    sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
+    model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
+    save_megatron(model, tmp_path)
+    with pytest.raises(mh.CheckpointError, match=r"cannot write a checkpoint to .* exists"):
+        save_megatron(model, tmp_path)
+
+
+def test_convert_in_all_directions(tmp_path):
+    """Around the circle of Hugging Face, Megatron, ours, Megatron and Hugging Face."""
+    transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
+    first, _ = mh.load_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    convert(tmp_path / "hf", tmp_path / "torch_dist", "torch_dist")
+    convert(tmp_path / "torch_dist", tmp_path / "ours", "ours")
+    convert(tmp_path / "ours", tmp_path / "torch_dist2", "torch_dist")
+    convert(tmp_path / "torch_dist2", tmp_path / "hf2", "huggingface", huggingface_config=config)
+    convert(tmp_path / "hf2", tmp_path / "ours2", "ours")
+    convert(tmp_path / "ours2", tmp_path / "hf3", "huggingface")
+    for folder in ("ours", "hf2", "ours2", "hf3"):
+        model, _ = mh.load_pretrained(tmp_path / folder)
+        assert torch.equal(logits(model), logits(first))
+    assert torch.equal(logits(mh.load_megatron(tmp_path / "torch_dist2")), logits(first))
+    with torch.no_grad():
+        theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf3")(TOKENS).logits
+    close(logits(first), theirs)
+
+
+def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
+    transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "torch_dist", "torch_dist")
+    text = (tmp_path / "hf" / "config.json").read_text()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(
+        text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
+    )
+    with pytest.raises(mh.CheckpointError, match="They are of different models"):
+        convert(
+            tmp_path / "torch_dist",
+            tmp_path / "x",
+            "huggingface",
+            huggingface_config=tmp_path / "other",
+        )
+    with pytest.raises(mh.CheckpointError, match="is no folder of Megatron-LM"):
+        convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
+
+
+def test_a_model_that_megatron_cannot_hold_is_not_converted(build, tmp_path, capsys):
+    stock = build("gpt", vocab_size=64)
+    args = args_of("gpt", qk_layernorm=True, padded_vocab_size=64, use_rope_scaling=False)
+    save_folder(stock, tmp_path / "megatron", args)
+    convert(tmp_path / "megatron", tmp_path / "ours", "ours")
+    ours, _ = mh.load_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(ours), logits(mh.load_megatron(tmp_path / "megatron")))
+    arguments = ["convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--to", "torch_dist"]
+    assert cli.main(arguments) == 2
+    assert "cannot be written for Megatron: qk_layernorm is True" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""`torch_dist` folders that megatron-core saved on four ranks load in any layout of ours."""
+
+from functools import partial
+
+import pytest
+import stock_megatron
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import full_state_dict
+from megatron_hybrid.models.sharding.parallel_setup import process_groups
+
+RANKS, VOCAB = 4, 64
+HYBRID = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+HYBRID |= {"add_bias_linear": False}
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2}
+EXPERT_ARGS = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2}
+LAYOUTS = {  # pattern, None for a GPTModel; TP, PP and EP that saved it
+    "hybrid, TP 2, PP 2": ("M-*-", {}, (2, 2, 1)),
+    "hybrid, PP 4": ("M-*-", {}, (1, 4, 1)),
+    "gpt, TP 2, PP 2": (None, {}, (2, 2, 1)),
+    "experts, TP 2, EP 2": ("M*EE", EXPERTS, (2, 1, 2)),
+}
+TOKENS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
+
+
+def build(pattern, fields, sizes=(1, 1, 1), stage=0):
+    """A stock model, or this rank's part of it."""
+    tp, pp, ep = sizes
+    torch.manual_seed(7 + stage)
+    config = stock_megatron.core_config(
+        **{**HYBRID, **fields},
+        num_layers=4,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        pipeline_dtype=torch.float32,
+    )
+    arguments = {"vocab_size": VOCAB, "position_embedding_type": "rope"}
+    arguments |= {"pre_process": stage == 0, "post_process": stage == pp - 1}
+    if pattern is None:
+        return stock_megatron.gpt_model(config, **arguments).eval()
+    return stock_megatron.hybrid_model(config, pattern, **arguments).eval()
+
+
+def args_of(pattern, fields):
+    args = {"num_layers": 4, "padded_vocab_size": VOCAB}
+    args |= EXPERT_ARGS if fields else {}
+    return megatron_args(**args, **({} if pattern is None else {PATTERN_ARGUMENT: pattern}))
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    for name, (pattern, fields, sizes) in LAYOUTS.items():
+        tp, pp, ep = sizes
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
+            stock = build(pattern, fields, sizes, stage)
+            save_folder(stock, folder / name, args_of(pattern, fields))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        model = mh.load_megatron(folder / name, tensor_model_parallel_size=2)
+        with torch.no_grad():
+            logits = model(TOKENS, runtime_gather_output=True)
+        parallel_state.destroy_model_parallel()
+        staged = mh.load_megatron(folder / name, pipeline_model_parallel_size=2)
+        state = full_state_dict(staged)
+        if rank == 0:
+            torch.save((logits, state), folder / f"{name}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folders by layout, and beside each what two ranks of ours read from it."""
+    path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(partial(run_rank, folder=path), nprocs=RANKS)
+    return path
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_core_s_own_numbers(folder, monkeypatch, name):
+    pattern, fields, _ = LAYOUTS[name]
+    process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
+    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+        stock = build(pattern, fields)
+        load_folder(stock, folder / name / "iter_0000100")
+        positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+        expected = stock(TOKENS, position_ids=positions, attention_mask=None)
+    model = mh.load_megatron(folder / name)
+    with torch.no_grad():
+        whole = model(TOKENS)
+    split, state = torch.load(folder / f"{name}.pt")
+    torch.testing.assert_close(whole, expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(split, expected, atol=2e-5, rtol=1e-5)
+    own = full_state_dict(model)
+    assert own.keys() == state.keys()
+    assert all(torch.equal(own[key], state[key]) for key in own)
+    assert expected.abs().max() > 0.5
