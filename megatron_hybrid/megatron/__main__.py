@@ -8,27 +8,32 @@ import sys
 from pathlib import Path
 
 USAGE = """usage: python -m megatron_hybrid.megatron SCRIPT [ARGUMENT ...]
+       python -m megatron_hybrid.megatron -m MODULE [ARGUMENT ...]
 
 Runs an inference script of Megatron, unchanged, on megatron_hybrid's engine: what it
-imports from megatron.core.inference is this package's. docs/from_megatron.md says what
-differs. With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
+imports from megatron.core.inference is this package's. docs/from_megatron.md says
+what differs. With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
 """
 
 
 def main(arguments: list[str]) -> None:
     """Run the script with the arguments behind it."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(USAGE, end="")
-        sys.exit(0 if arguments else 2)
-    script, *rest = arguments
-    if not Path(script).is_file():
-        sys.exit(f"{script} is no file: name the script to run")
+        sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+    is_module = arguments[0] == "-m"
+    script, *rest = arguments[is_module:]
+    if not (is_module or Path(script).is_file()):
+        sys.exit(f"{script} is no file: name the script to run, or -m and a module")
     from megatron_hybrid.megatron.stand_in import install
 
     install()
     sys.argv = [script, *rest]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,16 @@ class RequestEntry:
         return self.record[-1]
 
 
+def _check_prompt(prompt: Any) -> None:
+    """Raise TypeError for what is neither text nor token ids."""
+    is_ids = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+    if not (isinstance(prompt, Tensor) or is_ids):
+        raise TypeError(
+            "a prompt is a str, a sequence of token ids or an int64 tensor, got "
+            f"{type(prompt).__name__}"
+        )
+
+
 class DynamicInferenceEngine:
     """Megatron's engine, over ours, which is its `engine`.
 
@@ -155,27 +165,30 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"request_id {request_id} belongs to an unfinished request: give each its own"
             )
+        _check_prompt(prompt)
         params = SamplingParams.deserialize(vars(sampling_params or SamplingParams()))
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
+            prompt_tokens=torch.empty(0, dtype=torch.long),
+            prompt_length=0,
             sampling_params=params,
             arrival_time=time.time(),
             status=Status.WAITING_IN_QUEUE,
             block_size_tokens=self.context.block_size_tokens,
             enable_prefix_caching=self.context.enable_prefix_caching,
         )
-        tokens = self._tokens_of(prompt, params)
-        request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
-        request.prompt_length = len(tokens)
         entry = RequestEntry(DynamicInferenceRequestRecord.from_request(request), self._future())
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         self.requests[request_id] = entry
         try:
+            tokens = self._tokens_of(prompt, params)
+            request.prompt_length = len(tokens)
+            request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
             self._clamp(request)
             own = engine_params(params, params.num_tokens_to_generate)
             entry.handle = self.engine.add_request(tokens, own, growing_text=False)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # also the tokenizer's
             self._fail(entry, error)
         else:
             self._ids[entry.handle.request_id] = request_id
@@ -183,18 +196,11 @@ class DynamicInferenceEngine:
         return entry.future
 
     def _tokens_of(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams) -> list[int]:
-        if isinstance(prompt, str):
-            return self.controller.tokenize_prompt(
-                self.controller.tokenizer, prompt, params.add_BOS
-            )
-        if isinstance(prompt, Tensor):
-            return prompt.tolist()
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return list(prompt)
-        raise TypeError(
-            f"a prompt is a str, a sequence of token ids or an int64 tensor, got "
-            f"{type(prompt).__name__}"
-        )
+        if not isinstance(prompt, str):
+            return prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        if self.controller.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and there is none: pass token ids")
+        return self.controller.tokenize_prompt(self.controller.tokenizer, prompt, params.add_BOS)
 
     def _clamp(self, request: DynamicInferenceRequest) -> None:
         """Set `num_tokens_to_generate`: the rest of the context if none is given, and no more.
@@ -353,7 +359,13 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | None = None,
     ) -> list[DynamicInferenceRequestRecord]:
         """Answer prompts. Requests queued before are run, too; all records come by request id,
-        which ascend here in the order of the prompts."""
+        which ascend here in the order of the prompts.
+
+        Raises:
+            TypeError: a prompt is of another type; nothing has changed.
+        """
+        for prompt in prompts:
+            _check_prompt(prompt)
         for prompt in prompts:
             request_id = next(self.request_counter)
             while request_id in self.requests:
@@ -403,7 +415,9 @@ class DynamicInferenceEngine:
         self, output: RequestOutput, step_time: float
     ) -> DynamicInferenceRequestRecord | None:
         """Add a step's tokens to a request. Returns its record if it is finished."""
-        request_id = self._ids[output.request_id]
+        request_id = self._ids.get(output.request_id)
+        if request_id is None:  # it was aborted after a failed step that left this output
+            return None
         entry = self.requests[request_id]
         request = entry.request
         if output.tokens and request.ttft is None:

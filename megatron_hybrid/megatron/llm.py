@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -136,6 +137,13 @@ class _Replica:
             if self._futures.pop(request_id, None) is not None:
                 self.engine.abort_request(request_id)
 
+    def abandon(self, adding: Future[list[tuple[int, Future]]]) -> None:
+        """Drop what an `add` has added or will add: nobody waits for it any more."""
+        if adding.cancelled() or adding.exception() is not None:
+            return
+        with suppress(RuntimeError):  # it was shut down
+            self.submit(partial(self.abort, [request_id for request_id, _ in adding.result()]))
+
     def set_state(self, state: EngineState) -> None:
         """Pause, unpause, suspend or resume."""
         if state is EngineState.SUSPENDED:
@@ -162,13 +170,15 @@ class _Replica:
             return
         try:
             for record in self.engine.step_modern()["finished_request_records"]:
-                self._futures.pop(record.request_id).set_result(record.merge())
+                if (future := self._futures.pop(record.request_id, None)) is not None:
+                    future.set_result(record.merge())
         except Exception as error:  # of the step: those that it ran, or else the first, get it
             entries = self.engine.requests
             ran = [i for i, e in entries.items() if e.handle is None or e.handle.report is not None]
             for request_id in ran or list(entries)[:1]:
-                self._futures[request_id].set_exception(error)
-                self.abort([request_id])
+                if request_id in self._futures:  # else the caller added it to the engine itself
+                    self._futures[request_id].set_exception(error)
+                    self.abort([request_id])
         self._go_on()
 
     def _end_all(self) -> None:
@@ -349,11 +359,12 @@ class MegatronAsyncLLM(_LLM):
         prompts, is_batch = _as_list(prompts)
         replica = self._replica
         job = partial(replica.add, prompts, sampling_params or SamplingParams())
-        added = await asyncio.wrap_future(replica.submit(job))
+        adding = replica.submit(job)
         try:
+            added = await asyncio.wrap_future(adding)
             answers = [await asyncio.wrap_future(future) for _, future in added]
         except asyncio.CancelledError:
-            replica.submit(partial(replica.abort, [request_id for request_id, _ in added]))
+            adding.add_done_callback(replica.abandon)
             raise
         return answers if is_batch else answers[0]
 

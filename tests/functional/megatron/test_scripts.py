@@ -18,8 +18,8 @@ EXAMPLE = ROOT / "examples" / "megatron_inference.py"
 PROMPT = random_tokens(48, vocab_size=95)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "tests" / "helpers")])
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -115,12 +115,27 @@ def test_the_example_runs_unchanged_and_with_changed_imports(tmp_path):
     assert "cached" in unchanged_output
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-m"]])
 def test_usage(arguments):
     result = run("-m", "megatron_hybrid.megatron", *arguments)
     assert result.stdout.startswith("usage: python -m megatron_hybrid.megatron SCRIPT")
-    assert result.returncode == (0 if arguments else 2)
+    assert result.returncode == (0 if arguments == ["--help"] else 2)
     assert max(map(len, result.stdout.splitlines())) <= 90
+
+
+def test_a_module_runs_like_a_script(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "job.py").write_text(
+        "import sys\n"
+        "from megatron.core.inference.engines import DynamicInferenceEngine as Engine\n"
+        "print(__name__, sys.argv[1:], Engine.__module__)\n"
+        "sys.exit(3)\n"
+    )
+    result = run(
+        "-m", "megatron_hybrid.megatron", "-m", "package.job", "--load", "x", path=tmp_path
+    )
+    assert result.stdout == "__main__ ['--load', 'x'] megatron_hybrid.megatron.engine\n"
+    assert result.returncode == 3
 
 
 def test_a_missing_script_is_named():

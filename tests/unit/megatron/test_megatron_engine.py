@@ -81,6 +81,10 @@ def test_an_id_of_an_unfinished_request_is_refused():
         ([5], {"top_n_logprobs": 3}, "top_n_logprobs"),
         ([5], {"do_kv_handoff": True}, "do_kv_handoff"),
         ([5], {"stop_words": [""]}, "stop_words"),
+        (["a"], {}, "str"),
+        ([[1, 2]], {}, "list"),
+        ([1 << 70], {}, ""),  # torch's own words
+        (torch.tensor([1.5]), {}, "float"),
     ],
 )
 def test_what_cannot_be_served_fails_and_does_not_raise(prompt, fields, text):
@@ -115,7 +119,45 @@ def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
     engine = door_engine()
     with pytest.raises(TypeError, match="prompt"):
         engine.add_request(1, prompt, greedy_params(2))
+    with pytest.raises(TypeError, match="prompt"):
+        engine.generate([PROMPT, prompt], greedy_params(2))
     assert not engine.has_unfinished_requests()
+
+
+def test_a_text_that_the_tokenizer_refuses_fails():
+    class Picky(LetterTokenizer):
+        bos = None
+
+        def tokenize(self, text):
+            raise RuntimeError("no tokens for this")
+
+    engine = door_engine(tokenizer=Picky())
+    with pytest.warns(UserWarning, match="no tokens for this"):
+        assert answer(engine, "text", greedy_params(2)).failed()
+    with pytest.warns(UserWarning, match="add_BOS"):
+        assert answer(engine, "text", greedy_params(2, add_BOS=True)).failed()
+    assert answer(engine, PROMPT, greedy_params(2)).succeeded()
+
+
+def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(monkeypatch):
+    engine = door_engine()
+    for request_id in (1, 2):
+        engine.add_request(request_id, PROMPT[request_id:], greedy_params(6))
+    engine.step_modern()
+    move = engine.engine._move
+
+    def fails():
+        monkeypatch.setattr(engine.engine, "_move", move)
+        raise MemoryError("after the tokens were drawn")
+
+    monkeypatch.setattr(engine.engine, "_move", fails)
+    with pytest.raises(MemoryError):
+        engine.step_modern()
+    engine.abort_request(1)
+    answers = finish(engine)
+    assert list(answers) == [2]
+    assert is_greedy(tiny_model(), PROMPT[2:], answers[2].generated_tokens)
+    assert len(answers[2].generated_tokens) == 6
 
 
 def test_too_long_answers_are_clamped_with_a_warning():
@@ -497,6 +539,15 @@ def test_without_a_tokenizer_answers_are_ids():
     request = answer(engine, PROMPT, greedy_params(3))
     assert request.generated_text is None and request.prompt is None
     assert is_greedy(model, PROMPT, request.generated_tokens)
+
+
+def test_a_text_without_a_tokenizer_fails():
+    model = tiny_model()
+    context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
+    engine = DynamicInferenceEngine(controller, context)
+    with pytest.warns(UserWarning, match="needs a tokenizer"):
+        assert answer(engine, "text", greedy_params(3)).failed()
 
 
 def test_scores_are_finite_for_any_draw():

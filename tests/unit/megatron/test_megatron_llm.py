@@ -126,6 +126,14 @@ def test_an_error_of_a_step_reaches_those_that_ran_and_later_prompts_are_served(
         assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
 
 
+def test_requests_that_the_caller_added_to_the_engine_disturb_nobody():
+    with MegatronLLM(**arguments()) as llm:
+        llm.engine.add_request(100, PROMPT[:9], greedy_params(2))
+        request = llm.generate(PROMPT, greedy_params(4))[0]
+        assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+        assert not llm.engine.has_unfinished_requests()
+
+
 def test_coroutines_share_one_engine():
     async def ask() -> list[DynamicInferenceRequest]:
         async with MegatronAsyncLLM(**arguments()) as llm:
