@@ -12,6 +12,15 @@ from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
+def require(value: object, kind: type, name: str) -> None:
+    """Raise TypeError unless an argument is of this package's class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a {kind.__name__} of megatron_hybrid.megatron, got one of "
+            f"{type(value).__module__}.{type(value).__name__}"
+        )
+
+
 class GPTInferenceWrapper:
     """Carries the model and the context to the engine.
 
@@ -24,11 +33,7 @@ class GPTInferenceWrapper:
     """
 
     def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext):
-        if not isinstance(inference_context, DynamicInferenceContext):
-            raise TypeError(
-                "inference_context must be a DynamicInferenceContext of megatron_hybrid.megatron, "
-                f"got {type(inference_context).__module__}.{type(inference_context).__name__}"
-            )
+        require(inference_context, DynamicInferenceContext, "inference_context")
         self.model = model
         self.inference_context = inference_context
         self.hybrid_model = model if isinstance(model, HybridModel) else from_megatron(model)
@@ -43,11 +48,7 @@ class TextGenerationController:
     """
 
     def __init__(self, inference_wrapped_model: GPTInferenceWrapper, tokenizer: Any):
-        if not isinstance(inference_wrapped_model, GPTInferenceWrapper):
-            raise TypeError(
-                "inference_wrapped_model must be a GPTInferenceWrapper of megatron_hybrid.megatron,"
-                f" got {type(inference_wrapped_model).__name__}"
-            )
+        require(inference_wrapped_model, GPTInferenceWrapper, "inference_wrapped_model")
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
 

@@ -20,7 +20,7 @@ from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
-from megatron_hybrid.megatron.controller import TextGenerationController
+from megatron_hybrid.megatron.controller import TextGenerationController, require
 from megatron_hybrid.megatron.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -112,16 +112,8 @@ class DynamicInferenceEngine:
     capture_stats = None
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext):
-        if not isinstance(controller, TextGenerationController):
-            raise TypeError(
-                "controller must be a TextGenerationController of megatron_hybrid.megatron, got "
-                f"{type(controller).__name__}"
-            )
-        if not isinstance(context, DynamicInferenceContext):
-            raise TypeError(
-                "context must be a DynamicInferenceContext of megatron_hybrid.megatron, got "
-                f"{type(context).__name__}"
-            )
+        require(controller, TextGenerationController, "controller")
+        require(context, DynamicInferenceContext, "context")
         self.controller = controller
         self.context = context
         model = controller.inference_wrapped_model.hybrid_model
