@@ -23,6 +23,8 @@ from megatron_hybrid.validation import is_int, is_number
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384
 """Of a forward pass, where `max_tokens` is None."""
+DEFAULT_SEED = 42
+"""Of draws, where the model's config has no `inference_sampling_seed`."""
 SLOT_SHARE = 0.5
 """Most of the buffer for live slots where neither `max_requests` nor `mamba_memory_ratio` is given;
 the rest is KV and cache."""
@@ -258,9 +260,11 @@ def prefix_caching_mode(config: InferenceConfig) -> str:
     return "memory_only" if config.prefix_caching_mamba_gb is None else "restore"
 
 
-def engine_config(config: InferenceConfig, model: HybridModel) -> EngineConfig:
+def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any) -> EngineConfig:
     """Translate a config for our engine. Of `buffer_size_gb`, the live slots of `max_requests` are
     taken first, as in Megatron; the rest, and `prefix_caching_mamba_gb`, is the pool.
+
+    model_config: of the model that the script built; it has the seed.
 
     Raises:
         ValueError: the buffer is too small for this model, or a field has an illegal value.
@@ -285,11 +289,11 @@ def engine_config(config: InferenceConfig, model: HybridModel) -> EngineConfig:
             f"and buffer_size_gb={config.buffer_size_gb} is {total}: raise the buffer or lower "
             "max_requests"
         )
-    groups = model.pg_collection
-    offset = 0
-    if config.offset_sampling_seed_by_dp_rank and not model.config.deterministic_mode:
-        data_parallel = getattr(groups, "dp", None)
-        offset = 0 if data_parallel is None else data_parallel.rank()
+    seed = getattr(model_config, "inference_sampling_seed", DEFAULT_SEED)
+    is_deterministic = getattr(model_config, "deterministic_mode", False)
+    if config.offset_sampling_seed_by_dp_rank and not is_deterministic:
+        data_parallel = getattr(model.pg_collection, "dp", None)
+        seed += 0 if data_parallel is None else data_parallel.rank()
     return EngineConfig(
         prefix_caching=prefix_caching_mode(config),
         block_size_tokens=config.block_size_tokens,
@@ -298,7 +302,7 @@ def engine_config(config: InferenceConfig, model: HybridModel) -> EngineConfig:
         max_tokens=max_tokens,
         max_sequence_length=config.max_sequence_length,
         logprobs_mode=config.logprobs_mode,
-        random_seed=getattr(model.config, "inference_sampling_seed", 42) + offset,
+        random_seed=seed,
     )
 
 

@@ -117,7 +117,7 @@ class DynamicInferenceEngine:
         self.controller = controller
         self.context = context
         model = controller.inference_wrapped_model.hybrid_model
-        config = engine_config(context.config, model)
+        config = engine_config(context.config, model, context.model_config)
         self.engine = Engine(model, controller.tokenizer, config)
         context.bind(self.engine)
         self.pg_collection = context.config.pg_collection or model.pg_collection

@@ -4,6 +4,7 @@ import re
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from reference import random_tokens, tiny_model
 from megatron_hybrid import compat
 from megatron_hybrid.megatron import (
     DynamicInferenceContext,
+    DynamicInferenceEngine,
+    GPTInferenceWrapper,
     InferenceConfig,
     KVCacheManagementMode,
     MambaInferenceStateConfig,
     PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
     SamplingParams,
+    TextGenerationController,
     config,
     sampling_params,
 )
@@ -134,9 +138,15 @@ def test_max_tokens_has_megatrons_default():
 
 
 def test_the_seed_is_the_models():
+    """Of the model that the script built; ours around its parameters has core's default."""
+    small = InferenceConfig(buffer_size_gb=4 * MIB)
     model = tiny_model()
-    seed = getattr(model.config, "inference_sampling_seed", 42)
-    assert door_engine(model).engine.config.random_seed == seed
+    assert config.engine_config(small, model, None).random_seed == 42
+    stock = SimpleNamespace(inference_sampling_seed=7, deterministic_mode=True)
+    assert config.engine_config(small, model, stock).random_seed == 7
+    context = DynamicInferenceContext(stock, small)
+    wrapped = TextGenerationController(GPTInferenceWrapper(model, context), None)
+    assert DynamicInferenceEngine(wrapped, context).engine.config.random_seed == 7
 
 
 def test_state_configs_of_scripts_are_read_and_their_rounding_is_warned_of():
