@@ -83,14 +83,20 @@ params = SamplingParams(
     stop_words=None,
     detokenize_stop_sequence=False,
     return_prompt_tokens=True,
+    return_segments=False,
+    return_prompt_top_n_logprobs=False,
+    streaming=False,
+    streaming_interval=1,
+    do_kv_handoff=False,
 )
+assert params.return_prompt_top_n_logprobs  # follows from the others
 params.add_attributes({"min_length": 1})
 assert SamplingParams.deserialize(params.serialize()).min_length == 1
 
 # The loop of Megatron's examples ------------------------------------------------------------------
 requests = {20: PROMPT, 10: torch.tensor(PROMPT[:30]), 30: tokenizer.detokenize(PROMPT[5:])}
 for request_id, prompt in requests.items():
-    future = engine.add_request(request_id, prompt, params)
+    future = engine.add_request(request_id, prompt, params, precomputed_block_hashes=None)
 records, decodes, times = {}, 0, []
 while engine.has_unfinished_requests():
     try:
@@ -185,7 +191,7 @@ for call in (
     except NotImplementedError as error:
         refused.append("coordinator" in str(error))
 out["refused"] = refused
-assert not engine.use_coordinator and engine.pg_collection is not None
+assert not engine.use_coordinator and engine.pg_collection.dp.size() == 1
 
 with MegatronLLM(model=model, tokenizer=tokenizer, inference_config=inference_config) as llm:
     assert llm.is_primary_rank
