@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import InitVar, dataclass, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -32,14 +32,14 @@ REQUEST_MULTIPLE = 4
 """A derived `max_requests` is a multiple of it."""
 
 
-class PrefixCachingEvictionPolicy(str, Enum):
+class PrefixCachingEvictionPolicy(StrEnum):
     """Which cached blocks go first."""
 
     REF_ZERO = "ref_zero"
     LRU = "lru"
 
 
-class PrefixCachingCoordinatorPolicy(str, Enum):
+class PrefixCachingCoordinatorPolicy(StrEnum):
     """How a coordinator spreads requests over replicas."""
 
     LONGEST_PREFIX = "longest_prefix"
@@ -48,7 +48,7 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     ROUND_ROBIN = "round_robin"
 
 
-class KVCacheManagementMode(str, Enum):
+class KVCacheManagementMode(StrEnum):
     """What a suspended engine does with its cache."""
 
     PERSIST = "persist"
@@ -59,14 +59,14 @@ class KVCacheManagementMode(str, Enum):
     """It is dropped; device memory is given back."""
 
 
-class CudaGraphSizingDistribution(str, Enum):
+class CudaGraphSizingDistribution(StrEnum):
     """How the sizes of CUDA graphs are spaced."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
 
 
-class AsyncScheduleMode(str, Enum):
+class AsyncScheduleMode(StrEnum):
     """When a step is prepared."""
 
     LEGACY = "legacy"
