@@ -67,7 +67,7 @@ def drawable(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if params.top_p:
         # Kept: tokens whose predecessors sum to less than top_p, so at least one.
         cumulative_k = logits_V[:kept].softmax(dim=-1).cumsum(dim=-1)
-        kept = int((cumulative_k < params.top_p).sum()) + 1
+        kept = min(kept, int((cumulative_k < params.top_p).sum()) + 1)
     return logits_V[:kept], ids_V[:kept]
 
 

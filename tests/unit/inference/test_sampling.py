@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hybrid.inference.sampling import (
+    drawable,
     of_tokens,
     processed_log_probs,
     raw_log_probs,
@@ -68,6 +69,14 @@ def test_frequencies_are_the_probabilities(fields):
     # Four standard deviations of a binomial proportion; the draws are fixed, so this is exact.
     bound = 4 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 1e-12
     assert ((given_ - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999999999999999])
+def test_top_p_near_one_keeps_no_more_than_top_k(top_p):
+    """The sum of the k probabilities may round to less than top_p."""
+    params = SamplingParams(top_k=50, top_p=top_p).resolved()
+    for row in torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 3:
+        assert len(drawable(row, params)[1]) <= 50
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1)])
