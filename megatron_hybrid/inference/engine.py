@@ -449,7 +449,7 @@ class DynamicInferenceEngine:
         Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps
         only when there is none. `close()`, or the end of `with`, cancels an unanswered request; if
         the stream is only dropped, the next step cancels it. An error of a step that `next` runs
-        cancels it too, except EngineBusyError.
+        cancels it too, except EngineBusyError and EngineSuspendedError.
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from megatron_hybrid.inference.exclusive import EngineBusyError
+from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
 from megatron_hybrid.inference.request import Request, RequestOutput
 
 
@@ -39,7 +39,7 @@ class Stream(Iterator[RequestOutput]):
         try:
             while not unread and not (self._is_over and request.closed):
                 self._step()
-        except EngineBusyError:
+        except (EngineBusyError, EngineSuspendedError):
             raise
         except BaseException:
             if not request.done:

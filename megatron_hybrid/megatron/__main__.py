@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(Path(script).resolve()), run_name="__main__")
 
 
 if __name__ == "__main__":

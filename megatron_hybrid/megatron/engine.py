@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ from megatron_hybrid.megatron.request import (
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
+
+logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
@@ -74,13 +77,40 @@ class RequestEntry:
 
     record: DynamicInferenceRequestRecord
     future: asyncio.Future
-    handle: Request | None = None
-    """In our engine; None: it was refused."""
+    handle: Request
+    """In our engine."""
     num_preemptions: int = 0
 
     @property
     def request(self) -> DynamicInferenceRequest:
         return self.record[-1]
+
+
+def _mark_failed(request: DynamicInferenceRequest, error: BaseException) -> None:
+    request.status = Status.FAILED
+    request.generated_text = request.generated_text or ""
+    request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+    request.add_event(DynamicInferenceEventType.FAIL)
+
+
+def _settle(future: asyncio.Future, action: Callable[[], object]) -> None:
+    """Complete a future by an action, in the thread of its event loop if that runs."""
+
+    def act() -> None:
+        if not future.done():
+            action()
+
+    loop = future.get_loop()
+    if loop.is_closed():  # nobody can wait for it
+        return
+    try:
+        runs_here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        runs_here = False
+    if runs_here or not loop.is_running():
+        act()
+    else:
+        loop.call_soon_threadsafe(act)
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -127,7 +157,7 @@ class DynamicInferenceEngine:
         self.decode_only = DecodeOnly()
         self._ids: dict[int, int] = {}  # of our engine -> of the caller
         self._waiting: dict[int, RequestEntry] = {}  # not yet admitted, by the caller's id
-        self._failed: list[RequestEntry] = []
+        self._finished: list[DynamicInferenceRequestRecord] = []  # not yet returned
         self._num_preemptions = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -170,22 +200,24 @@ class DynamicInferenceEngine:
             block_size_tokens=self.context.block_size_tokens,
             enable_prefix_caching=self.context.enable_prefix_caching,
         )
-        entry = RequestEntry(DynamicInferenceRequestRecord.from_request(request), self._future())
+        record, future = DynamicInferenceRequestRecord.from_request(request), self._future()
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
-        self.requests[request_id] = entry
         try:
             tokens = self._tokens_of(prompt, params)
             request.prompt_length = len(tokens)
             request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
             self._clamp(request)
             own = engine_params(params, params.num_tokens_to_generate)
-            entry.handle = self.engine.add_request(tokens, own, growing_text=False)
+            handle = self.engine.add_request(tokens, own, growing_text=False)
         except Exception as error:  # also the tokenizer's
-            self._fail(entry, error)
+            _mark_failed(request, error)
+            self._end(record, future)
+            warnings.warn(f"request {request_id} failed: {error}", stacklevel=2)
         else:
-            self._ids[entry.handle.request_id] = request_id
-            self._waiting[request_id] = entry
-        return entry.future
+            entry = RequestEntry(record, future, handle)
+            self.requests[request_id] = self._waiting[request_id] = entry
+            self._ids[handle.request_id] = request_id
+        return future
 
     def _tokens_of(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams) -> list[int]:
         if not isinstance(prompt, str):
@@ -227,16 +259,6 @@ class DynamicInferenceEngine:
             )
         params.num_tokens_to_generate = min(asked, left)
 
-    def _fail(self, entry: RequestEntry, error: Exception) -> None:
-        request = entry.request
-        request.status = Status.FAILED
-        request.generated_text = ""
-        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
-        request.add_event(DynamicInferenceEventType.FAIL)
-        warnings.warn(f"request {request.request_id} failed: {error}", stacklevel=3)
-        self._failed.append(entry)
-        self._end(entry)
-
     def _future(self) -> asyncio.Future:
         try:
             loop = asyncio.get_running_loop()
@@ -247,25 +269,13 @@ class DynamicInferenceEngine:
             loop = self._loop
         return loop.create_future()
 
-    def _end(self, entry: RequestEntry) -> None:
-        """Set the record's latency and the future."""
-        request, future = entry.request, entry.future
-        request.latency = entry.record.latency = time.time() - request.arrival_time
+    def _end(self, record: DynamicInferenceRequestRecord, future: asyncio.Future) -> None:
+        """Complete a record, for the next step to return, and its future."""
+        request = record[-1]
+        request.latency = record.latency = time.time() - request.arrival_time
         request.generated_length = len(request.generated_tokens)
-
-        def set_result() -> None:
-            if not future.done():
-                future.set_result(entry.record)
-
-        loop = future.get_loop()
-        try:
-            runs_here = asyncio.get_running_loop() is loop
-        except RuntimeError:
-            runs_here = False
-        if runs_here or not loop.is_running():
-            set_result()
-        else:
-            loop.call_soon_threadsafe(set_result)
+        self._finished.append(record)
+        _settle(future, lambda: future.set_result(record))
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """An unfinished request, with its tokens so far.
@@ -277,7 +287,7 @@ class DynamicInferenceEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step_modern` has something to do or to return."""
-        return bool(self.requests)
+        return bool(self.requests or self._finished)
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -289,6 +299,8 @@ class DynamicInferenceEngine:
             the failed ones; "finished_requests": the same, merged, as in Megatron-LM's main;
             "step_time": seconds; "cuda_graph_request_count": None.
 
+        If a step raises, the next one returns what was finished by then.
+
         Raises:
             EngineSuspendedError: after `suspend`; nothing has changed.
         """
@@ -297,7 +309,6 @@ class DynamicInferenceEngine:
                 f"the engine is suspended after step {self.context.step_count}: call resume() first"
             )
         start = time.perf_counter()
-        finished: list[DynamicInferenceRequestRecord] = []
         if self.engine.has_work:
             before = self.engine.num_steps, self.engine.scheduler.num_prefill_tokens
             outputs = self.engine.step()
@@ -307,12 +318,10 @@ class DynamicInferenceEngine:
                 self.decode_only = DecodeOnly(is_decode, is_decode)
             self._note_moves()
             for output in outputs:
-                if (record := self._take(output, step_time)) is not None:
-                    finished.append(record)
-        while self._failed:
-            finished.append(self.requests.pop(self._failed.pop().request.request_id).record)
+                self._take(output, step_time)
         if not self.requests:
             self._save_last_states()
+        finished, self._finished = self._finished, []
         return {
             "active_request_ids": [
                 self._ids[request.request_id]
@@ -375,13 +384,10 @@ class DynamicInferenceEngine:
             KeyError: there is no such unfinished request.
         """
         entry = self.requests[request_id]
-        if entry.handle is not None:
-            self.engine.cancel(entry.handle)
-            del self._ids[entry.handle.request_id]
-        del self.requests[request_id]
+        self.engine.cancel(entry.handle)
+        del self.requests[request_id], self._ids[entry.handle.request_id]
         self._waiting.pop(request_id, None)
-        self._failed = [failed for failed in self._failed if failed is not entry]
-        entry.future.cancel()
+        _settle(entry.future, entry.future.cancel)
 
     def _note_moves(self) -> None:
         """Record admissions and preemptions."""
@@ -395,7 +401,7 @@ class DynamicInferenceEngine:
             return
         self._num_preemptions = self.engine.scheduler.num_preemptions
         for entry in self.requests.values():
-            if entry.handle is None or entry.handle.num_preemptions == entry.num_preemptions:
+            if entry.handle.num_preemptions == entry.num_preemptions:
                 continue
             entry.num_preemptions = entry.handle.num_preemptions
             if not entry.handle.parked_tokens:
@@ -403,13 +409,11 @@ class DynamicInferenceEngine:
             elif self.context.config.track_paused_request_events:
                 entry.request.add_event(DynamicInferenceEventType.PAUSE)
 
-    def _take(
-        self, output: RequestOutput, step_time: float
-    ) -> DynamicInferenceRequestRecord | None:
-        """Add a step's tokens to a request. Returns its record if it is finished."""
+    def _take(self, output: RequestOutput, step_time: float) -> None:
+        """Add a step's tokens to a request, and end it with its last ones."""
         request_id = self._ids.get(output.request_id)
         if request_id is None:  # it was aborted after a failed step that left this output
-            return None
+            return
         entry = self.requests[request_id]
         request = entry.request
         if output.tokens and request.ttft is None:
@@ -420,11 +424,9 @@ class DynamicInferenceEngine:
             for token in output.tokens:
                 payload = {"token_id": token}
                 request.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
-        if output.result is None:
-            return None
-        del self.requests[request_id], self._ids[output.request_id]
-        self._answer(entry, output.result)
-        return entry.record
+        if output.result is not None:
+            del self.requests[request_id], self._ids[output.request_id]
+            self._answer(entry, output.result)
 
     def _answer(self, entry: RequestEntry, result: GenerationResult) -> None:
         request = entry.request
@@ -433,41 +435,49 @@ class DynamicInferenceEngine:
                 raise RuntimeError(result.error)
             self._write_text(request, entry.handle)
             self._write_scores(request, result)
-        except Exception as error:  # of the tokenizer
-            request.status = Status.FAILED
-            request.generated_text = request.generated_text or ""
-            request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
-            request.add_event(DynamicInferenceEventType.FAIL)
+        except BaseException as error:  # of the tokenizer, also a panic of a native one
+            _mark_failed(request, error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
         else:
             request.status = Status.COMPLETED
             request.add_event(DynamicInferenceEventType.FINISH)
-        self._end(entry)
+        finally:
+            self._end(entry.record, entry.future)
 
     def _write_text(self, request: DynamicInferenceRequest, handle: Request) -> None:
         """Set the texts; cut the tokens of a stop word, unless they are wanted."""
-        if (tokenizer := self.controller.tokenizer) is None:
+        if self.controller.tokenizer is None:
             return
         params, tokens = request.sampling_params, request.generated_tokens
         if request.prompt is None:
-            prompt = request.prompt_tokens.tolist()
-            request.prompt = self.controller.detokenize(tokenizer, prompt, remove_EOD=False)
+            request.prompt = self._text(request.prompt_tokens.tolist())
         keep = params.detokenize_stop_sequence
-        if params.stop_words and not keep and not handle.stop_ids.intersection(tokens[-1:]):
-            self._cut_stop_word(tokens, params.stop_words)
-        ended = not keep and bool(tokens) and tokens[-1] in handle.stop_ids
-        text = tokens[:-1] if ended else tokens
-        request.generated_text = self.controller.detokenize(tokenizer, text, remove_EOD=not keep)
-
-    def _cut_stop_word(self, tokens: list[int], words: Sequence[str]) -> None:
-        """Remove the first stop word's tokens and what follows. A token that also holds text before
-        the word stays."""
-        detokenize = self.controller.tokenizer.detokenize
-        text = detokenize(tokens)
-        length = min((place for word in words if (place := text.find(word)) >= 0), default=None)
-        if length is None:
+        if not keep and tokens and tokens[-1] in handle.stop_ids:
+            request.generated_text = self._text(tokens[:-1])
             return
-        while tokens and len(detokenize(tokens[:-1])) >= length:
-            del tokens[-1]
+        text = self._text(tokens)
+        places = [] if keep else [text.find(word) for word in params.stop_words or ()]
+        if found := [place for place in places if place >= 0]:
+            text = text[: min(found)]
+            self._cut(tokens, text)
+        request.generated_text = text
+
+    def _text(self, tokens: list[int]) -> str:
+        controller = self.controller
+        return controller.detokenize(controller.tokenizer, tokens, remove_EOD=False)
+
+    def _cut(self, tokens: list[int], text: str) -> None:
+        """Shorten tokens to those of `text`, with which their own begins. A token that also holds
+        what follows stays."""
+        for count in range(len(tokens), -1, -1):
+            part = self._text(tokens[:count])
+            if part == text:
+                del tokens[count:]
+                return
+            if not part.startswith(text):
+                del tokens[count + 1 :]
+                return
 
     def _write_scores(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
         params = request.sampling_params
@@ -493,9 +503,13 @@ class DynamicInferenceEngine:
         return named
 
     def _save_last_states(self) -> None:
-        """Nobody may call another step: let the answered requests save their last states now."""
-        while self.engine.has_work:
-            self.engine.step()
+        """Nobody may call another step: let the answered requests save their last states now. The
+        answers do not depend on it."""
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+        except Exception as error:
+            logger.warning("the last states of answered requests are not saved: %s", error)
 
     # The engine as a whole -----------------------------------------------------------------------
 
@@ -506,6 +520,7 @@ class DynamicInferenceEngine:
             self.abort_request(request_id)
         self.engine.take_outputs()
         self.engine.clear_cache()
+        self._finished.clear()
         self.request_counter = itertools.count()
         self.decode_only = DecodeOnly()
         self._num_preemptions = self.engine.scheduler.num_preemptions

@@ -122,19 +122,22 @@ class _Replica:
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[tuple[int, Future[DynamicInferenceRequest]]]:
         """Queue prompts. Returns id and future of each."""
+        self._refuse_over()
         added = []
         for prompt in prompts:
             request_id = next(self.engine.request_counter)
             self.engine.add_request(request_id, prompt, params)
-            self._futures[request_id] = Future()
-            added.append((request_id, self._futures[request_id]))
+            future = self._futures[request_id] = Future()
+            future.set_running_or_notify_cancel()  # a task that waits for it cannot cancel it
+            added.append((request_id, future))
         self._go_on()
         return added
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop those of these requests that are unfinished."""
         for request_id in request_ids:
-            if self._futures.pop(request_id, None) is not None:
+            known = self._futures.pop(request_id, None) is not None
+            if known and request_id in self.engine.requests:  # else it has failed
                 self.engine.abort_request(request_id)
 
     def abandon(self, adding: Future[list[tuple[int, Future]]]) -> None:
@@ -146,6 +149,7 @@ class _Replica:
 
     def set_state(self, state: EngineState) -> None:
         """Pause, unpause, suspend or resume."""
+        self._refuse_over()
         if state is EngineState.SUSPENDED:
             self.engine.suspend()
         elif state is EngineState.RESUMED:
@@ -154,6 +158,10 @@ class _Replica:
             raise RuntimeError("the engine is suspended: call resume() first")
         self.engine.state = state
         self._go_on()
+
+    def _refuse_over(self) -> None:
+        if self.is_over.is_set():
+            raise RuntimeError("it was shut down: make another one")
 
     def _go_on(self) -> None:
         is_running = self.engine.state is EngineState.RUNNING
@@ -172,9 +180,9 @@ class _Replica:
             for record in self.engine.step_modern()["finished_request_records"]:
                 if (future := self._futures.pop(record.request_id, None)) is not None:
                     future.set_result(record.merge())
-        except Exception as error:  # of the step: those that it ran, or else the first, get it
+        except BaseException as error:  # of the step: those that it ran, or else the first, get it
             entries = self.engine.requests
-            ran = [i for i, e in entries.items() if e.handle is None or e.handle.report is not None]
+            ran = [i for i, entry in entries.items() if entry.handle.report is not None]
             for request_id in ran or list(entries)[:1]:
                 if request_id in self._futures:  # else the caller added it to the engine itself
                     self._futures[request_id].set_exception(error)
@@ -393,7 +401,7 @@ class MegatronAsyncLLM(_LLM):
 
     async def shutdown(self) -> None:
         """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
-        await asyncio.wrap_future(self._shut_down())
+        await asyncio.shield(asyncio.wrap_future(self._shut_down()))
 
     async def wait_for_shutdown(self) -> None:
         """Wait until `shutdown` was called."""

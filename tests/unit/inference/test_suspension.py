@@ -74,8 +74,11 @@ def test_a_suspended_engine_refuses_what_needs_its_memory():
         with pytest.raises(EngineSuspendedError, match="resume"):
             call()
     assert engine.cache.digest() == digest
-    stream.close()  # cancels before the next step
+    other = engine.stream(PROMPT, greedy(3))
+    other.close()  # cancels before the next step
     engine.resume()
+    assert [token for output in stream for token in output.tokens]  # the refusal ended nothing
+    assert next(other, None) is None
     while engine.has_work:
         engine.step()
     assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)

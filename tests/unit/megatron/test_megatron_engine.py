@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -539,6 +541,96 @@ def test_without_a_tokenizer_answers_are_ids():
     request = answer(engine, PROMPT, greedy_params(3))
     assert request.generated_text is None and request.prompt is None
     assert is_greedy(model, PROMPT, request.generated_tokens)
+
+
+def test_answers_survive_a_failure_to_save_their_last_states(monkeypatch):
+    engine = door_engine()
+    complete, steps = engine.engine.step, []
+
+    def step():
+        steps.append(engine.requests)
+        if not engine.requests:
+            raise MemoryError("no room for a last state")
+        return complete()
+
+    monkeypatch.setattr(engine.engine, "step", step)
+    request = answer(engine, PROMPT, greedy_params(3))
+    assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+    assert not steps[-1], "no last state was to be saved"
+    monkeypatch.undo()
+    again = answer(engine, PROMPT, greedy_params(3))
+    assert again.generated_tokens == request.generated_tokens
+    engine.engine.check_integrity()
+
+
+class Euros(LetterTokenizer):
+    """Tokens 1 to 3 are the bytes of a character, 0 is special, 7 and 8 are "aX" and "X"."""
+
+    eod = bos = 96
+
+    def detokenize(self, tokens):
+        parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 7: b"aX", 8: b"X"}
+        return b"".join(parts.get(t, b"") for t in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "text"),
+    [
+        ([1, 2, 3, 8], [1, 2, 3], "\u20ac"),
+        ([1, 2, 3, 0, 8], [1, 2, 3, 0], "\u20ac"),
+        ([1, 2, 3, 7], [1, 2, 3, 7], "\u20aca"),  # the token also holds text before the word
+        ([8], [], ""),
+    ],
+)
+def test_a_stop_word_is_cut_at_its_own_tokens(tokens, kept, text):
+    engine = door_engine(tokenizer=Euros())
+    params = SamplingParams(stop_words=["X"])
+    request = DynamicInferenceRequest(
+        request_id=1, prompt="", sampling_params=params, generated_tokens=list(tokens)
+    )
+    engine._write_text(request, SimpleNamespace(stop_ids=frozenset()))
+    assert (request.generated_tokens, request.generated_text) == (kept, text)
+
+
+def test_warnings_as_errors_leave_no_phantom_request():
+    engine = door_engine(max_sequence_length=48)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for prompt, count in (([], 3), (PROMPT, 100)):
+            with pytest.raises(UserWarning):
+                engine.add_request(1, prompt, greedy_params(count))
+            (record,) = engine.step_modern()["finished_request_records"]
+            assert record.merge().failed() and not engine.has_unfinished_requests()
+
+
+def test_a_future_of_a_closed_loop_disturbs_no_step():
+    engine = door_engine()
+
+    async def add(request_id):
+        future = engine.add_request(request_id, PROMPT[request_id:], greedy_params(2))
+        future.add_done_callback(print)
+
+    for request_id in (1, 2):
+        asyncio.run(add(request_id))
+    engine.abort_request(1)
+    assert list(finish(engine)) == [2]
+
+
+def test_a_panic_of_the_tokenizer_fails_its_request_only():
+    class Panic(BaseException):
+        pass
+
+    class Native(LetterTokenizer):
+        def detokenize(self, tokens):
+            if len(tokens) == 41:
+                raise Panic("index out of range")
+            return super().detokenize(tokens)
+
+    engine = door_engine(tokenizer=Native())
+    engine.add_request(1, [*PROMPT, 3], greedy_params(2))
+    engine.add_request(2, PROMPT, greedy_params(2))
+    answers = finish(engine)
+    assert answers[1].failed() and answers[2].succeeded()
 
 
 def test_a_text_without_a_tokenizer_fails():

@@ -178,6 +178,58 @@ def test_paused_requests_wait_and_cancelled_ones_leave():
     asyncio.run(ask())
 
 
+def test_a_cancelled_task_disturbs_no_other_in_its_last_step(monkeypatch):
+    """Its answer comes while the cancellation is on its way."""
+
+    async def ask() -> None:
+        async with MegatronAsyncLLM(**arguments()) as llm:
+            entered, leave = threading.Event(), threading.Event()
+            step = llm.engine.step_modern
+
+            def slow():
+                result = step()
+                if result["finished_request_records"]:
+                    entered.set()
+                    leave.wait(10)
+                return result
+
+            monkeypatch.setattr(llm.engine, "step_modern", slow)
+            leaves = asyncio.create_task(llm.generate(PROMPT[:9], greedy_params(2)))
+            stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(6)))
+            await asyncio.to_thread(entered.wait, 10)
+            leaves.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaves
+            leave.set()
+            request = await asyncio.wait_for(stays, 10)
+            assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+
+    asyncio.run(ask())
+
+
+def test_a_shutdown_whose_caller_gives_up_goes_on():
+    async def ask() -> None:
+        llm = MegatronAsyncLLM(**arguments())
+        blocks = threading.Event()
+        llm._replica.submit(lambda: blocks.wait(10))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(llm.shutdown(), 0.05)
+        with pytest.raises(RuntimeError):
+            await llm.generate(PROMPT)
+        blocks.set()
+        await asyncio.wait_for(llm.shutdown(), 10)
+        await asyncio.wait_for(llm.wait_for_shutdown(), 10)
+
+    asyncio.run(ask())
+
+
+def test_a_replica_that_is_over_refuses_late_jobs():
+    llm = MegatronLLM(**arguments())
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm._replica.add([PROMPT], greedy_params(2))
+
+
 def test_what_the_async_class_does_not_do_is_refused():
     with pytest.raises(ValueError, match="use_coordinator=True"):
         MegatronAsyncLLM(**arguments(use_coordinator=False))
