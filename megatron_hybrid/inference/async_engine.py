@@ -1,26 +1,22 @@
 """AsyncEngine: one engine for all coroutines of a program.
 
-The engine has its own thread, a `ThreadPoolExecutor` of one worker, whose queue holds the calls of
-coroutines. A step is a job, too, and queues the next step while there is work. So calls run between
-two steps, in order, and an idle engine takes no CPU.
+The engine has its own thread, a `StepThread`, whose queue holds the calls of coroutines.
 """
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import torch
 
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 logger = logging.getLogger(__name__)
@@ -163,14 +159,13 @@ class AsyncEngine:
         self._calls: dict[int, _Call] = {}  # by the id of each sample
         self._answered: dict[_Call, None] = {}  # those of them that took all outputs
         self._abandoned: deque[_Call] = deque()
-        self._has_next_step = False
-        self._closing: Future[None] | None = None
-        self._lock = threading.Lock()  # so that no job is queued after the last one
-        self._thread = ThreadPoolExecutor(1, "async-engine")
+        closed = "this AsyncEngine is closed: make another one"
+        self._thread = StepThread("async-engine", closed)
         try:
-            self._engine = self._thread.submit(_make, model, tokenizer, config).result()
+            make = partial(_make, model, tokenizer, config)
+            self._engine = self._thread.submit(make).result()
         except BaseException:
-            self._thread.shutdown(wait=False)
+            self._thread.end(lambda: None)
             raise
 
     async def generate(
@@ -225,11 +220,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the thread after the running step, and complete the folder of `config.cache_dir`.
         Unanswered requests get a RuntimeError, and so does every later call but `close`."""
-        with self._lock:
-            if self._closing is None:
-                self._closing = self._thread.submit(self._shut)
-                self._thread.shutdown(wait=False)
-        await asyncio.shield(asyncio.wrap_future(self._closing))
+        await asyncio.shield(asyncio.wrap_future(self._thread.end(self._shut)))
 
     async def __aenter__(self) -> "AsyncEngine":
         return self
@@ -241,10 +232,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._submit(partial(job, *args, **kwargs)))
 
     def _submit(self, job: Callable[[], R]) -> Future[R]:
-        with self._lock:
-            if self._closing is not None:
-                raise RuntimeError("this AsyncEngine is closed: make another one")
-            return self._thread.submit(self._between_steps, job)
+        return self._thread.submit(partial(self._between_steps, job))
 
     # In the engine's thread ----------------------------------------------------------------------
 
@@ -272,16 +260,14 @@ class AsyncEngine:
         self._go_on()
 
     def _go_on(self) -> None:
-        if self._has_next_step or not self._engine.has_work:
+        if not self._engine.has_work:
             return
         try:
-            self._submit(self._step)
-            self._has_next_step = True
+            self._thread.submit_step(partial(self._between_steps, self._step))
         except RuntimeError:  # closed, or the interpreter exits
             self._end_all()
 
     def _step(self) -> None:
-        self._has_next_step = False
         try:
             self._take(self._engine.step())
         except BaseException as error:  # the thread survives every error
@@ -350,7 +336,5 @@ def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> Dyna
             "them add the same requests between the same steps: use DynamicInferenceEngine"
         )
     engine = DynamicInferenceEngine(model, tokenizer, config)
-    device = engine.memory.pool.device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels are launched on the thread's current device
+    use_device_of(engine)
     return engine

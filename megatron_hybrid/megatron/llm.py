@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
+from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
@@ -23,7 +23,6 @@ from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.validation import is_int
 
-R = TypeVar("R")
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 
@@ -77,14 +76,14 @@ class _Replica:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
-        self._thread = ThreadPoolExecutor(1, "megatron-llm")
+        self._thread = StepThread("megatron-llm", "it was shut down: make another one")
         self._futures: dict[int, Future[DynamicInferenceRequest]] = {}
-        self._has_next_step = False
+        self.submit = self._thread.submit
         self.is_over = threading.Event()
         try:
-            self.engine = self.run(partial(self._make, model, tokenizer, config))
+            self.engine = self.submit(partial(self._make, model, tokenizer, config)).result()
         except BaseException:
-            self._thread.shutdown(wait=False)
+            self._thread.end(lambda: None)
             raise
 
     @staticmethod
@@ -100,21 +99,8 @@ class _Replica:
                     f"use_coordinator=True serves one replica on one rank, and the {name} group "
                     f"has {group.size()}: use MegatronLLM(use_coordinator=False) on every rank"
                 )
-        device = engine.engine.memory.pool.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels are launched on the thread's current device
+        use_device_of(engine.engine)
         return engine
-
-    def submit(self, job: Callable[[], R]) -> Future[R]:
-        """Run a job between two steps.
-
-        Raises:
-            RuntimeError: the replica was shut down.
-        """
-        return self._thread.submit(job)
-
-    def run(self, job: Callable[[], R]) -> R:
-        return self.submit(job).result()
 
     # In the thread -------------------------------------------------------------------------------
 
@@ -122,7 +108,6 @@ class _Replica:
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[tuple[int, Future[DynamicInferenceRequest]]]:
         """Queue prompts. Returns id and future of each."""
-        self._refuse_over()
         added = []
         for prompt in prompts:
             request_id = next(self.engine.request_counter)
@@ -149,7 +134,6 @@ class _Replica:
 
     def set_state(self, state: EngineState) -> None:
         """Pause, unpause, suspend or resume."""
-        self._refuse_over()
         if state is EngineState.SUSPENDED:
             self.engine.suspend()
         elif state is EngineState.RESUMED:
@@ -159,21 +143,14 @@ class _Replica:
         self.engine.state = state
         self._go_on()
 
-    def _refuse_over(self) -> None:
-        if self.is_over.is_set():
-            raise RuntimeError("it was shut down: make another one")
-
     def _go_on(self) -> None:
-        is_running = self.engine.state is EngineState.RUNNING
-        if is_running and not self._has_next_step and self.engine.has_unfinished_requests():
-            self._has_next_step = True
+        if self.engine.state is EngineState.RUNNING and self.engine.has_unfinished_requests():
             try:
-                self.submit(self._step)
+                self._thread.submit_step(self._step)
             except RuntimeError:  # it was shut down
                 self._end_all()
 
     def _step(self) -> None:
-        self._has_next_step = False
         if self.engine.state is not EngineState.RUNNING:
             return
         try:
@@ -181,12 +158,14 @@ class _Replica:
                 if (future := self._futures.pop(record.request_id, None)) is not None:
                     future.set_result(record.merge())
         except BaseException as error:  # of the step: those that it ran, or else the first, get it
-            entries = self.engine.requests
+            # The caller may have added others to the engine itself.
+            entries = {i: e for i, e in self.engine.requests.items() if i in self._futures}
             ran = [i for i, entry in entries.items() if entry.handle.report is not None]
             for request_id in ran or list(entries)[:1]:
-                if request_id in self._futures:  # else the caller added it to the engine itself
-                    self._futures[request_id].set_exception(error)
-                    self.abort([request_id])
+                self._futures[request_id].set_exception(error)
+                self.abort([request_id])
+            if not self._futures:  # no one to tell of a second error: no step before the next job
+                return
         self._go_on()
 
     def _end_all(self) -> None:
@@ -194,8 +173,7 @@ class _Replica:
             future.set_exception(RuntimeError("shut down before this request was answered"))
             self.abort([request_id])
 
-    def shut(self) -> None:
-        """The last job."""
+    def _shut(self) -> None:
         self.engine.resume()
         self._end_all()
         self.engine.engine.close()
@@ -203,10 +181,8 @@ class _Replica:
         self.is_over.set()
 
     def shutdown(self) -> Future[None]:
-        """End the thread after the running step. Call it once."""
-        done = self.submit(self.shut)
-        self._thread.shutdown(wait=False)
-        return done
+        """End the thread after the running step."""
+        return self._thread.end(self._shut)
 
 
 class _LLM:
@@ -244,8 +220,6 @@ class _LLM:
                 stacklevel=3,
             )
         self._replica: _Replica | None = None
-        self._shutdown_lock = threading.Lock()
-        self._ended: Future[None] | None = None
         if use_coordinator:
             self._replica = _Replica(model, tokenizer, inference_config)
             self.engine = self._replica.engine
@@ -266,13 +240,11 @@ class _LLM:
         return self._replica.submit(partial(self._replica.set_state, state))
 
     def _shut_down(self) -> Future[None]:
-        with self._shutdown_lock:
-            if self._ended is None and self._replica is not None:
-                self._ended = self._replica.shutdown()
-            elif self._ended is None:
-                self._ended = Future()
-                self._ended.set_result(None)
-        return self._ended
+        if self._replica is not None:
+            return self._replica.shutdown()
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
 
 
 class MegatronLLM(_LLM):
@@ -309,7 +281,7 @@ class MegatronLLM(_LLM):
                 f"the engine is {self.engine.state.name}, and generate() would wait for ever: call "
                 "resume() and unpause() first, or make another MegatronLLM after shutdown()"
             )
-        added = self._replica.run(partial(self._replica.add, prompts, params))
+        added = self._replica.submit(partial(self._replica.add, prompts, params)).result()
         return [future.result() for _, future in added]
 
     def pause(self) -> None:

@@ -227,7 +227,7 @@ def test_a_replica_that_is_over_refuses_late_jobs():
     llm = MegatronLLM(**arguments())
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
-        llm._replica.add([PROMPT], greedy_params(2))
+        llm._replica.submit(lambda: llm._replica.add([PROMPT], greedy_params(2)))
 
 
 def test_what_the_async_class_does_not_do_is_refused():
