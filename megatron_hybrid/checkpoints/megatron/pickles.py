@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +86,15 @@ def load_saved(file: io.BufferedIOBase, source: str) -> Any:
         CheckpointError: truncated, no such file, or one that asks for more than data.
     """
     module = SimpleNamespace(Unpickler=_Unpickler, load=load_pickle, __name__=__name__)
-    try:
+    with readable(source):
         return torch.load(file, map_location="cpu", weights_only=False, pickle_module=module)
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turn all errors of reading a pickle into a CheckpointError that names `source`."""
+    try:
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{source} is not read: {error}") from None
     except Exception as error:  # a damaged pickle raises errors of all kinds

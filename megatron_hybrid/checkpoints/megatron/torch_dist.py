@@ -24,6 +24,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
-from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved
+from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
@@ -138,9 +139,10 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
     if state is None or not writes(model):
         return
     stored: dict[str, Any] = {}
-    extra = [f"{key}/shard_0_1" for key, (name, *_) in keys.items() if name is None]
+    extra: list[str] = []  # what core's plain layers have as extra states: one of each layer
     for key, (name, sections, dim) in keys.items():
         if name is None:
+            extra.append(f"{key}/shard_0_1")
             continue
         if sections is None:
             stored[key] = state[name]
@@ -150,7 +152,6 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
         if EXPERTS in key and key.endswith(".weight"):
             path, num_experts = key.removesuffix("weight"), len(state[name])
             extra += [f"{path}_extra_state/shard_{i}_{num_experts}" for i in range(num_experts)]
-    # What core's plain layers have as extra states; it looks for one of each layer.
     stored |= {key: [None] for key in extra}
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     path = Path(folder) / "release"
@@ -208,13 +209,9 @@ class DistributedTensors:
             for tensor in self._tensors.values()
         )
 
-    def names(self) -> list[str]:
-        """Names of the model's tensors in core's spelling, sorted."""
-        return sorted(self._layers)
-
     def given(self) -> dict[str, str]:
         """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
-        gpt = is_gpt(self.args(), self._layers)
+        gpt = is_gpt(self.args, self._layers)
         return {
             canonical_name(gpt_to_hybrid_name(name) if gpt else name).replace(
                 EXPERTS, ".mlp.experts."
@@ -257,6 +254,7 @@ class DistributedTensors:
             )
         return whole
 
+    @cached_property
     def args(self) -> Namespace:
         """Megatron's arguments.
 
@@ -288,7 +286,7 @@ class DistributedTensors:
         """
         num_stages = overrides.get("pipeline_model_parallel_size", 1)
         try:
-            fields = fields_of_args(self.args(), self._layers, num_stages)
+            fields = fields_of_args(self.args, self._layers, num_stages)
             return HybridConfig(**{**fields, **overrides})
         except CheckpointError:
             raise
@@ -313,17 +311,8 @@ class DistributedTensors:
                 f"{self.path} is saved as {backend!r}; only torch_dist is read. Save it again by "
                 "Megatron with --ckpt-format torch_dist."
             )
-        try:
-            with path.open("rb") as file:
-                metadata = load_pickle(file)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} is not read: {error}") from None
-        except Exception as error:  # a damaged pickle raises errors of all kinds
-            raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}: {error}). Copy it again."
-            ) from error
+        with readable(str(path)), path.open("rb") as file:
+            metadata = load_pickle(file)
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds no metadata of torch.distributed.checkpoint.")
         return metadata
