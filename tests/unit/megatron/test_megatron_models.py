@@ -4,7 +4,6 @@ import pytest
 import stock_megatron
 import torch
 from door import answer, door_engine, greedy_params
-from megatron.core.transformer import TransformerConfig
 from reference import VOCAB_SIZE, random_tokens
 from torch import nn
 
@@ -26,19 +25,7 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_its_answers_are_those_of_its_own_forward(monkeypatch, pattern, wrapped):
     process_groups(HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB_SIZE))
-    config = TransformerConfig(
-        num_layers=len(pattern or "--"),
-        hidden_size=48,
-        num_attention_heads=6,
-        num_query_groups=2,
-        ffn_hidden_size=80,
-        mamba_head_dim=16,
-        mamba_state_dim=12,
-        mamba_num_groups=2,
-        normalization="RMSNorm",
-        init_method_std=0.2,
-        use_cpu_initialization=True,
-    )
+    config = stock_megatron.core_config(num_layers=len(pattern or "--"), init_method_std=0.2)
     torch.manual_seed(0)
     with stock_megatron.on_cpu(monkeypatch):
         if pattern is None:

@@ -18,28 +18,12 @@ import megatron_hybrid as mh
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
 from megatron_hybrid.checkpoints.megatron.torch_dist import save_megatron
-from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig, activations
+from megatron_hybrid.compat import activations
 from megatron_hybrid.models.sharding.parallel_setup import process_groups
 from megatron_hybrid.tools.convert import convert
 
 VOCAB = 61
-SIZES = {
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 80,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 12,
-    "mamba_num_groups": 2,
-    "normalization": "RMSNorm",
-    "init_method_std": 0.15,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "use_cpu_initialization": True,
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-}
+GATED = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu}
 ROPE = {"position_embedding_type": "rope"}
 EXPERTS = {"moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 LATENT = {
@@ -124,17 +108,15 @@ def build(monkeypatch):
     def build(name, seed=1, vocab_size=VOCAB):
         pattern, fields, arguments, _ = MODELS[name]
         torch.manual_seed(seed)
-        kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-        config = kind(**{"num_layers": len(pattern or "MM"), **SIZES, **fields})
+        sizes = {"num_layers": len(pattern or "MM"), **GATED, **fields}
+        config = stock_megatron.core_config(**sizes)
         arguments = {"vocab_size": vocab_size, **arguments}
         with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
             if pattern is None:
                 model = stock_megatron.gpt_model(config, **arguments)
             else:
                 model = stock_megatron.hybrid_model(config, pattern, **arguments)
-            for parameter_name, parameter in model.named_parameters():
-                if parameter.dim() == 1 and "A_log" not in parameter_name:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            stock_megatron.scramble(model)
             return model.eval()
 
     return build
