@@ -22,11 +22,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext
-from megatron_hybrid.inference.exclusive import (
-    EngineBusyError,
-    EngineSuspendedError,
-    exclusive,
-)
+from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
 from megatron_hybrid.inference.metrics import Stats, prometheus_text

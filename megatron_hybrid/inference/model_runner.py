@@ -48,7 +48,7 @@ class ModelRunner:
         memory: CacheMemory,
         context: DynamicInferenceContext,
         load: Callable[[bytes, list[np.ndarray]], None],
-        logprobs_mode: str = "raw_logprobs",
+        logprobs_mode: str,
     ):
         self.model = model
         self.memory = memory

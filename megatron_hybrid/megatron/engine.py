@@ -304,7 +304,7 @@ class DynamicInferenceEngine:
         Raises:
             EngineSuspendedError: after `suspend`; nothing has changed.
         """
-        if self.state is EngineState.SUSPENDED:
+        if self.is_suspended:
             raise EngineSuspendedError(
                 f"the engine is suspended after step {self.context.step_count}: call resume() first"
             )
@@ -391,12 +391,12 @@ class DynamicInferenceEngine:
 
     def _note_moves(self) -> None:
         """Record admissions and preemptions."""
-        for request_id, entry in list(self._waiting.items()):
-            if entry.handle.report is not None:
-                del self._waiting[request_id]
-                entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-                entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
-                entry.request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        admitted = [e for e in self._waiting.values() if e.handle.report is not None]
+        for entry in admitted:
+            del self._waiting[entry.request.request_id]
+            entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+            entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
+            entry.request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         if self._num_preemptions == self.engine.scheduler.num_preemptions:
             return
         self._num_preemptions = self.engine.scheduler.num_preemptions
@@ -534,7 +534,7 @@ class DynamicInferenceEngine:
         Raises:
             MemoryError: host memory has no room; nothing has changed.
         """
-        if self.state is EngineState.SUSPENDED:
+        if self.is_suspended:
             return
         mode = KVCacheManagementMode(self.context.config.kv_cache_management_mode)
         if mode is not KVCacheManagementMode.PERSIST:
@@ -547,8 +547,9 @@ class DynamicInferenceEngine:
         Raises:
             MemoryError: the device has no room; the engine stays suspended.
         """
-        self.engine.resume()
-        self.state = EngineState.RUNNING
+        if self.is_suspended:
+            self.engine.resume()
+            self.state = EngineState.RUNNING
 
     @property
     def is_suspended(self) -> bool:

@@ -67,6 +67,9 @@ def test_the_life_of_a_replica():
     assert llm.engine.state is EngineState.PAUSED
     with pytest.raises(RuntimeError, match="PAUSED"):
         llm.generate(PROMPT)
+    llm.engine.resume()  # no effect: it is not suspended
+    llm.engine.reset()
+    assert llm.engine.state is EngineState.PAUSED
     llm.suspend()
     with pytest.raises(RuntimeError, match="resume"):
         llm.unpause()
