@@ -42,7 +42,8 @@ class DynamicInferenceEventType(Enum):
 class DynamicInferenceEvent:
     """One event of a request.
 
-    The payload is {"token_id": int} of a generated token, the exception of an error, else None.
+    The payload is {"token_id": int} of a generated token, else None. Of an error it is the
+    exception, or after `deserialize` {"type": name of its class, "message": its text}.
     """
 
     timestamp: float = field(default_factory=time.time)
@@ -52,14 +53,14 @@ class DynamicInferenceEvent:
 
     def __str__(self) -> str:
         text = ""
-        if isinstance(self.payload, dict):
+        if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
             text = f", token={self.payload['token_id']}"
         elif self.payload is not None:
-            text = f", {type(self.payload).__name__}"
+            text = f", {self.serialize()['payload']['type']}"
         return f"[{self.timestamp:.3f}] {self.type.name}{text}"
 
     def serialize(self) -> dict[str, Any]:
-        """Plain data; an exception is its type's name and its text."""
+        """Plain data."""
         payload = self.payload
         if isinstance(payload, BaseException):
             payload = {"type": type(payload).__name__, "message": str(payload)}
@@ -67,12 +68,8 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceEvent:
-        """Inverse of `serialize`, up to the class of an exception."""
-        payload = data["payload"]
-        if isinstance(payload, dict) and "message" in payload:
-            payload = RuntimeError(f"{payload['type']}: {payload['message']}")
-        kind = DynamicInferenceEventType[data["type"]]
-        return cls(timestamp=data["timestamp"], type=kind, payload=payload)
+        """Inverse of `serialize`, but for exceptions."""
+        return cls(**{**data, "type": DynamicInferenceEventType[data["type"]]})
 
 
 @dataclass(kw_only=True)

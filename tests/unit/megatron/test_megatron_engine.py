@@ -17,6 +17,7 @@ from megatron_hybrid.megatron import (
     CoordinatorError,
     DynamicInferenceContext,
     DynamicInferenceEngine,
+    DynamicInferenceEvent,
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -329,6 +330,17 @@ def test_records_merge_and_survive_serialization():
     merged.sampling_params.return_prompt_tokens = False
     data = merged.serialize()
     assert data["prompt_tokens"] is None and data["prompt_length"] == len(PROMPT)
+
+
+def test_events_print_and_serialize_as_often_as_one_likes():
+    engine = door_engine(track_generated_token_events=True)
+    with pytest.warns(UserWarning):
+        failed = answer(engine, [], greedy_params(1))
+    for event in (*failed.events, *answer(engine, PROMPT, greedy_params(1)).events):
+        data = event.serialize()
+        again = DynamicInferenceEvent.deserialize(data)
+        assert again.serialize() == data and str(again) == str(event)
+    assert str(failed.events[1]).endswith("ERROR_NONTRANSIENT, ValueError")
 
 
 def test_futures_hold_the_records():
