@@ -529,8 +529,8 @@ class DynamicInferenceEngine:
             ValueError: there is no such `keep_cache`.
             MemoryError: host memory has no room.
             RuntimeError: a step of this engine is running. Nothing has changed in all three cases.
-            OSError: "drop", and the folder of `config.cache_dir` could not be emptied; the engine is
-                not suspended.
+            OSError: "drop", and the folder of `config.cache_dir` could not be emptied; not
+                suspended.
         """
         if keep_cache not in ("drop", "host"):
             raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop' or 'host'")
