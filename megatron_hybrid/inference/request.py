@@ -32,8 +32,8 @@ class GenerationResult:
 
     `print` shows it in two lines. `generated_tokens` has the stop token only with
     `detokenize_stop_sequence`. `log_probs` and `top_n_logprobs` have one entry for each generated
-    token, their `prompt_` fellows one for each prompt token but the first. Times are seconds since
-    the request was added.
+    token, `prompt_log_probs` and `prompt_top_n_logprobs` one for each prompt token but the first.
+    Times are seconds since the request was added.
     """
 
     request_id: int

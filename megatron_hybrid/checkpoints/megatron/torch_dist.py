@@ -158,7 +158,7 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
     try:
         path.mkdir(parents=True)
         with warnings.catch_warnings():
-            # It tells that one process saves, which is what is meant.
+            # It warns that only this process saves, which is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.save(
                 stored,
