@@ -26,3 +26,21 @@ def optional_work(failed: Callable[[Exception], object]) -> Iterator[None]:
         if not is_lack_of_memory(error):
             raise
         failed(error)
+
+
+num_decided_by_memory = 0
+"""Decisions of this process that a lack of memory has changed. Other ranks have decided otherwise,
+and cannot know it."""
+
+
+@contextmanager
+def optional_decision(failed: Callable[[Exception], object]) -> Iterator[None]:
+    """As `optional_work`, for decisions that all ranks make, each for itself."""
+    with optional_work(lambda error: (note_decided_by_memory(), failed(error))):
+        yield
+
+
+def note_decided_by_memory() -> None:
+    """Count a decision that a lack of memory has changed."""
+    global num_decided_by_memory
+    num_decided_by_memory += 1

@@ -1,80 +1,243 @@
-"""Agreement between the ranks of a tensor-, pipeline- or expert-parallel job.
+"""Ranks: the processes that hold the parts of one model, and so run one engine.
 
-Every rank runs the same scheduler over the same requests, so they decide alike without messages.
-Inputs that could differ (number of pages, sizes of layers) are made equal once, at the start.
+Every rank runs the same scheduler over the same requests, so most decisions need no message. What
+follows makes inputs equal that could differ, and exchanges what one machine alone finds out. All
+values are small and in host memory. They travel over sockets between the first rank and each other
+one: that needs no process group of its own, and a rank may wait for the first one without limit.
 """
 
-import torch
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import numpy as np
 import torch.distributed as dist
 
-from megatron_hybrid.compat import parallel_state
+T = TypeVar("T")
+CONNECT_SECONDS = 60.0
+"""Time for all ranks to connect."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 8, socket.TCP_KEEPINTVL: 4, socket.TCP_KEEPCNT: 2}
+"""Seconds without a word, seconds between two questions, questions: then a machine is gone."""
 
 
-def _model_parallel_group():
-    """The ranks that hold parts of one model; None: there is one part."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    group = parallel_state.get_model_parallel_group()
-    return group if group.size() > 1 else None
+class RankError(RuntimeError):
+    """Another rank failed where this one did not; the message has that rank's error."""
 
 
-def _device_of(group) -> torch.device:
-    is_nccl = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+class Ranks:
+    """Messages between the ranks of one model. All ranks make the same calls in the same order.
+
+    Args:
+        rank: of this process, from 0.
+        size: number of ranks.
+        connections: to the other ranks, in their order; on another rank than the first: to the
+            first one.
+        watched: more of them, for the failures of ranks, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        connections: Sequence[Connection] = (),
+        watched: dict[int, Connection] | None = None,
+    ):
+        self.rank, self.size = rank, size
+        self._connections = connections
+        self.watched = watched or {}
+        self.sent_bytes = 0
+        """Bytes that this rank has sent."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """For names of files: "rank-0-of-1"."""
+        return f"rank-{self.rank}-of-{self.size}"
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The largest value of all ranks at each place; all give as many, in [-2^63, 2^63)."""
+        if self.size == 1 or not len(values):
+            return list(values)
+        own = np.array(values, dtype=np.int64)
+        if self.is_first:
+            for connection in self._connections:
+                np.maximum(own, np.frombuffer(connection.recv_bytes(), np.int64), out=own)
+            self._send_all(own.tobytes())
+        else:
+            self._send_all(own.tobytes())
+            own = np.frombuffer(self._connections[0].recv_bytes(), np.int64)
+        return own.tolist()
+
+    def minimum(self, value: int) -> int:
+        """The smallest value of all ranks."""
+        return -self.maximum([-value])[0]
+
+    def gather(self, value: T) -> list[T]:
+        """The picklable value of every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        if not self.is_first:
+            self.send(value)
+            return self.receive()
+        values = [value, *(pickle.loads(each.recv_bytes()) for each in self._connections)]
+        self.send(values)
+        return values
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The picklable value of rank `source`; values of others are not looked at."""
+        if self.size == 1:
+            return value
+        if source != 0:
+            if self.rank == source:
+                self.send(value)
+            elif self.is_first:
+                value = pickle.loads(self._connections[source - 1].recv_bytes())
+        if self.is_first:
+            self.send(value)
+            return value
+        return self.receive()
+
+    def send(self, value: object) -> None:
+        """Send a picklable value: the first rank to all others, another one to the first."""
+        self._send_all(pickle.dumps(value))
+
+    def receive(self) -> object:
+        """Wait for what the first rank sends."""
+        return pickle.loads(self._connections[0].recv_bytes())
+
+    def _send_all(self, message: bytes) -> None:
+        for connection in self._connections:
+            connection.send_bytes(message)
+            self.sent_bytes += len(message)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Context of work that each rank does by itself: if it raises on one, it raises on all.
+
+        what: its name, for the error.
+
+        Raises:
+            RankError: it raised on other ranks only.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [f"rank {i}: {text}" for i, text in enumerate(texts) if text is not None]
+        if failed:
+            raise RankError(f"{what} failed on other ranks. {'; '.join(failed)}")
+
+    def require_equal(self, named: dict[str, object], where: str) -> None:
+        """Raise ValueError on all ranks if one has another value under a name.
+
+        named: picklable values, under the same names in the same order on all ranks.
+        """
+        ranks = self.gather(named)
+        for name in named:
+            values = [each.get(name) for each in ranks]
+            if any(value != values[0] for value in values):
+                listed = ", ".join(f"rank {i} has {value!r}" for i, value in enumerate(values))
+                raise ValueError(f"{name} {where} differs between ranks: {listed}; make it equal")
+
+    def close(self) -> None:
+        """Leave the other ranks. What they wait for from this one raises EOFError."""
+        for connection in self._connections:
+            connection.close()
 
 
-def agree_on_minimum(value: int) -> int:
-    """Return the smallest `value` of all ranks that hold parts of this model."""
-    group = _model_parallel_group()
-    if group is None:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=_device_of(group))
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-    return int(tensor)
+ONE_RANK = Ranks()
 
 
-def agree_on_all(answer: bool) -> bool:
-    """Whether `answer` is True on all ranks."""
-    return bool(agree_on_minimum(int(answer)))
+def ranks_of(groups: object) -> Ranks:
+    """Connect the ranks of a model. Call it on all of them.
+
+    They are joined by tensor-, pipeline- and expert-parallel groups: also ranks that hold the same
+    dense layers and different experts run one engine.
+
+    groups: megatron-core's ProcessGroupCollection of the model.
+
+    Raises:
+        OSError: they do not reach each other.
+    """
+    joined = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
+    joined = [group for group in joined if group is not None and group.size() > 1]
+    if not joined:
+        return ONE_RANK
+    server = socket.create_server(("", 0), backlog=128)
+    with server:
+        server.settimeout(CONNECT_SECONDS)
+        port = server.getsockname()[1]
+        own = socket.gethostname(), _own_address(), port, secrets.token_bytes(32)
+        known = {dist.get_rank(): own}
+        for _ in range(2):  # a group may reach the members of another one
+            for group in joined:
+                reached: list = [None] * group.size()
+                dist.all_gather_object(reached, known, group=group)
+                known = {rank: value for each in reached for rank, value in each.items()}
+        members = sorted(known)
+        rank = members.index(dist.get_rank())
+        if rank == 0:
+            control, watched = _accept(server, own[-1], len(members) - 1)
+            connections = [control[other] for other in sorted(control)]
+            return Ranks(0, len(members), connections, watched)
+        host, address, port, secret = known[members[0]]
+        reach = ("127.0.0.1" if host == own[0] else address), port
+        control, watched = (_connect(reach, secret, rank, kind) for kind in ("control", "watch"))
+        return Ranks(rank, len(members), [control], {0: watched})
 
 
-def agree_on_one(value: int) -> bool:
-    """Whether `value` is the same on all ranks."""
-    return agree_on_minimum(value) == -agree_on_minimum(-value)
+def _connect(address: tuple, secret: bytes, rank: int, kind: str) -> Connection:
+    connection = _connection(socket.create_connection(address, CONNECT_SECONDS))
+    connection.send_bytes(secret)
+    connection.send((rank, kind))
+    return connection
 
 
-def gather(value: object) -> list:
-    """Return the picklable `value` of every rank that holds a part of this model, in rank order."""
-    group = _model_parallel_group()
-    if group is None:
-        return [value]
-    gathered = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+def _connection(ends: socket.socket) -> Connection:
+    ends.setblocking(True)
+    ends.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    ends.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in _KEEPALIVE.items():
+        ends.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(ends.detach())
 
 
-def rank_name() -> str:
-    """This rank's number among the model's, for names of files: "rank-0-of-1"."""
-    group = _model_parallel_group()
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    return f"rank-{rank}-of-{size}"
+def _accept(
+    server: socket.socket, secret: bytes, num_others: int
+) -> tuple[dict[int, Connection], dict[int, Connection]]:
+    """Connections for messages and for the watch, by rank."""
+    found: dict[str, dict[int, Connection]] = {"control": {}, "watch": {}}
+    while sum(map(len, found.values())) < 2 * num_others:
+        connection = _connection(server.accept()[0])
+        if not secrets.compare_digest(connection.recv_bytes(len(secret)), secret):
+            connection.close()  # a stranger's
+            continue
+        rank, kind = connection.recv()
+        found[kind][rank] = connection
+    return found["control"], found["watch"]
 
 
-def check_equal_on_ranks(digest: int, when: str) -> None:
-    """Raise RuntimeError if the digests of the ranks differ (debug mode)."""
-    group = _model_parallel_group()
-    if group is None:
-        return
-    # Signed: torch has no full set of operations on uint64.
-    signed = (digest & ((1 << 64) - 1)) - (1 << 63)
-    tensor = torch.tensor([signed], dtype=torch.int64, device=_device_of(group))
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
-    digests = [int(value) for value in gathered]
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"{when}: the ranks decided differently or compute different tokens (digests "
-            f"{digests}). They must be given the same requests in the same order."
-        )
+def _own_address() -> str:
+    """An address of this machine that other machines reach."""
+    known = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((known, 9))  # sends nothing: it only chooses the interface
+        if (address := probe.getsockname()[0]) != "127.0.0.1":
+            return address
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"

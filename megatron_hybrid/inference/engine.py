@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
@@ -28,6 +29,8 @@ from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_s
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
+from megatron_hybrid.inference.rank_checks import check_equal_decisions, what_must_be_equal
+from megatron_hybrid.inference.rank_control import RankControl, on_all_ranks
 from megatron_hybrid.inference.request import (
     GenerationResult,
     Request,
@@ -37,12 +40,13 @@ from megatron_hybrid.inference.request import (
 from megatron_hybrid.inference.request_builder import (
     Prompt,
     RequestBuilder,
+    RequestSpec,
     check_salt,
     is_chat,
     spread,
 )
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.scheduler import Scheduler
+from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
@@ -51,14 +55,12 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
-from megatron_hybrid.ranks import (
-    agree_on_minimum,
-    check_equal_on_ranks,
-    rank_name,
-)
+from megatron_hybrid.ranks import RankError, ranks_of
 from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
+_RAISED_BY_ALL = (RestoreFailedError, RankError)
+"""Errors of a step after which the ranks still agree."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,8 @@ class DynamicInferenceEngine:
                 f"detokenize(), or None; got {type(tokenizer).__name__}"
             )
         self.config = config
-        num_stages = model.pg_collection.pp.size()
-        if num_stages > 1:
-            raise ValueError(
-                f"the model is split into {num_stages} pipeline stages; inference runs one: build "
-                "it with pipeline_model_parallel_size=1 (tensor parallelism is supported)"
-            )
+        self.ranks = ranks_of(model.pg_collection)
+        self.ranks.require_equal(what_must_be_equal(config, model.config), "of the engine")
         self.model = model.eval()
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
@@ -128,8 +126,8 @@ class DynamicInferenceEngine:
             encoding,
             hidden_dtype=parameter.dtype,
         )
-        spec = agree_on_spec(own_spec, *token_flops(model))
-        num_pages = agree_on_minimum(config.cache_bytes // spec.page_bytes)
+        spec = agree_on_spec(own_spec, *token_flops(model), self.ranks)
+        num_pages = self.ranks.minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(
                 f"cache_bytes={config.cache_bytes} holds {num_pages} pages of {spec.page_bytes} "
@@ -140,31 +138,32 @@ class DynamicInferenceEngine:
         check_capacities(
             spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
         )
-        self.memory = CacheMemory(
-            spec,
-            layers,
-            hidden_size,
-            dtype,
-            num_pages,
-            config.max_requests,
-            parameter.device,
-            encoding,
-            hidden_dtype=parameter.dtype,
-        )
-        self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
-        try:
-            self.context = DynamicInferenceContext(
-                self.memory, config.max_requests, config.max_sequence_length
+        with self.ranks.together("making the engine"):
+            self.memory = CacheMemory(
+                spec,
+                layers,
+                hidden_size,
+                dtype,
+                num_pages,
+                config.max_requests,
+                parameter.device,
+                encoding,
+                hidden_dtype=parameter.dtype,
             )
-        except (MemoryError, ValueError) as error:  # numpy's, for shapes beyond its limits
-            raise MemoryError(
-                f"no room for block tables of max_sequence_length={config.max_sequence_length} "
-                f"tokens for each of max_requests={config.max_requests}: lower one of them "
-                f"({error})"
-            ) from error
-        self._lock = threading.RLock()
-        self._fingerprint: dict[str, str] | None = None
-        disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
+            self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
+            try:
+                self.context = DynamicInferenceContext(
+                    self.memory, config.max_requests, config.max_sequence_length
+                )
+            except (MemoryError, ValueError) as error:  # numpy's, for shapes beyond its limits
+                raise MemoryError(
+                    f"no room for block tables of max_sequence_length="
+                    f"{config.max_sequence_length} tokens for each of max_requests="
+                    f"{config.max_requests}: lower one of them ({error})"
+                ) from error
+            self._lock = threading.RLock()
+            self._fingerprint: dict[str, str] | None = None
+            disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
         try:
             self.offload = Offload(
                 self.cache,
@@ -172,11 +171,11 @@ class DynamicInferenceEngine:
                 config.host_cache_bytes,
                 disk,
                 config.disk_cache_bytes,
-                agree_on_minimum,
+                self.ranks,
             )
             load = self.offload.fetches.load
             self.runner = ModelRunner(
-                self.model, self.memory, self.context, load, config.logprobs_mode
+                self.model, self.memory, self.context, load, config.logprobs_mode, self.ranks
             )
             self.scheduler = Scheduler(
                 self.cache,
@@ -188,6 +187,7 @@ class DynamicInferenceEngine:
                 config, self.cache, tokenizer, model.config.vocab_size
             )
             self.output = OutputProcessor(tokenizer)
+            self._control = RankControl(self.ranks)
         except BaseException:
             if disk is not None:
                 disk.close()  # else the folder stays locked
@@ -199,6 +199,7 @@ class DynamicInferenceEngine:
         self._is_stepping = False
         self.is_suspended = False
         self._abandoned: deque[Request] = deque()  # of dropped streams
+        self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
         self.num_steps = 0
         self.peak_pages_in_use = 0
 
@@ -237,14 +238,20 @@ class DynamicInferenceEngine:
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
-        self.scheduler.add(samples[0])
+        self._add(samples)
         return samples[0]
+
+    def _add(self, samples: list[Request]) -> None:
+        if self._control.leads:
+            self._control.queue("_add_told", RequestSpec.of(samples))
+        self.scheduler.add(samples[0])
 
     # Steps -------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._changed or self._outputs)
+        is_cancelling = self._control.leads and bool(self._abandoned)
+        return self.scheduler.has_work or is_cancelling or bool(self._changed or self._outputs)
 
     @exclusive
     @torch.inference_mode()
@@ -260,6 +267,7 @@ class DynamicInferenceEngine:
         Raises:
             RuntimeError: the model is in training mode, or the engine is suspended, or a step of it
                 is running; nothing has changed.
+            RankFailedError: another rank has failed or ended.
         """
         self._refuse_inside_step("step")
         self._refuse_suspended("step")
@@ -268,13 +276,19 @@ class DynamicInferenceEngine:
                 "the model is in training mode, in which answers and what is cached of them would "
                 "be noisy: call model.eval()"
             )
-        with interrupts_wait():
+        with interrupts_wait(), self._control.inside():
             self._is_stepping = True
+            num_decided_by_memory = errors.num_decided_by_memory
             try:
-                self._cancel_abandoned()
                 self._step()
-            except BaseException:
+                if self.ranks.size > 1 and errors.num_decided_by_memory > num_decided_by_memory:
+                    raise MemoryError(
+                        "a lack of host memory has changed a decision that all ranks make alike"
+                    )
+            except BaseException as error:
                 self.scheduler.abort()
+                if not isinstance(error, _RAISED_BY_ALL):
+                    self._control.report(error)
                 raise
             finally:
                 self._is_stepping = False
@@ -308,8 +322,8 @@ class DynamicInferenceEngine:
             del self._changed[request]
 
     def _step(self) -> None:
-        self._check_weights()
-        self.offload.poll()
+        if self._begin_step():
+            self._drop_old_weights()
         had_fetches = self.offload.fetches.is_busy
         plan = self.scheduler.schedule()
         if not plan:
@@ -326,8 +340,7 @@ class DynamicInferenceEngine:
         in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
         self.peak_pages_in_use = max(self.peak_pages_in_use, in_use)
         if self.config.verify_ranks:
-            digest = hash((self.cache.digest(), plan.tokens_digest()))
-            check_equal_on_ranks(digest, f"step {self.num_steps}")
+            check_equal_decisions(self.ranks, self.num_steps, self.scheduler, plan)
         result = self.runner.run(plan)
         for request in self.scheduler.complete(plan, result):
             self._changed[request] = None
@@ -345,10 +358,39 @@ class DynamicInferenceEngine:
             self.scheduler.abort()
             raise
 
-    def _check_weights(self) -> None:
-        """If the weights have changed, drop everything that the old ones computed."""
-        if not self._weights.has_changed():
-            return
+    def _begin_step(self) -> bool:
+        """Exchange between the ranks what the step depends on. Returns whether the weights may have
+        changed, on any rank."""
+        changed = self._weights.has_changed()
+        control = self._control
+        if control.leads:
+            self._tell("_step_told", changed)
+        else:
+            self._cancel_abandoned()
+        if not (control.leads or control.follows) or self.offload.tiers:
+            return bool(self.offload.poll(changed))
+        if changed and not (control.leads or control.told_change):
+            raise RuntimeError(
+                f"the weights have changed on rank {self.ranks.rank}, but not on the first one: "
+                "end lead() before they change, or call update_weights() there"
+            )
+        return changed or control.told_change
+
+    def _tell(self, name: str, *args, **kwargs) -> None:
+        """Tell the following ranks to cancel what is abandoned, and then to make a call."""
+        cancelled = []
+        while self._abandoned and not self.is_suspended:
+            request = self._abandoned.popleft()
+            if not all(sample.closed for sample in request.samples):
+                cancelled.append(request)
+                self._control.queue("_cancel_told", request.request_id)
+        self._control.queue(name, *args, **kwargs)
+        self._control.send()
+        for request in cancelled:
+            self._cancel(request)
+
+    def _drop_old_weights(self) -> None:
+        """Drop everything that the old weights computed."""
         logger.warning(
             "the weights have changed: what was cached belongs to the old ones and is dropped, and "
             "%d requests are computed anew; tokens that they have generated stay",
@@ -413,7 +455,7 @@ class DynamicInferenceEngine:
         requests = [request for group in groups for request in group]
         try:
             for group in groups:
-                self.scheduler.add(group[0])
+                self._add(group)
             for request in requests:
                 while not request.closed:
                     self.step()
@@ -421,7 +463,7 @@ class DynamicInferenceEngine:
             with interrupts_wait(), ExitStack() as ends:  # all of them, even if one raises
                 ends.callback(self._forget_outputs, requests)
                 for group in groups:
-                    ends.callback(self._cancel, group[0])
+                    ends.callback(self._cancel_or_queue, group[0])
             raise
         return [group[0].result() for group in groups]
 
@@ -453,7 +495,7 @@ class DynamicInferenceEngine:
         (request,) = self.request_builder.build(prompt, params, salt, cache_breakpoints, n=1)
         self.output.write_text_of(request)
         request.unread = deque()
-        self.scheduler.add(request)
+        self._add([request])
         return Stream(request, self.step, self._end_stream, self._abandoned)
 
     def _end_stream(self, request: Request) -> None:
@@ -462,6 +504,13 @@ class DynamicInferenceEngine:
             self._abandoned.append(request)
         else:
             self.cancel(request)
+
+    def _cancel_or_queue(self, request: Request) -> None:
+        """Cancel a request; where other ranks follow, with the next step or call."""
+        if self._control.leads:
+            self._abandoned.append(request)
+        else:
+            self._cancel(request)
 
     def _cancel_abandoned(self) -> None:
         """Cancel the requests of dropped streams."""
@@ -473,7 +522,8 @@ class DynamicInferenceEngine:
     def cancel(self, request: Request) -> None:
         """End a request with all its samples; answered ones keep their answer. The computed tokens
         stay cached, with the last state if it is worth its room, for the next turn to resume from.
-        No effect on a request that has ended.
+        No effect on a request that has ended. While other ranks follow this one (`lead`), it takes
+        effect with the next step.
 
         Raises:
             ValueError: another engine's request; nothing has changed.
@@ -488,7 +538,7 @@ class DynamicInferenceEngine:
             raise ValueError("this request was added to another engine: cancel it there")
         self._refuse_inside_step("cancel")
         self._refuse_suspended("cancel")
-        self._cancel(request)
+        self._cancel_or_queue(request)
 
     def _cancel(self, request: Request) -> None:
         with ExitStack() as ends:  # all of them, even if one raises
@@ -512,10 +562,75 @@ class DynamicInferenceEngine:
                 self.output.take(request)
         self.scheduler.cancel(request)
 
+    # Many ranks --------------------------------------------------------------------------------
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """Context in which the first rank alone makes calls, and the others are in `follow`. Calls
+        reach them with the next step, in one message. With one rank it does nothing.
+
+        Without it all ranks make the same calls in the same order.
+
+        Raises:
+            RankError: the other ranks do not follow, or have made other calls before.
+        """
+        if not self.ranks.is_first:
+            raise RuntimeError(
+                f"lead() was called on rank {self.ranks.rank} of the model: call follow() there"
+            )
+        with self._control.lead(self._state()):
+            yield
+
+    @exclusive
+    def follow(self) -> None:
+        """Run what the first rank runs, until it ends `lead`.
+
+        Raises:
+            RankError: the first rank does not lead, or has made other calls before.
+            RankFailedError: a rank has failed or ended.
+        """
+        if self.ranks.is_first:
+            raise RuntimeError("follow() was called on the first rank of the model: call lead()")
+        for name, args, kwargs in self._control.calls(self._state()):
+            try:
+                getattr(self, name)(*args, **kwargs)
+            except Exception as error:
+                if self._control.has_failed or not (
+                    name != "_step_told" or isinstance(error, _RAISED_BY_ALL)
+                ):
+                    raise
+                logger.info("%s() raised on all ranks: %s", name, error)
+
+    def _state(self) -> tuple:
+        """What ranks must have in common to go on together."""
+        waiting, running = (
+            [request.request_id for request in requests]
+            for requests in (self.scheduler.waiting, self.scheduler.running)
+        )
+        return waiting, running, self.cache.digest(), self.is_suspended
+
+    def _add_told(self, spec: RequestSpec) -> None:
+        samples = self.request_builder.make(spec)
+        self._followed[samples[0].request_id] = samples[0]
+        self.scheduler.add(samples[0])
+
+    def _cancel_told(self, request_id: int) -> None:
+        self._cancel(self._followed[request_id])
+
+    def _step_told(self, weights_changed: bool) -> None:
+        self._control.told_change = weights_changed
+        self.step()
+        self._followed = {
+            request_id: request
+            for request_id, request in self._followed.items()
+            if not all(sample.closed for sample in request.samples)
+        }
+
     # Suspension --------------------------------------------------------------------------------
 
     @exclusive
     @interrupts_wait()
+    @on_all_ranks
     def suspend(self, keep_cache: str = "drop") -> None:
         """Give back the memory of the pool and the live slots until `resume`, for example to train
         the model in between. Requests stay, and new ones may be added; steps are refused. No effect
@@ -549,6 +664,7 @@ class DynamicInferenceEngine:
 
     @exclusive
     @interrupts_wait()
+    @on_all_ranks
     def resume(self) -> None:
         """End a suspension. No effect on an engine that is not suspended.
 
@@ -562,6 +678,7 @@ class DynamicInferenceEngine:
     # Cache folders, closing --------------------------------------------------------------------
 
     @exclusive
+    @on_all_ranks
     def save_cache(self, folder: str | PathLike | None = None) -> CacheSaved:
         """Write the whole cache into a folder, the most valuable records first. An engine with the
         same model and configuration can use it as its `cache_dir`.
@@ -593,9 +710,12 @@ class DynamicInferenceEngine:
                 "every token is computed nothing is fetched"
             )
         with interrupts_wait():
-            self._check_weights()
+            if any(self.ranks.maximum([self._weights.has_changed()])):
+                self._drop_old_weights()
         own = None if tier is None else tier.store.folder
-        if tier is not None and (folder is None or real_path(Path(folder) / rank_name()) == own):
+        if tier is not None and (
+            folder is None or real_path(Path(folder) / self.ranks.name) == own
+        ):
             self.offload.save_to(tier)
         else:
             store = self._open_disk(folder)
@@ -609,6 +729,7 @@ class DynamicInferenceEngine:
 
     @exclusive
     @interrupts_wait()
+    @on_all_ranks
     def clear_cache(self) -> None:
         """Empty the cache: the pool, host memory and `config.cache_dir`. Call it after writing
         weights through `.data`; the next step notices other changes of them (`WeightWatch`).
@@ -644,7 +765,7 @@ class DynamicInferenceEngine:
     def _open_disk(self, folder: str | PathLike) -> DiskStore:
         page_bytes = self.cache.spec.page_bytes
         is_cuda = self.memory.pool.device.type == "cuda"
-        return DiskStore(Path(folder) / rank_name(), page_bytes, self._made_for(), is_cuda)
+        return DiskStore(Path(folder) / self.ranks.name, page_bytes, self._made_for(), is_cuda)
 
     def _made_for(self) -> dict[str, str]:
         """Fingerprint of the cache's content."""
@@ -658,8 +779,9 @@ class DynamicInferenceEngine:
     def close(self) -> None:
         """Complete the folder of `config.cache_dir` and unlock it; from now on nothing is cached
         outside the pool. The end of `with` does the same. Ctrl-C takes effect afterwards, a second
-        one at once: then call it again."""
+        one at once: then call it again. Other ranks cannot use their engine afterwards."""
         self.offload.close()
+        self._control.close()
 
     def __enter__(self) -> "DynamicInferenceEngine":
         return self
@@ -716,6 +838,7 @@ class DynamicInferenceEngine:
             "live_slot_bytes": self.memory.slots.numel(),
             **self.offload.counters(),
             "parked_bytes": self.runner.parked_bytes,
+            "rank_bytes": self._control.sent_bytes,
         }
         return Stats(counts)
 

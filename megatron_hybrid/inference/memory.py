@@ -20,7 +20,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup, aligned, common
 from megatron_hybrid.inference.state_layout import StateLayout
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
-from megatron_hybrid.ranks import gather
+from megatron_hybrid.ranks import Ranks
 
 
 def cache_spec_of(
@@ -56,22 +56,15 @@ def cache_spec_of(
     )
 
 
-def agree_on_spec(spec: CacheSpec, weights: float, pairs: float) -> CacheSpec:
+def agree_on_spec(spec: CacheSpec, weights: float, pairs: float, ranks: Ranks) -> CacheSpec:
     """Return one spec for all ranks, so that they count, value and evict alike.
 
     Args:
-        spec: of the layers of this rank.
+        spec: of the layers of this rank; the block size is that of all.
         weights, pairs: `models.flops.token_flops` of the layers of this rank.
-
-    Raises:
-        ValueError: the ranks have different block sizes.
     """
-    declared = gather((spec, weights, pairs))
+    declared = ranks.gather((spec, weights, pairs))
     specs = [each for each, _, _ in declared]
-    if len(sizes := {each.block_size_tokens for each in specs}) > 1:
-        raise ValueError(
-            f"block_size_tokens differs between ranks: {sorted(sizes)}; give all the same config"
-        )
     # Summed in rank order: the same bits on all ranks.
     weights, pairs = (sum(numbers) for numbers in zip(*(work for _, *work in declared)))
     return common_spec(specs, attention_parity(weights, pairs))

@@ -30,6 +30,7 @@ COUNTERS = {
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "prefill_tokens": "Of these, tokens of prefills: of prompts, and of answers computed again.",
     "preemptions": "Running requests that gave up their pages for others.",
+    "rank_bytes": "Bytes sent to other ranks of the model, its own collectives left out.",
     "weight_changes": "Times that the weights had changed and all that was cached was dropped.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
     "fetched_tokens": "Prompt tokens that were not computed because they were fetched.",
@@ -73,7 +74,16 @@ _LOST_HELP = "Prompt tokens that were known, or in the making, and computed agai
 
 _GROUPS = {
     "requests": ("requests", "leases", "preemptions", "refused", "held_back", "parked"),
-    "tokens": ("prompt_", "shared_", "skipped_", "fetched_", "forward_", "prefill_", "steps"),
+    "tokens": (
+        "prompt_",
+        "shared_",
+        "skipped_",
+        "fetched_",
+        "forward_",
+        "prefill_",
+        "steps",
+        "rank_",
+    ),
     "lost tokens": (_LOST,),
     "cached": ("checkpoints", "kv_blocks", "cached_", "known_", "tokens_forgotten", "weight_"),
     "pool": ("page", "peak_pages", "pool_", "live_slot"),

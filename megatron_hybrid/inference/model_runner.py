@@ -1,11 +1,11 @@
 """ModelRunner: executes plans on the device."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hybrid.errors import optional_work
@@ -29,6 +29,7 @@ from megatron_hybrid.inference.step_plan import (
     Unpark,
 )
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ranks import Ranks
 
 
 class ModelRunner:
@@ -40,6 +41,7 @@ class ModelRunner:
         context: lays out the batch.
         load: starts to copy a fetch into the pool: `Fetches.load`.
         logprobs_mode: as in `InferenceConfig`.
+        ranks: those of the model.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ModelRunner:
         context: DynamicInferenceContext,
         load: Callable[[bytes, list[np.ndarray]], None],
         logprobs_mode: str,
+        ranks: Ranks,
     ):
         self.model = model
         self.memory = memory
@@ -56,6 +59,11 @@ class ModelRunner:
         self.logprobs_mode = logprobs_mode
         self._load = load
         self._parked: dict[int, ParkedRequest] = {}
+        self._ranks = ranks
+        self._stages = model.pg_collection.pp
+        self._has_stages = self._stages.size() > 1
+        self._is_last_stage = model.post_process
+        self._last_rank = ranks.gather(model.post_process).index(True)
 
     @property
     def parked_bytes(self) -> int:
@@ -82,20 +90,47 @@ class ModelRunner:
                     self._unpark(restore)
                 else:
                     self._restore(restore)
-        if result.unrestored:
-            plan = replace(
-                plan,
-                work=[work for work in plan.work if work.request_id not in result.unrestored],
-                ready=[ready for ready in plan.ready if ready.request_id not in result.unrestored],
-            )
         if plan.work or plan.ready:
             logits_nV = self.forward(plan)
-            result.sampled = self.sample(plan, logits_nV)
-            result.prompt_scores = self.score(plan, logits_nV)
+            if logits_nV is not None:
+                result.sampled = self.sample(plan, logits_nV)
+                result.prompt_scores = self.score(plan, logits_nV)
             self._save(plan, result)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
+        if self._ranks.size > 1:
+            self._agree(plan, result)
         return result
+
+    def _agree(self, plan: StepPlan, result: StepResult) -> None:
+        """Make the result that of all ranks: moves for which one of them lacked memory, and the
+        draws of the last pipeline stage. One exchange, of a length that the plan tells; none if
+        there is nothing to tell."""
+        optional = [
+            *((result.not_parked, park.request_id) for park in plan.parks),
+            *((result.unloaded, key) for key in plan.loads),
+            *((result.unrestored, restore.request_id) for restore in plan.restores),
+            *((result.unsaved, key) for key in plan.save_keys()),
+        ]
+        numbers = [key in failed for failed, key in optional]
+        draws = plan.draws() if self._has_stages else {}
+        numbers += [
+            result.sampled[request_id].token if self._is_last_stage else -1 for request_id in draws
+        ]
+        agreed = self._ranks.maximum(numbers)
+        for (failed, key), has_failed in zip(optional, agreed):
+            if has_failed:
+                failed.setdefault(key, "another rank lacked memory")
+        if not self._has_stages:
+            return
+        tokens = agreed[len(optional) :]
+        if any(work.scored for work in plan.work) or any(
+            draw.params.return_log_probs for draw in draws.values()
+        ):
+            scored = result.sampled, result.prompt_scores
+            result.sampled, result.prompt_scores = self._ranks.broadcast(scored, self._last_rank)
+        else:
+            result.sampled = dict(zip(draws, map(Sampled, tokens)))
 
     def _park(self, park: Park) -> None:
         blocks, *local = park.tables
@@ -119,12 +154,24 @@ class ModelRunner:
         if len(restore.sources):
             self.memory.copy_pages(restore.sources, restore.targets)
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`."""
+    def forward(self, plan: StepPlan) -> Tensor | None:
+        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
+        None on a pipeline stage before the last."""
         self.context.begin_step(plan)
         if not plan.work:
+            if not self._is_last_stage:
+                return None
             return self.model.compute_logits(self.context.ready_hidden())
-        return self.model(self.context.input_ids, inference_context=self.context)[0]
+        stages = self._stages
+        if not self.model.pre_process:
+            hidden = self.model.stage_input(self.context.input_ids.shape[1])
+            dist.recv(hidden, group=stages, group_src=stages.rank() - 1)
+            self.model.set_input_tensor(hidden)
+        output = self.model(self.context.input_ids, inference_context=self.context)
+        if self._is_last_stage:
+            return output[0]
+        dist.send(output, group=stages, group_dst=stages.rank() + 1)
+        return None
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Sampled]:
         """Draw the tokens of a plan, by request id."""

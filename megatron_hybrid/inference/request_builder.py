@@ -1,6 +1,7 @@
 """RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -19,6 +20,42 @@ MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 NO_TOKEN = -1
 """The `termination_id` for no token, as in megatron-core."""
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """A checked prompt as plain data, from which each rank makes the same requests."""
+
+    first_id: int
+    """Id of the first of n samples; the others follow."""
+    tokens: np.ndarray
+    """int [prompt]."""
+    max_tokens: int
+    """Of prompt and answer together."""
+    params: SamplingParams
+    seed: int
+    salt: str
+    cache_breakpoints: tuple[int, ...]
+    message_starts: tuple[int, ...]
+    stop_ids: frozenset[int]
+    n: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Request]) -> "RequestSpec":
+        """Of new requests."""
+        first = samples[0]
+        return cls(
+            first.request_id,
+            first.tokens[: first.num_prompt_tokens],
+            len(first.tokens),
+            first.params,
+            first.seed,
+            first.salt,
+            first.cache_breakpoints,
+            first.message_starts,
+            first.stop_ids,
+            len(samples),
+        )
 
 
 class RequestBuilder:
@@ -93,21 +130,38 @@ class RequestBuilder:
         seed = params.seed
         if seed is None:
             seed = (self.config.random_seed << 32) ^ first_id
+        return self.make(
+            RequestSpec(
+                first_id,
+                tokens,
+                total,
+                params,
+                seed,
+                salt,
+                breakpoints,
+                tuple(message_starts),
+                stop_ids,
+                int(n),
+            )
+        )
+
+    def make(self, spec: "RequestSpec") -> list[Request]:
+        """Make the samples of a checked prompt, of this or of the first rank's builder."""
         samples = []
-        for index in range(n):
-            buffer = np.zeros(total, dtype=np.int32)
-            buffer[: len(tokens)] = tokens
+        for index in range(spec.n):
+            buffer = np.zeros(spec.max_tokens, dtype=np.int32)
+            buffer[: len(spec.tokens)] = spec.tokens
             samples.append(
                 Request(
-                    request_id=first_id + index,
+                    request_id=spec.first_id + index,
                     tokens=buffer,
-                    num_prompt_tokens=len(tokens),
-                    params=params,
-                    seed=seed,
-                    salt=salt,
-                    cache_breakpoints=breakpoints,
-                    message_starts=tuple(message_starts),
-                    stop_ids=stop_ids,
+                    num_prompt_tokens=len(spec.tokens),
+                    params=spec.params,
+                    seed=spec.seed,
+                    salt=spec.salt,
+                    cache_breakpoints=spec.cache_breakpoints,
+                    message_starts=spec.message_starts,
+                    stop_ids=spec.stop_ids,
                     sample_index=index,
                     origin=self,
                 )

@@ -8,7 +8,7 @@ on numbers that are equal on all ranks.
 
 from bisect import insort
 from collections import OrderedDict
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,11 @@ from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.errors import is_lack_of_memory, optional_work
+from megatron_hybrid.errors import (
+    is_lack_of_memory,
+    note_decided_by_memory,
+    optional_decision,
+)
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.step_draft import Chunk, StepDraft, copies_of, tables_of
 from megatron_hybrid.inference.step_plan import Park, Restore, StepPlan, StepResult, Unpark
@@ -26,6 +30,10 @@ if TYPE_CHECKING:  # it imports torch, and this module does not
 
 MIN_CAPTURES = 16
 """States inside a forward that may always be captured."""
+
+
+class RestoreFailedError(MemoryError):
+    """There was no memory to restore a request that runs alone. All ranks raise it."""
 
 
 class Scheduler:
@@ -169,6 +177,7 @@ class Scheduler:
             is_alone = all(other is request for other in self.running)
             if is_alone or not is_lack_of_memory(error):
                 raise
+            note_decided_by_memory()
             draft.remove(request)
             if request.lease is not None:
                 self._end_lease(request)
@@ -344,7 +353,7 @@ class Scheduler:
         start from the cache or, if that failed, from its first token.
 
         Raises:
-            MemoryError: a restore from the cache failed, and no other request runs.
+            RestoreFailedError: a restore from the cache failed, and no other request runs.
         """
         for request, restore in list(draft.restores.items()):
             if request.request_id not in result.unrestored:
@@ -357,7 +366,7 @@ class Scheduler:
             if isinstance(restore, Restore) and restore.source_slot is None:
                 request.lacks_memory = True
                 if len(self.running) == 1:
-                    raise MemoryError(result.unrestored[request.request_id])
+                    raise RestoreFailedError(result.unrestored[request.request_id])
             draft.remove(request)
             self._end_lease(request)
             self._requeue(request)
@@ -378,7 +387,7 @@ class Scheduler:
 
     def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
         """Context of saving a state: for lack of memory it is declined."""
-        return optional_work(lambda error: self.cache.decline(lease, [position]))
+        return optional_decision(lambda error: self.cache.decline(lease, [position]))
 
     def fork(self, request: Request) -> list[Request]:
         """Fork the request's further samples from its live slot, right after its prefill.
@@ -396,7 +405,7 @@ class Scheduler:
                 sibling.prompt_top_n_logprobs = list(request.prompt_top_n_logprobs)
                 lease = None
                 if self.free_slots:
-                    with suppress(MemoryError):
+                    with optional_decision(lambda error: None):
                         lease = self.cache.fork(request.lease, sibling.tokens, request.num_computed)
                 request.siblings.pop(0)
                 if lease is None:

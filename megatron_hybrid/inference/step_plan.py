@@ -146,6 +146,19 @@ class StepPlan:
         moves = self.drops or self.parks or self.loads or self.restores or self.saves
         return bool(moves or self.work or self.ready)
 
+    def draws(self) -> dict[int, Draw]:
+        """All draws of the step, by request id, in the order of the logits."""
+        return {
+            request_id: draw
+            for entry in (*self.work, *self.ready)
+            for request_id, draw in entry.draws.items()
+        }
+
+    def save_keys(self) -> list[tuple[int, int]]:
+        """Request id and position of each save, as in `StepResult.unsaved`."""
+        inside = [(work.request_id, save.position) for work in self.work for save in work.saves]
+        return inside + [(save.request_id, save.position) for save in self.saves]
+
     def tokens_digest(self) -> int:
         """CRC-32 of the tokens of the step; the same in every process."""
         digest = 0
@@ -165,7 +178,7 @@ class StepResult:
     unloaded: dict[bytes, str] = field(default_factory=dict)
     """Loads that lacked memory, by the key of the fetch."""
     unrestored: dict[int, str] = field(default_factory=dict)
-    """Restores that lacked memory, by request id; these requests were not run."""
+    """Restores that lacked memory, by request id; what these requests drew and saved is void."""
     prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
     """Of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)

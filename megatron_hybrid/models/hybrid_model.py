@@ -142,6 +142,12 @@ class HybridModel(LanguageModule):
         hidden]."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
+    def stage_input(self, num_tokens: int) -> Tensor:
+        """Room for the output of the previous pipeline stage, [num_tokens, 1, hidden]."""
+        parameter = next(self.parameters())
+        shape = num_tokens, 1, self.config.hidden_size
+        return torch.empty(shape, dtype=self.config.params_dtype, device=parameter.device)
+
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""
         return [layer.cache_requirements() for layer in self.decoder.layers]

@@ -317,7 +317,11 @@ class DiskStore:
             self._jobs.append(("drop", record, None))
             self._changed.notify_all()
 
-    def take_unwritten(self) -> list[Record]:
+    def put_lost(self, record: Record) -> None:
+        with self._changed:
+            self._unwritten.append(record)
+
+    def take_lost(self) -> list[Record]:
         """Records that could not be written, since the last call."""
         with self._changed:
             taken, self._unwritten = self._unwritten, []

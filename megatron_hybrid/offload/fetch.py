@@ -8,11 +8,11 @@ the step runs that was planned, a `PageMover` writes them into the pool. No tens
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.errors import is_lack_of_memory, note_decided_by_memory, optional_decision
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record, Tier
 
@@ -51,6 +51,19 @@ class FetchState(Enum):
     """In the pool, visible to all requests."""
     FAILED = auto()
     """Damaged, unreadable or given up: nothing of it is in the pool."""
+
+
+class Progress(IntEnum):
+    """Why a fetch cannot go on; of several ranks the largest counts."""
+
+    READY = 0
+    """It can: it is read, or it has arrived."""
+    PENDING = 1
+    """It is still being read, or copied into the pool."""
+    UNREADABLE = 2
+    """A record cannot be read now."""
+    DAMAGED = 3
+    """A record is damaged, or was never written."""
 
 
 @dataclass
@@ -89,11 +102,24 @@ class Fetch:
         """p: start of a prefill after the fetch."""
         return self.record.position
 
-    @property
-    def is_read(self) -> bool:
-        """Whether all of it is in host memory, and not in the pool yet."""
-        is_begun = self.state in (FetchState.READING, FetchState.LACKS_ROOM)
-        return is_begun and all(read.done() for read in self.reads)
+    def progress(self) -> Progress:
+        """What keeps it from going on, on this rank."""
+        if self.state is FetchState.LOADING:
+            return Progress.READY if self.arrival.is_done() else Progress.PENDING
+        if self.state not in (FetchState.READING, FetchState.LACKS_ROOM):
+            return Progress.PENDING
+        if not all(read.done() for read in self.reads):
+            return Progress.PENDING
+        if any(read.exception() for read in self.reads):
+            return Progress.UNREADABLE
+        return Progress.DAMAGED if self.damaged() else Progress.READY
+
+    def damaged(self) -> list[Record]:
+        """The first record that is read and damaged, as far as is known."""
+        for record, read in zip(self.wanted, self.reads):
+            if read.done() and not read.exception() and read.result() is None:
+                return [record]
+        return []
 
     @property
     def lacks_room(self) -> bool:
@@ -125,7 +151,8 @@ class Fetches:
         tiers: the fastest first; this list may change.
         keys: of recent prefixes.
         mover: writes into the pool.
-        agree_on_minimum: the smallest of the ranks' values (`ranks.py`).
+        is_shared: several ranks fetch together: progress is what all have agreed on
+            (`facts`, `settle`), not what this one sees.
     """
 
     def __init__(
@@ -134,7 +161,8 @@ class Fetches:
         tiers: list[Tier],
         keys: RecentKeys,
         mover: PageMover,
-        agree_on_minimum: Callable[[int], int],
+        *,
+        is_shared: bool,
     ):
         self.tiers = tiers
         self.stats = FetchStats()
@@ -144,10 +172,37 @@ class Fetches:
         self._spec = cache.spec
         self._keys = keys
         self._mover = mover
-        self._agree_on_minimum = agree_on_minimum
+        self._is_shared = is_shared
+        self._agreed: dict[bytes, int] = {}  # progress by the record's key
+        self._now = 0.0
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
         self._planned: dict[bytes, list[np.ndarray]] = {}
         self._unreadable_until: dict[bytes, float] = {}  # by the record's key
+
+    # ---- agreement of ranks ----
+
+    def facts(self) -> list[int]:
+        """The time in ms, and the progress of each fetch, as this rank sees them."""
+        fetches = self._fetches.values() if self._is_shared else ()
+        return [int(time.monotonic() * 1000), *(fetch.progress() for fetch in fetches)]
+
+    def settle(self, facts: Sequence[int]) -> None:
+        """Go on with the largest facts of all ranks."""
+        now, *progress = facts
+        self._now = now / 1000
+        self._agreed = dict(zip(self._fetches, progress))
+
+    def damaged(self, tier: Tier) -> list[bytes]:
+        """Keys of records of a tier that this rank has read and found damaged."""
+        fetches = [fetch for fetch in self._fetches.values() if fetch.tier is tier]
+        return [record.key for fetch in fetches for record in fetch.damaged()]
+
+    def _progress(self, fetch: Fetch) -> Progress:
+        if not self._is_shared:
+            return fetch.progress()
+        if fetch.tier.name == "host" and fetch.state is not FetchState.LOADING:
+            return Progress.READY  # if the bytes are lost on a rank, the load fails there
+        return Progress(self._agreed.get(fetch.record.key, Progress.PENDING))
 
     # ---- decisions ----
 
@@ -171,16 +226,13 @@ class Fetches:
         """The fetch of the part of a prompt that a tier has and the pool lacks; None: there is
         none."""
         tier = found = None
-        with suppress(MemoryError):  # then the prompt is computed
+        with optional_decision(lambda error: None):  # then the prompt is computed
             match, size = self._cache.match(tokens, salt), self._spec.block_size_tokens
             deeper = self.find(tokens, salt, match.skipped_tokens)
             if deeper is not None:
                 prefix = tokens[: deeper[1].position].copy()
                 tier, found = deeper
-        if found is not None and self._unreadable_until.get(found.key, 0.0) > time.monotonic():
-            found = None
-        # The ranks' disks may differ: without agreement no rank fetches.
-        if not self._is_equal(found.position if found is not None else 0) or found is None:
+        if found is None or self._unreadable_until.get(found.key, 0.0) > self._now:
             return None
         fetch = self._fetches.get(found.key)
         if fetch is None:
@@ -226,10 +278,14 @@ class Fetches:
         if fetch.is_coming:
             self._publish_if_there(fetch)
             return
-        if not self._is_true_on_all(fetch.is_read):
+        is_begun = fetch.state in (FetchState.READING, FetchState.LACKS_ROOM)
+        progress = self._progress(fetch)
+        if not is_begun or progress is Progress.PENDING:
             return
         with self._may_fail(fetch):
-            if self._is_sound(fetch) and self._adopt(fetch, capacity_tokens, chunk_tokens):
+            if self._is_sound(fetch, progress) and self._adopt(
+                fetch, capacity_tokens, chunk_tokens
+            ):
                 self._planned[fetch.record.key] = self._targets(fetch)
                 fetch.state = FetchState.PLANNED
         if fetch.state is FetchState.READING:  # blocks that the pool has evicted meanwhile
@@ -268,7 +324,7 @@ class Fetches:
     def wait(self) -> None:
         """Wait until a fetch can continue, at most `MAX_WAIT_SECONDS` for a read."""
         for fetch in self._fetches.values():
-            if fetch.state is FetchState.READING and not fetch.is_read:
+            if fetch.state is FetchState.READING and fetch.progress() is Progress.PENDING:
                 wait(fetch.reads, MAX_WAIT_SECONDS)
                 return
         for fetch in self._fetches.values():
@@ -320,7 +376,7 @@ class Fetches:
 
     def _publish_if_there(self, fetch: Fetch) -> bool:
         is_loading = fetch.state is FetchState.LOADING
-        if not is_loading or not self._is_true_on_all(fetch.arrival.is_done()):
+        if not is_loading or self._progress(fetch) is not Progress.READY:
             return False
         self._publish(fetch)
         return True
@@ -348,6 +404,7 @@ class Fetches:
                 self._fail(fetch)
             if not is_lack_of_memory(error):
                 raise
+            note_decided_by_memory()
 
     def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
         """End a fetch that failed: its prompt is computed. retries_later: not before
@@ -355,7 +412,7 @@ class Fetches:
         self._end(fetch, FetchState.FAILED)
         self.stats.fetches_failed += 1
         if retries_later:
-            now = time.monotonic()
+            now = self._now
             still = {key: until for key, until in self._unreadable_until.items() if until > now}
             self._unreadable_until = {**still, fetch.record.key: now + RETRY_SECONDS}
 
@@ -382,35 +439,26 @@ class Fetches:
         if lease is not None:
             self._cache.release(lease)
 
-    # ---- agreement of ranks ----
-
-    def _is_true_on_all(self, answer: bool) -> bool:
-        return bool(self._agree_on_minimum(int(answer)))
-
-    def _is_equal(self, value: int) -> bool:
-        return self._agree_on_minimum(value) == -self._agree_on_minimum(-value)
-
     # ---- moving bytes ----
 
     def _read(self, fetch: Fetch, records: list[Record]) -> None:
         """Start reading `records`, which come before the other records of a fetch."""
         fetch.reads = [fetch.tier.store.get(record) for record in records] + fetch.reads
         fetch.state = FetchState.READING
+        self._agreed.pop(fetch.record.key, None)
         num_bytes = _bytes_to_read(fetch, records)
         fetch.read_bytes += num_bytes
         self.read_bytes += num_bytes
 
-    def _is_sound(self, fetch: Fetch) -> bool:
+    def _is_sound(self, fetch: Fetch, progress: Progress) -> bool:
         """Whether all records could be read and none is damaged; if not, end the fetch."""
-        failed = any(read.exception() for read in fetch.reads)
-        is_sound = not failed and all(read.result() is not None for read in fetch.reads)
-        if self._is_true_on_all(is_sound):
+        if progress is Progress.READY:
             return True
-        for record, read in zip(fetch.wanted, fetch.reads):
-            if not read.exception() and read.result() is None:  # damaged
+        if not self._is_shared:  # else the exchange of `damaged` has removed them on all ranks
+            for record in fetch.damaged():
                 fetch.tier.remove(record)  # and what follows it
-                break
-        self._fail(fetch, retries_later=failed)  # unreadable records may be readable later
+        # Unreadable ones may be readable later.
+        self._fail(fetch, retries_later=progress is Progress.UNREADABLE)
         return False
 
 

@@ -20,12 +20,13 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.errors import optional_work
+from megatron_hybrid.errors import optional_decision
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.offload.fetch import Fetches
 from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import Record, Source, Tier, least_capacity_bytes
+from megatron_hybrid.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     from megatron_hybrid.offload.disk_store import DiskStore
@@ -49,7 +50,8 @@ class Offload:
         host_bytes: capacity of the host tier; 0: there is none.
         disk: an opened folder; None: there is no disk tier.
         disk_bytes: capacity of the disk tier.
-        agree_on_minimum: the smallest of the ranks' values (`ranks.py`).
+        ranks: those of the engine. All have the same records in the same order, and what one
+            alone finds out is exchanged once a step (`poll`).
     """
 
     def __init__(
@@ -59,22 +61,26 @@ class Offload:
         host_bytes: int,
         disk: DiskStore | None,
         disk_bytes: int,
-        agree_on_minimum: Callable[[int], int],
+        ranks: Ranks = ONE_RANK,
     ):
         self.cache = cache
         self.spec = cache.spec
         self.tiers: list[Tier] = []
         self._mover = mover
         self._keys = RecentKeys(self.spec.block_size_tokens)
-        self.fetches = Fetches(cache, self.tiers, self._keys, mover, agree_on_minimum)
+        self._ranks = ranks
+        self.fetches = Fetches(cache, self.tiers, self._keys, mover, is_shared=ranks.size > 1)
         self._closed_counts = dict.fromkeys(_TIER_COUNTS, 0)
         self._disk_bytes = disk_bytes
+        self._disk_accepts = True  # on all ranks, before this step
         if disk is not None:
-            self.tiers.append(disk_tier(disk, self.spec, disk_bytes))
+            accepts = self._accepts if ranks.size > 1 else None
+            self.tiers.append(disk_tier(disk, self.spec, disk_bytes, ranks, accepts))
         if host_bytes:
             lower = self.tiers[-1] if self.tiers else None
             on_evict = partial(self._offer_of_host, lower) if lower else lambda record: None
-            host = Tier("host", self.spec, host_bytes, HostStore(), on_evict)
+            keeps_lost = ranks.size > 1
+            host = Tier("host", self.spec, host_bytes, HostStore(), on_evict, None, keeps_lost)
             self.tiers.insert(0, host)
         if self.tiers:
             cache.watch_evictions(self)
@@ -89,7 +95,8 @@ class Offload:
 
     def counters(self) -> dict[str, int]:
         """Counters since the start, and the present contents of the tiers."""
-        self.poll()
+        if self._ranks.size == 1:  # else all ranks have to do so at a time
+            self.poll()
         disk = self.disk
         held = {
             "disk_write_bytes": 0 if disk is None else disk.store.waiting_bytes,
@@ -132,18 +139,35 @@ class Offload:
         self.tiers.clear()
         self.cache.watch_evictions(None)
 
-    def poll(self) -> None:
-        """Drop records that could not be written. Call it before each step."""
-        disk = self.disk
-        if disk is None:
-            return
-        is_settled = not disk.store.waiting_bytes  # read first: waiting writes may fail, too
-        for record in disk.store.take_unwritten():
-            disk.remove(record)
-        if is_settled and disk.store.was_full():
+    def _accepts(self) -> bool:
+        return self._disk_accepts
+
+    def poll(self, said: int = 0) -> int:
+        """Take in what has happened outside of the steps: records lost for want of memory or disk
+        space, fetches that can go on. Call it before each step, on all ranks.
+
+        Returns: the largest `said` of all ranks, a number of the caller's in the same exchange.
+        """
+        disk, is_full, accepts = self.disk, False, True
+        lost = [tier.take_lost() + self.fetches.damaged(tier) for tier in self.tiers]
+        if disk is not None:
+            # A full disk is met after the last write: waiting ones may fail, too.
+            is_full = not disk.store.waiting_bytes and disk.store.was_full()
+            accepts = self._ranks.size == 1 or disk.store.accepts()
+        facts = [said, any(lost), is_full, not accepts, *self.fetches.facts()]
+        said, any_lost, is_full, is_closed, *fetches = self._ranks.maximum(list(map(int, facts)))
+        self.fetches.settle(fetches)
+        self._disk_accepts = not is_closed
+        if any_lost:
+            for of_rank in self._ranks.gather(lost):
+                for tier, keys in zip(self.tiers, of_rank):
+                    for key in keys:
+                        tier.remove_key(key)
+        if is_full:
             # From now on a new record must be worth more than the evicted ones, as in any full
             # tier.
             disk.capacity_bytes = min(disk.capacity_bytes, disk.used_bytes)
+        return said
 
     # ---- down ----
 
@@ -160,7 +184,7 @@ class Offload:
 
     def _optional(self) -> AbstractContextManager[None]:
         """Context of keeping an item in a tier: a lack of memory is only counted."""
-        return optional_work(lambda error: self.tiers[0].note_lack_of_memory(error))
+        return optional_decision(lambda error: self.tiers[0].note_lack_of_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
         """Offer a stored state, with the KV before it, to tiers, until one keeps it."""
@@ -229,11 +253,13 @@ class Offload:
         Raises:
             OSError: writing failed, or reading from the own disk.
         """
-        tier.store.recover()
+        with self._ranks.together("recovering the cache folder"):
+            tier.store.recover()
         with interrupts_wait():
             self.poll()
+            self._disk_accepts = True  # `flush` makes room
             if tier is self.disk:  # the disk may have space again
-                room = tier.used_bytes + tier.store.free_bytes()
+                room = tier.used_bytes + self._ranks.minimum(tier.store.free_bytes())
                 tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
@@ -248,11 +274,19 @@ class Offload:
                 for record in other.records():
                     if record.is_state or not (self.spec.needs_state or record.num_children):
                         offers.append(partial(offer, tier, record))
+        failed = None
         for offer in offers:
-            if not tier.store.accepts():
-                tier.store.flush()
+            if not tier.store.accepts() and failed is None:
+                try:
+                    tier.store.flush()
+                except OSError as error:
+                    if self._ranks.size == 1:
+                        raise
+                    failed = error  # all ranks must enter the same records: these will be lost
             with interrupts_wait():
                 offer()
+        if failed is not None:
+            raise failed
         tier.store.flush()
 
 
@@ -311,19 +345,49 @@ def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: i
 
 
 def disk_tier(
-    store: DiskStore, spec: CacheSpec, capacity_bytes: int, *, shrinks: bool = True
+    store: DiskStore,
+    spec: CacheSpec,
+    capacity_bytes: int,
+    ranks: Ranks = ONE_RANK,
+    accepts: Callable[[], bool] | None = None,
+    *,
+    shrinks: bool = True,
 ) -> Tier:
-    """A tier with the records of a folder. If they take more than `capacity_bytes`, the least
-    valuable are evicted, or, without `shrinks`, the tier is as large as its records."""
+    """A tier with the records of a folder that all ranks have. If they take more than
+    `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the tier is as large as
+    its records. accepts: as for `Tier`."""
     try:
-        found = store.load()
+        with ranks.together("reading the cache folder"):
+            found = store.load()
+        found = _on_all_ranks(found, store, ranks)
         if not shrinks:
             held = sum(record.num_bytes for record, _ in found)
             capacity_bytes = max(capacity_bytes, held)
-        tier = Tier("disk", spec, capacity_bytes, store)
+        tier = Tier("disk", spec, capacity_bytes, store, accepts=accepts, keeps_lost=ranks.size > 1)
         tier.load(found)
         store.shrink(capacity_bytes)
     except BaseException:
         store.close()  # else nobody could open the folder again
         raise
     return tier
+
+
+def _on_all_ranks(
+    found: list[tuple[Record, bytes | None]], store: DiskStore, ranks: Ranks
+) -> list[tuple[Record, bytes | None]]:
+    """The records that the folders of all ranks have, in the order and with the uses of the first
+    rank's; the others are dropped. A crash leaves folders that differ."""
+    if ranks.size == 1:
+        return found
+    first, *others = ranks.gather([(record.key, record.uses) for record, _ in found])
+    common = {key for key, _ in first}.intersection(*({key for key, _ in o} for o in others))
+    own = {record.key: (record, parent) for record, parent in found}
+    for key, (record, _) in own.items():
+        if key not in common:
+            store.drop(record)
+    kept = []
+    for key, uses in first:
+        if key in common:
+            own[key][0].uses = uses
+            kept.append(own[key])
+    return kept

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
 """Pause after a read or a write that failed."""
+LOST = object()
+"""In place of bytes for which there was no memory."""
 
 
 class Record:
@@ -82,6 +84,12 @@ class RecordStore(Protocol):
     def put(self, record: Record, data: Any) -> None:
         """Keep a record's bytes."""
 
+    def put_lost(self, record: Record) -> None:
+        """As `put` of bytes that are lost."""
+
+    def take_lost(self) -> list[Record]:
+        """Records whose bytes were lost since the last call."""
+
     def get(self, record: Record) -> Any:
         """A record's bytes, or a future of them."""
 
@@ -108,6 +116,9 @@ class Tier:
         capacity_bytes: most bytes of all records together.
         store: holds their bytes.
         on_evict: called with each record before it is evicted.
+        accepts: whether it takes more now; None: whether the store does.
+        keeps_lost: enter records also if there is no memory for their bytes, until `take_lost`
+            of the store is told to all ranks: each must have the same records.
     """
 
     def __init__(
@@ -117,6 +128,8 @@ class Tier:
         capacity_bytes: int,
         store: RecordStore,
         on_evict: Callable[[Record], None] = lambda record: None,
+        accepts: Callable[[], bool] | None = None,
+        keeps_lost: bool = False,
     ):
         self.name = name
         self.capacity_bytes = capacity_bytes
@@ -128,6 +141,8 @@ class Tier:
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
         self._on_evict = on_evict
+        self._accepts = accepts or store.accepts
+        self._keeps_lost = keeps_lost
         self._records: dict[bytes, Record] = {}
         self._clock = 0.0
         self._queue = LazyHeap(self._key)
@@ -199,7 +214,7 @@ class Tier:
         if known == len(blocks) and (state is None or state in self._records):
             self.count_use(self._records[state or blocks[-1]])
             return True
-        if not self.store.accepts():
+        if not self._accepts():
             return False
         spec = self._spec
         missing = list(range(known, len(blocks)))
@@ -225,7 +240,9 @@ class Tier:
                 state_data = source.state() if state is not None else None
                 data = list(source.blocks(missing))
             if data is None:
-                return False
+                if not self._keeps_lost:
+                    return False
+                data, state_data = [LOST] * len(missing), LOST
             added: list[Record] = []
             try:
                 for index, block_data in zip(missing, data):
@@ -249,8 +266,10 @@ class Tier:
                 self.unpin(joint)
 
     def add(self, record: Record, data: Any = None) -> None:
-        """Enter a record. data: its bytes; None: the store has them already."""
-        if data is not None:
+        """Enter a record. data: its bytes, or LOST; None: the store has them already."""
+        if data is LOST:
+            self.store.put_lost(record)
+        elif data is not None:
             self.store.put(record, data)
         self._records[record.key] = record
         self.used_bytes += record.num_bytes
@@ -306,6 +325,15 @@ class Tier:
                 break
             self._forget(parent)
             parent = parent.parent
+
+    def take_lost(self) -> list[bytes]:
+        """Keys of the present records whose bytes were lost since the last call."""
+        return [record.key for record in self.store.take_lost() if self._holds(record)]
+
+    def remove_key(self, key: bytes) -> None:
+        """`remove` the record with this key, if there is one."""
+        if (record := self._records.get(key)) is not None:
+            self.remove(record)
 
     def clear(self) -> None:
         """Forget every record."""

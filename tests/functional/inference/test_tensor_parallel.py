@@ -18,6 +18,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
+from megatron_hybrid.ranks import ranks_of
 
 RANKS = 2
 TWO_GROUPS = dict(mamba_num_groups=2, linear_num_key_heads=2, linear_num_value_heads=4)
@@ -133,7 +134,9 @@ def run_rank(rank: int, folder: str) -> None:
     given = {mode: answers(model, mode) for mode in PREFIX_CACHING_MODES}
     given["tiers"] = tiered_answers(model, folder)
     given["crowded"] = crowded_answers(model)
-    given["spec"] = repr(agree_on_spec(*declared(rank)))  # the file holds no classes
+    given["spec"] = repr(
+        agree_on_spec(*declared(rank), ranks_of(model.pg_collection))
+    )  # the file holds no classes
     given["pages"] = pages_of_uneven_ranks(model, rank)
     given["different lengths"] = different_requests_error(model, BASE[: 20 + rank])
     given["different tokens"] = different_requests_error(model, [*BASE[:20], rank])

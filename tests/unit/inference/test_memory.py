@@ -10,6 +10,7 @@ from reference import tiny_model
 from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
+from megatron_hybrid.ranks import ONE_RANK
 
 HIDDEN = 24
 FULL = KVShape(num_heads=2, head_dim=8)
@@ -290,5 +291,5 @@ def test_a_common_spec_of_equal_ranks_is_their_own():
 
 def test_one_process_agrees_with_itself():
     own = cache_spec_of(MODELS["latents"], HIDDEN, torch.float32, 16)
-    assert agree_on_spec(own, 90.0, 3.0) == replace(own, attention_parity=30.0)
-    assert agree_on_spec(own, 90.0, 0.0) == own
+    assert agree_on_spec(own, 90.0, 3.0, ONE_RANK) == replace(own, attention_parity=30.0)
+    assert agree_on_spec(own, 90.0, 0.0, ONE_RANK) == own

@@ -69,6 +69,7 @@ def test_what_only_grows_is_a_counter(engine):
         "forward_tokens",
         "prefill_tokens",
         "preemptions",
+        "rank_bytes",
         "weight_changes",
         "lost_tokens",
     }

@@ -556,7 +556,7 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
         tier.store.flush()
     with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
         tier.store.recover()
-    unwritten = tier.store.take_unwritten()
+    unwritten = tier.store.take_lost()
     assert len(unwritten) == 3 == tier.store.num_unwritten
     for record in unwritten:
         tier.remove(record)
@@ -594,7 +594,7 @@ def test_a_log_that_was_cut_off_by_a_full_disk_is_written_anew(filled, monkeypat
     tier.store._wait_for_jobs()
     monkeypatch.undo()
     tier.store.recover()
-    for record in tier.store.take_unwritten():
+    for record in tier.store.take_lost():
         tier.remove(record)
     assert Prompt(11).keep_in(tier)
     tier.store.close()
@@ -637,7 +637,7 @@ def small_disk(monkeypatch):
 
 def forget_unwritten(tier):
     tier.store._wait_for_jobs()
-    for record in tier.store.take_unwritten():
+    for record in tier.store.take_lost():
         tier.remove(record)
 
 

@@ -1,0 +1,135 @@
+"""RankControl: whose calls count on the ranks of an engine.
+
+Either all ranks make the same calls in the same order, and nothing is sent for it. Or the first
+rank leads: it alone makes calls, and tells them to the others, which follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from megatron_hybrid.inference.rank_watch import RankWatch
+from megatron_hybrid.ranks import RankError, Ranks
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+_END = "end"
+
+
+class RankControl:
+    """Tells calls of the first rank to the others.
+
+    Args:
+        ranks: of the engine; make and close it on all of them.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._watch = RankWatch(ranks) if ranks.size > 1 else None
+        self._queued: list[tuple] | None = None  # calls that the others do not know yet
+        self.follows = False
+        self.told_change = False
+        """Whether the first rank says that its weights have changed."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether other ranks follow this one."""
+        return self._queued is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed or ended."""
+        return self._watch is not None and self._watch.failure is not None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to other ranks, the model's own collectives left out."""
+        return self._ranks.sent_bytes
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Context of a call that needs the other ranks; see `RankWatch.inside`."""
+        return self._watch.inside() if self._watch else nullcontext()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, and they have not."""
+        if self._watch:
+            self._watch.report(error)
+
+    def queue(self, name: str, *args: object, **kwargs: object) -> None:
+        """Tell a call with the next `send`."""
+        self._queued.append((name, args, kwargs))
+
+    def send(self) -> None:
+        """Send the queued calls in one message."""
+        calls, self._queued = self._queued, []
+        self._ranks.send(calls)
+
+    @contextmanager
+    def lead(self, state: object) -> Iterator[None]:
+        """Context in which the first rank's calls are told. state: equal on all ranks."""
+        if self._watch is None:
+            yield
+            return
+        with self._watch.inside():
+            self._start("lead", state)
+            self._queued = []
+            try:
+                yield
+            finally:
+                self.queue(_END)
+                with suppress(OSError):  # they are gone
+                    self.send()
+                self._queued = None
+
+    def calls(self, state: object) -> Iterator[tuple[str, tuple, dict]]:
+        """The first rank's calls, until it ends `lead`."""
+        with self.inside():
+            self._start("follow", state)
+            self.follows = True
+            try:
+                while True:
+                    for call in self._ranks.receive():
+                        if call[0] == _END:
+                            return
+                        yield call
+            finally:
+                self.follows = False
+
+    def _start(self, role: str, state: object) -> None:
+        said = self._ranks.gather((role, state))
+        roles = [role for role, _ in said]
+        if roles != ["lead"] + ["follow"] * (self._ranks.size - 1):
+            raise RankError(
+                f"the ranks call {roles}: the first one calls lead(), all others call follow()"
+            )
+        if any(state != said[0][1] for _, state in said):
+            raise RankError(
+                "the ranks have cached or queued different things, so that they cannot follow the "
+                "first one: all of them must have made the same calls before"
+            )
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self._watch:
+            self._watch.close()
+
+
+def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate a method of the engine that all its ranks run: a leading one tells it to the others,
+    and if it raises on one rank, it raises on all."""
+
+    @wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.ranks.size == 1:
+            return method(self, *args, **kwargs)
+        with self._control.inside():
+            if self._control.leads:
+                self._tell(method.__name__, *args, **kwargs)
+            with self.ranks.together(f"{method.__name__}()"):
+                return method(self, *args, **kwargs)
+
+    return call

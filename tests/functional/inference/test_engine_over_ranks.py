@@ -1,0 +1,210 @@
+"""One engine over several ranks on gloo: the first rank leads, the others follow. Its answers,
+log-probabilities and skipped tokens are those of one rank, in every layout."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from reference import greedy, is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+MODEL = dict(
+    layer_pattern="MG*-S|E*W-",
+    mamba_num_groups=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+    sliding_window=20,
+)
+LAYOUTS = {
+    "TP 2": dict(tensor_model_parallel_size=2),
+    "PP 2": dict(pipeline_model_parallel_size=2),
+    "TP 2 x PP 2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+}
+BASE = random_tokens(150)
+PROMPTS = [
+    BASE,
+    BASE,
+    BASE[:100] + random_tokens(20, seed=1),
+    BASE[:100] + random_tokens(20, seed=2),
+    BASE[:100] + random_tokens(20, seed=3),
+]
+CHUNKS = {"chunked": 64, "whole": 1024}
+CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
+
+
+def rows(results):
+    return [
+        (result.generated_tokens, result.log_probs, result.prefix.skipped_tokens)
+        for result in results
+    ]
+
+
+def answers(engine):
+    """Prompts that come one by one, and then together."""
+    params = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
+    results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
+    results += engine.generate(PROMPTS, params, salt="together")
+    return rows(results)
+
+
+def sampled_in_a_crowd(engine):
+    """Sampled answers in a pool that is too small for all of them."""
+    params = SamplingParams(num_tokens_to_generate=40, seed=7, temperature=0.8, top_p=0.9)
+    results = engine.generate([BASE[start : start + 30] for start in (0, 40, 80)], params, n=2)
+    return [sample.generated_tokens for result in results for sample in result.samples]
+
+
+def with_tiers(engine):
+    """Answers, fetched and skipped tokens, with host memory and disk below the pool."""
+    found = []
+    for prompt in PROMPTS:
+        (result,) = engine.generate([prompt], greedy(6))
+        found.append((result.generated_tokens, result.prefix.skipped_tokens))
+    for result in engine.generate(PROMPTS, greedy(6)):
+        found.append((result.generated_tokens, result.prefix.skipped_tokens))
+    return found
+
+
+def cancelled(engine):
+    """An answer beside one that is cancelled, and one that nobody waits for."""
+    kept = engine.add_request(BASE[:40], greedy(8))
+    gone = engine.add_request(BASE[50:90], greedy(8))
+    stream = engine.stream(BASE[90:120], greedy(8))
+    next(stream)
+    engine.cancel(gone)
+    del stream
+    while not kept.closed:
+        engine.step()
+    return kept.generated_tokens
+
+
+def make_config(mode="restore", cut="whole", **fields):
+    settings = dict(cache_bytes=1 << 20, max_requests=8, max_sequence_length=256, verify_ranks=True)
+    settings |= dict(prefix_caching=mode, max_tokens=CHUNKS[cut])
+    return InferenceConfig(**{**settings, **fields})
+
+
+def jobs(folder, page_bytes):
+    """Name -> (settings of an engine, its work). Small pools have as many pages in any layout."""
+    found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in CASES}
+    crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
+    found["crowd"] = crowd, sampled_in_a_crowd
+    tiers = make_config(
+        cache_bytes=80 * page_bytes,
+        host_cache_bytes=30 * page_bytes,
+        cache_dir=folder,
+        max_tokens=64,
+    )
+    found["tiers"] = tiers, with_tiers
+    found["warm start"] = tiers, with_tiers
+    found["cancelled"] = make_config(), cancelled
+    return found
+
+
+def page_bytes_of(model):
+    return DynamicInferenceEngine(model, None, make_config()).cache.spec.page_bytes
+
+
+def run_rank(rank, size, name, folder):
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/{name}.rendezvous"
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    config = read_config(folder, **LAYOUTS[name])
+    pp = config.pipeline_model_parallel_size
+    stage = rank // (size // pp)
+    model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == pp - 1)
+    load_checkpoint(model, folder)
+    given = {}
+    for job, (settings, work) in jobs(f"{folder}/{name}.cache", page_bytes_of(model)).items():
+        with DynamicInferenceEngine(model, None, settings) as engine:
+            if rank == 0:
+                with engine.lead():
+                    given[job] = work(engine)
+            else:
+                engine.follow()
+            engine.check_integrity()
+            counts = engine.stats()
+            given[f"{job}: counts"] = {
+                key: counts[key]
+                for key in ("preemptions", "fetches", "skipped_tokens", "disk_states", "leases")
+            }
+    torch.save(given, f"{folder}/{name}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("over_ranks")
+    save_checkpoint(tiny_model(**MODEL), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The work of one rank, by job."""
+    model = tiny_model(**MODEL)
+    given = {}
+    for job, (settings, work) in jobs(f"{folder}/alone.cache", page_bytes_of(model)).items():
+        with DynamicInferenceEngine(model, None, settings) as engine:
+            given[job] = work(engine)
+    return given
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def by_rank(request, folder):
+    size = 1
+    for ranks in LAYOUTS[request.param].values():
+        size *= ranks
+    mp.spawn(run_rank, (size, request.param, str(folder)), nprocs=size)
+    return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
+
+
+@pytest.mark.parametrize(("mode", "cut"), CASES)
+def test_ranks_answer_and_skip_as_one(by_rank, alone, mode, cut):
+    given, expected = by_rank[0][f"{mode}, {cut}"], alone[f"{mode}, {cut}"]
+    for own, their in zip(given, expected, strict=True):
+        assert own[0] == their[0]
+        torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(their[1]), atol=1e-5, rtol=0)
+        assert own[2] == their[2]
+    model = tiny_model(**MODEL)
+    assert all(is_greedy(model, prompt, own[0]) for prompt, own in zip(PROMPTS, given))
+
+
+def test_ranks_draw_as_one_under_preemption(by_rank, alone):
+    assert by_rank[0]["crowd"] == alone["crowd"]
+    assert by_rank[0]["crowd: counts"]["preemptions"] > 0
+
+
+def test_ranks_fetch_as_one(by_rank, alone):
+    for job in ("tiers", "warm start"):
+        assert [row[0] for row in by_rank[0][job]] == [row[0] for row in alone[job]]
+        assert by_rank[0][f"{job}: counts"]["fetches"] > 0
+    first_skipped = by_rank[0]["warm start"][0][1]
+    assert first_skipped == 150
+
+
+def test_a_cancelled_request_ends_on_all_ranks(by_rank, alone):
+    assert by_rank[0]["cancelled"] == alone["cancelled"]
+    assert all(rank["cancelled: counts"]["leases"] == 0 for rank in by_rank)
+
+
+def test_following_ranks_count_as_the_first_one(by_rank):
+    counts = [{k: v for k, v in rank.items() if k.endswith("counts")} for rank in by_rank]
+    assert all(each == counts[0] for each in counts)
