@@ -36,7 +36,7 @@ from megatron_hybrid.models.parameter_names import (
     own_spelling,
     stack_experts,
 )
-from megatron_hybrid.models.sharding.tensor_sharding import full_shape, shard, unshard
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of, full_shape, shard, unshard
 
 CONFIG_FILE = "config.json"
 
@@ -117,7 +117,7 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     for name, tensor in own_tensors(model).items():
         piece = tensor.detach().contiguous()
         pieces = [piece]
-        if tp.size() > 1 and getattr(tensor, "tensor_model_parallel", False):
+        if tp.size() > 1 and cut_of(tensor) is not None:
             pieces = [torch.empty_like(piece) for _ in range(tp.size())]
             dist.all_gather(pieces, piece, group=tp)
         if tp.rank() == 0:
@@ -381,13 +381,13 @@ def load_tensors(
             _listing(sorted(extra), f"in {source.name}, but the model does not have")
         )
     for tensor_map in maps:
-        _check_map(tensor_map, own, tp.size(), source, rounded)
+        _check_map(tensor_map, own, source, rounded)
     with torch.no_grad():
         for tensor_map in maps:
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
             for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
                 if name in own:
-                    own[name].copy_(shard(value, own[name], tp.rank(), tp.size()))
+                    own[name].copy_(shard(value, own[name], tp.rank()))
                     own[name].loaded_dtype = value.dtype  # for `full_state_dict`
             advance(sum(tensor.nbytes for tensor in theirs))
 
@@ -395,13 +395,12 @@ def load_tensors(
 def _check_map(
     tensor_map: TensorMap,
     own: Mapping[str, Tensor],
-    tp_size: int,
     source: TensorSource,
     rounded: tuple[torch.dtype, ...],
 ) -> None:
     """Check shapes and dtypes, from headers only."""
     ours = [
-        torch.empty(full_shape(own[name], tp_size), dtype=own[name].dtype, device="meta")
+        torch.empty(full_shape(own[name]), dtype=own[name].dtype, device="meta")
         for name in tensor_map.ours
     ]
     for name, expected in zip(tensor_map.theirs, tensor_map.layout.to_theirs(ours), strict=True):

@@ -37,7 +37,7 @@ from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
 from megatron_hybrid.models.sharding.collectives import gather_last_dim
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 NO_LABEL = -100
@@ -81,6 +81,7 @@ class HybridModel(LanguageModule):
         self.vp_stage = None
         tp_size = pg_collection.tp.size()
         padded_vocab_size = -(-config.vocab_size // tp_size) * tp_size
+        vocabulary_cut = Cut(0, (padded_vocab_size,), tp_size, unpadded_size=config.vocab_size)
 
         stages = split_stages(config.layer_pattern, pg_collection.pp.size())
         stage = pg_collection.pp.rank()
@@ -94,9 +95,7 @@ class HybridModel(LanguageModule):
                 position_embedding_type=config.position_embedding_type,
                 tp_group=pg_collection.tp,
             )
-            mark_tensor_parallel(
-                self.embedding.word_embeddings.weight, 0, unpadded_size=config.vocab_size
-            )
+            mark_tensor_parallel(self.embedding.word_embeddings.weight, vocabulary_cut)
             self.per_layer_embedding = (
                 PerLayerEmbedding(config, get_norm(config)) if "P" in config.layer_pattern else None
             )
@@ -120,7 +119,7 @@ class HybridModel(LanguageModule):
                 tp_group=pg_collection.tp,
             )
             if not self.share_embeddings_and_output_weights:
-                mark_tensor_parallel(self.output_layer.weight, 0, unpadded_size=config.vocab_size)
+                mark_tensor_parallel(self.output_layer.weight, vocabulary_cut)
         self.setup_embeddings_and_output_layer()
         self.register_load_state_dict_pre_hook(_respell_parameters)
         self.num_weight_changes = 0

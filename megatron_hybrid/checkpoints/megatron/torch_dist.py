@@ -57,6 +57,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 
 logger = logging.getLogger(__name__)
 
@@ -394,10 +395,10 @@ def _tensor_maps(model: HybridModel) -> Iterator[TensorMap]:
 def _sections(tensor: Tensor) -> tuple[dict[str, int] | None, int]:
     """Full sizes of the blocks that core keeps apart, by name (None: it does not), and their
     dimension."""
-    names = getattr(tensor, "section_names", None)
-    if names is None:
+    cut = cut_of(tensor)
+    if cut is None or cut.names is None:
         return None, 0
-    return dict(zip(names, tensor.partition_sections)), tensor.partition_dim
+    return dict(zip(cut.names, cut.sections)), cut.dim
 
 
 def _as_stored(

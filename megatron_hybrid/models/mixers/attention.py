@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import AttentionPattern
 
 
@@ -95,9 +95,10 @@ class AttentionMixer(Mixer):
         )
         if config.softmax_type == "learnable":
             self.core_attention = nn.Module()  # where megatron-core keeps the parameter
-            sinks = torch.zeros(config.num_attention_heads // tp_size, dtype=config.params_dtype)
+            heads = config.num_attention_heads
+            sinks = torch.zeros(heads // tp_size, dtype=config.params_dtype)
             self.core_attention.softmax_offset = nn.Parameter(sinks)
-            mark_tensor_parallel(self.core_attention.softmax_offset, 0)
+            mark_tensor_parallel(self.core_attention.softmax_offset, Cut(0, (heads,), tp_size))
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values, unless the layer reads those of another one."""

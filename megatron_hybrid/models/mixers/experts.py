@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.mlp import activated
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel, shard
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel, shard
 from megatron_hybrid.ops import routed_experts
 
 
@@ -29,7 +29,7 @@ class StackedLinear(nn.Module):
     Args:
         shape: full (E, out, in).
         dim: 1 or 2, the dimension of the weight that is cut over the ranks.
-        sections: see `mark_tensor_parallel`.
+        sections: full sizes of its blocks, each cut separately; None: one block.
     """
 
     def __init__(
@@ -44,16 +44,17 @@ class StackedLinear(nn.Module):
         rank, tp_size = pg_collection.tp.rank(), pg_collection.tp.size()
         local = [size // tp_size if i == dim else size for i, size in enumerate(shape)]
         self.weight = nn.Parameter(torch.empty(local, dtype=config.params_dtype))
-        mark_tensor_parallel(self.weight, dim, sections)
+        cut = Cut(dim, sections or (shape[dim],), tp_size)
+        mark_tensor_parallel(self.weight, cut)
         if config.perform_initialization:
             full = torch.empty(shape)
             (config.init_method if dim == 1 else config.output_layer_init_method)(full)
-            self.weight.data.copy_(shard(full, self.weight, rank, tp_size))
+            self.weight.data.copy_(shard(full, self.weight, rank))
         self.register_parameter("bias", None)
         if config.add_bias_linear:
             self.bias = nn.Parameter(torch.zeros(local[:2], dtype=config.params_dtype))
             if dim == 1:
-                mark_tensor_parallel(self.bias, 1, sections)
+                mark_tensor_parallel(self.bias, cut)
 
 
 class SeparateLinear(nn.Module):

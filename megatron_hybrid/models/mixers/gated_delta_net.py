@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import gated_delta_rule
 
 _A_RANGE = (1.0, 16.0)
@@ -84,7 +84,7 @@ class GatedDeltaNetMixer(Mixer):
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log())
         self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads))
         for parameter in (self.A_log, self.dt_bias):
-            mark_tensor_parallel(parameter, 0)
+            mark_tensor_parallel(parameter, Cut(0, (value_heads,), tp_size))
         self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"

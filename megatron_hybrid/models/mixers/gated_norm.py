@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 
 
 def build_delta_norm(
@@ -48,8 +48,9 @@ class GatedGroupNorm(nn.Module):
     (Mamba-2, arXiv 2405.21060, section 8.2).
 
     Args:
-        channels: channels on this rank.
+        channels: channels of all ranks.
         group_size: channels per group.
+        tp_size: number of tensor-parallel ranks.
         eps: added to the mean square.
         dtype: dtype of the weight.
         norm_before_gate: the second of the two forms.
@@ -59,6 +60,7 @@ class GatedGroupNorm(nn.Module):
         self,
         channels: int,
         group_size: int,
+        tp_size: int,
         eps: float,
         dtype: torch.dtype,
         norm_before_gate: bool = False,
@@ -67,8 +69,8 @@ class GatedGroupNorm(nn.Module):
         self.group_size = group_size
         self.eps = eps
         self.norm_before_gate = norm_before_gate
-        self.weight = nn.Parameter(torch.ones(channels, dtype=dtype))
-        mark_tensor_parallel(self.weight, 0)
+        self.weight = nn.Parameter(torch.ones(channels // tp_size, dtype=dtype))
+        mark_tensor_parallel(self.weight, Cut(0, (channels,), tp_size))
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Gate and normalise in fp32; returns [T, C] in the dtype of `y_TC`."""

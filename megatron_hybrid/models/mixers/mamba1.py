@@ -23,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import selective_scan
 
 
@@ -104,7 +104,7 @@ class Mamba1Mixer(Mixer):
         self.A_log = nn.Parameter(decay.repeat(self.num_channels, 1))
         self.D = nn.Parameter(torch.ones(self.num_channels))
         for parameter in (self.A_log, self.D):
-            mark_tensor_parallel(parameter, 0)
+            mark_tensor_parallel(parameter, Cut(0, (inner,), tp_size))
         self.out_proj = build_output_projection(
             submodules.row,
             config,

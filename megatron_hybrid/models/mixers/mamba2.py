@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import ssd_scan
 
 _A_RANGE = (1.0, 16.0)
@@ -93,12 +93,13 @@ class Mamba2Mixer(Mixer):
         self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
         self.D = nn.Parameter(torch.ones(self.num_heads))
         for parameter in (self.dt_bias, self.A_log, self.D):
-            mark_tensor_parallel(parameter, 0)
+            mark_tensor_parallel(parameter, Cut(0, (heads,), tp_size))
         self.norm = None
         if config.mamba_gated_norm != "none":
             self.norm = GatedGroupNorm(
-                inner // tp_size,
+                inner,
                 inner // groups,
+                tp_size,
                 eps=config.mamba_norm_epsilon,
                 dtype=config.params_dtype,
                 norm_before_gate=config.mamba_gated_norm == "norm_first",

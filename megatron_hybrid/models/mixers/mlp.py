@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 
 
 def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
@@ -57,10 +57,12 @@ class MLPMixer(MLP, Mixer):
         )
         # A rank holds its piece of the gate and its piece of the value, one after the other.
         sections = (config.ffn_hidden_size,) * (2 if config.gated_linear_unit else 1)
-        mark_tensor_parallel(self.linear_fc1.weight, 0, sections)
+        cut = Cut(0, sections, pg_collection.tp.size())
+        mark_tensor_parallel(self.linear_fc1.weight, cut)
         if config.add_bias_linear:
-            mark_tensor_parallel(self.linear_fc1.bias, 0, sections)
-        mark_tensor_parallel(self.linear_fc2.weight, 1)
+            mark_tensor_parallel(self.linear_fc1.bias, cut)
+        cut = Cut(1, (config.ffn_hidden_size,), pg_collection.tp.size())
+        mark_tensor_parallel(self.linear_fc2.weight, cut)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 
 
 class LocalColumnLinear(ColumnParallelLinear):
@@ -54,7 +54,7 @@ def build_input_projection(
     pg_collection: ProcessGroupCollection,
     *,
     comm_buffer: str,
-    section_names: Sequence[str] | None = None,
+    section_names: tuple[str, ...] | None = None,
     bias: bool = False,
     skip_bias_add: bool = False,
     input_size: int | None = None,
@@ -82,10 +82,10 @@ def build_input_projection(
         tp_comm_buffer_name=comm_buffer,
         tp_group=pg_collection.tp,
     )
-    marked_sections = sections if len(sections) > 1 else None
-    mark_tensor_parallel(projection.weight, 0, marked_sections, section_names)
+    cut = Cut(0, tuple(sections), pg_collection.tp.size(), section_names)
+    mark_tensor_parallel(projection.weight, cut)
     if bias:
-        mark_tensor_parallel(projection.bias, 0, marked_sections, section_names)
+        mark_tensor_parallel(projection.bias, cut)
     return projection
 
 
@@ -115,7 +115,7 @@ def build_output_projection(
         tp_comm_buffer_name=comm_buffer,
         tp_group=pg_collection.tp,
     )
-    mark_tensor_parallel(projection.weight, 1)
+    mark_tensor_parallel(projection.weight, Cut(1, (width,), pg_collection.tp.size()))
     return projection
 
 

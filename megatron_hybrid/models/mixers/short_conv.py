@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.mixers.base import StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.sharding.tensor_sharding import mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import causal_conv1d
 
 
@@ -32,7 +32,7 @@ class ShortConv(nn.Module):
     def __init__(
         self,
         sections: Sequence[int],
-        section_names: Sequence[str],
+        section_names: tuple[str, ...],
         kernel_size: int,
         bias: bool,
         tp_size: int,
@@ -46,10 +46,11 @@ class ShortConv(nn.Module):
         bound = 1.0 / math.sqrt(kernel_size)
         weight = torch.empty(channels, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
-        mark_tensor_parallel(self.weight, 0, sections, section_names)
+        cut = Cut(0, tuple(sections), tp_size, section_names)
+        mark_tensor_parallel(self.weight, cut)
         if bias:
             self.bias = nn.Parameter(torch.empty(channels, dtype=dtype).uniform_(-bound, bound))
-            mark_tensor_parallel(self.bias, 0, sections, section_names)
+            mark_tensor_parallel(self.bias, cut)
         else:
             self.register_parameter("bias", None)
 

@@ -7,23 +7,22 @@ name of the transformer_engine spec, as in core's local specs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,
 )
-from megatron.core.utils import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, cut_of
 
 
 def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> ShardedStateDict:
@@ -42,9 +41,7 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
     values = model.state_dict(keep_vars=True)
     for name, key in distributed_keys(model).items():
         value, key = values[name], prefix + key
-        if EXPERTS in key:
-            state[prefix + name] = _stacked_experts(key, value, groups, singletons)
-        elif is_parameter(name):
+        if is_parameter(name):
             state[prefix + name] = _sharded_tensor(key, value, groups, singletons)
         else:
             state[prefix + name] = make_sharded_object_for_checkpoint(
@@ -90,86 +87,79 @@ def _fused_norms(model: Any) -> dict[str, str]:
 
 
 def _sharded_tensor(
-    key: str, value: Tensor, groups: dict[str, Any], singletons: bool
-) -> ShardedTensor | ShardedTensorFactory:
-    if not getattr(value, "tensor_model_parallel", False):
-        return make_sharded_tensor_for_checkpoint(value, key, **groups)
-    sharded = make_tp_sharded_tensor_for_checkpoint(
-        value,
-        key,
-        value.partition_dim,
-        # A vocabulary is padded by as much as the tensor-parallel size asks for.
-        allow_shape_mismatch=hasattr(value, "unpadded_size"),
-        **groups,
-    )
-    names = getattr(value, "section_names", None)
-    if names is not None:
-        return _split_sections(sharded, value, names, groups["tp_group"])
-    if len(getattr(value, "partition_sections", ())) == 2:  # gate and value of a gated MLP
-        return apply_swiglu_sharded_factory(sharded, (), singletons)
-    return sharded
-
-
-def _split_sections(
-    sharded: ShardedTensor,
-    parameter: Tensor,
-    names: tuple[str, ...],
-    group: torch.distributed.ProcessGroup,
-) -> ShardedTensorFactory:
-    """One tensor per concatenated block, `key.name`, each cut over the ranks separately."""
-    dim = parameter.partition_dim
-    sizes = [size // group.size() for size in parameter.partition_sections]
-    place = (dim, group.rank(), group.size())
-
-    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
-        return [
-            ShardedTensor.from_rank_offsets(f"{key}.{name}", block, place, replica_id=replica_id)
-            for name, block in zip(names, tensor.split(sizes, dim))
-        ]
-
-    def merge(blocks: list[Tensor]) -> Tensor:
-        return torch.cat(blocks, dim)
-
-    return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)
-
-
-def _stacked_experts(
     key: str, parameter: Tensor, groups: dict[str, Any], singletons: bool
-) -> ShardedTensorFactory:
-    """One piece per expert and block of its rows, each cut over the ranks separately: the places of
-    core's experts, in all of its forms."""
-    group = groups["tp_group"]
-    cut = getattr(parameter, "tensor_model_parallel", False)
-    # The dimension within an expert's tensor, which has no leading one.
-    dim = parameter.partition_dim - 1 if cut else 0
-    num_blocks = len(getattr(parameter, "partition_sections", (0,)))
-    rank, size = (group.rank(), group.size()) if cut else (0, 1)
-    replica_id = (0, 0 if cut else group.rank(), groups["dp_cp_group"].rank())
+) -> ShardedTensor | ShardedTensorFactory:
+    """The pieces of a parameter on this rank, at the places of core's own models."""
+    tp, data_parallel = groups["tp_group"], groups["dp_cp_group"]
+    cut, is_stack = cut_of(parameter), EXPERTS in key
+    if cut is None and not is_stack:
+        return make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+    if cut is None:
+        cut = Cut(0, parameter.shape[1:2], tp.size(), copies=(tp.size(),))
+    elif is_stack:  # one tensor per expert, which has no leading dimension
+        cut = replace(cut, dim=cut.dim - 1)
 
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
+        if not is_stack:
+            return _pieces(key, tensor, cut, tp.rank(), replica_id, singletons)
         pieces = []
         for i, expert in enumerate(tensor.unbind(0)):
-            for j, block in enumerate(expert.chunk(num_blocks, dim)):
-                if singletons:
-                    name = key.replace(EXPERTS, f"{EXPERTS}{i}.")
-                    name += ("_w", "_v")[j] if num_blocks == 2 else ""
-                    places = [(dim, rank, size)]
-                else:
-                    name = key
-                    places = [(0, i, len(tensor)), (1 + dim, j * size + rank, num_blocks * size)]
-                pieces.append(
-                    ShardedTensor.from_rank_offsets(
-                        name,
-                        block,
-                        *places,
-                        replica_id=replica_id,
-                        prepend_axis_num=0 if singletons else 1,
-                    )
-                )
+            name, lead = key, ((0, i, len(tensor)),)
+            if singletons:
+                name, lead = key.replace(EXPERTS, f"{EXPERTS}{i}."), ()
+            pieces += _pieces(name, expert, cut, tp.rank(), replica_id, singletons, lead)
         return pieces
 
     def merge(pieces: list[Tensor]) -> Tensor:
-        starts = range(0, len(pieces), num_blocks)
-        return torch.stack([torch.cat(pieces[i : i + num_blocks], dim) for i in starts])
+        if not is_stack:
+            return torch.cat(pieces, cut.dim)
+        per_expert = len(pieces) // len(parameter)
+        starts = range(0, len(pieces), per_expert)
+        return torch.stack([torch.cat(pieces[i : i + per_expert], cut.dim) for i in starts])
 
+    replica_id = (0, 0, data_parallel.rank())
+    if not is_stack and len(pieces := build(key, parameter, replica_id, None)) == 1:
+        return pieces[0]
     return ShardedTensorFactory(key, parameter, build, merge, replica_id)
+
+
+def _pieces(
+    key: str,
+    tensor: Tensor,
+    cut: Cut,
+    rank: int,
+    replica_id: tuple[int, int, int],
+    singletons: bool,
+    lead: tuple[tuple[int, int, int], ...] = (),
+) -> list[ShardedTensor]:
+    """The pieces of one tensor.
+
+    Args:
+        lead: the place in a leading dimension of the key's tensor, if it has one.
+    """
+    names = None if cut.names is None else [f".{name}" for name in cut.names]
+    if names is None and singletons and len(cut.sections) == 2 and cut.copies is None:
+        names = ["_w", "_v"]  # a gated MLP
+    local_blocks = tensor.split(cut.local_sections, cut.dim)
+    if names is not None:  # one tensor per block
+        return [
+            piece
+            for name, block, own in zip(names, local_blocks, cut.blocks())
+            for piece in _pieces(key + name, block, own, rank, replica_id, False, lead)
+        ]
+    # Pieces of equal size, as core's grids are regular.
+    unit = gcd(*(at for other in range(cut.num_ranks) for pair in cut.ranges(other) for at in pair))
+    return [
+        ShardedTensor.from_rank_offsets(
+            key,
+            piece,
+            *lead,
+            (len(lead) + cut.dim, start // unit + i, cut.size // unit),
+            replica_id=(replica_id[0], copy, replica_id[2]),
+            prepend_axis_num=len(lead),
+            # A vocabulary is padded by as much as the tensor-parallel size asks for.
+            allow_shape_mismatch=cut.unpadded_size is not None,
+        )
+        for block, (start, _), copy in zip(local_blocks, cut.ranges(rank), cut.copy_numbers(rank))
+        for i, piece in enumerate(block.split(unit, cut.dim))
+    ]

@@ -1,103 +1,141 @@
-"""Sharding of parameters over tensor-parallel ranks, by attributes of the parameters.
+"""Sharding of parameters over tensor-parallel ranks, described by one attribute of the parameters.
 
-A sharded parameter carries megatron-core's attributes (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`) and, where a rank holds pieces of several concatenated blocks,
-`partition_sections`: the full sizes of these blocks along `partition_dim` (and `section_names`,
-their names in core's distributed checkpoints). So one pair of functions cuts and joins all
-parameters.
+A sharded parameter carries a `Cut` beside megatron-core's own attributes (`tensor_model_parallel`,
+`partition_dim`, `partition_stride`), and all that cuts or joins parameters follows from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-_MARKS = (
-    "tensor_model_parallel",
-    "partition_dim",
-    "partition_stride",
-    "partition_sections",
-    "section_names",
-    "unpadded_size",
-)
+_CORE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def mark_tensor_parallel(
-    parameter: nn.Parameter,
-    dim: int,
-    sections: Sequence[int] | None = None,
-    section_names: Sequence[str] | None = None,
-    unpadded_size: int | None = None,
-) -> None:
-    """Mark `parameter` as this rank's piece of a tensor that is cut along `dim`.
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut along one dimension over tensor-parallel ranks.
 
-    Args:
-        sections: full sizes of the concatenated blocks along `dim`, each cut separately; None: one
-            block.
-        section_names: core's names of these blocks, if it keeps them apart.
-        unpadded_size: full size along `dim` without padding rows.
+    The dimension is one row of blocks, or `repeats` such rows one after the other, each of which
+    equally many ranks share. Within a row each block is cut evenly, block by block.
     """
+
+    dim: int
+    sections: tuple[int, ...]
+    """Full sizes of the blocks of a row."""
+    num_ranks: int
+    names: tuple[str, ...] | None = None
+    """Names of the blocks in core's distributed checkpoints, if it keeps them apart."""
+    copies: tuple[int, ...] | None = None
+    """Number of neighbouring ranks that hold the same piece of each block; None: all 1."""
+    repeats: int = 1
+    unpadded_size: int | None = None
+    """Full size along `dim` without padding; None: there is none."""
+
+    @property
+    def size(self) -> int:
+        """Full size along `dim`, with padding."""
+        return sum(self.sections) * self.repeats
+
+    @property
+    def local_sections(self) -> tuple[int, ...]:
+        """Sizes of a rank's pieces, in its order."""
+        return tuple(stop - start for start, stop in self.ranges(0))
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """(start, stop) in the full dimension of the rank's piece of each block, in its order."""
+        sharing = self.num_ranks // self.repeats
+        row, rank = divmod(rank, sharing)
+        at, found = row * sum(self.sections), []
+        for size, copies in zip(self.sections, self._copies):
+            length = size * copies // sharing
+            start = at + rank // copies * length
+            found.append((start, start + length))
+            at += size
+        return found
+
+    def copy_numbers(self, rank: int) -> list[int]:
+        """For each block, which of the copies of its piece the rank holds, from 0."""
+        rank %= self.num_ranks // self.repeats
+        return [rank % copies for copies in self._copies]
+
+    def blocks(self) -> list[Cut]:
+        """Each block of the only row as a tensor of its own."""
+        return [
+            replace(self, sections=(size,), names=None, copies=(copies,))
+            for size, copies in zip(self.sections, self._copies)
+        ]
+
+    @property
+    def _copies(self) -> tuple[int, ...]:
+        return self.copies or (1,) * len(self.sections)
+
+
+def mark_tensor_parallel(parameter: Tensor, cut: Cut) -> None:
+    """Mark `parameter` as this rank's piece of a tensor."""
+    parameter.cut = cut
     parameter.tensor_model_parallel = True
-    parameter.partition_dim = dim
+    parameter.partition_dim = cut.dim
     parameter.partition_stride = 1
-    if sections is not None:
-        parameter.partition_sections = tuple(sections)
-    if section_names is not None:
-        parameter.section_names = tuple(section_names)
-    if unpadded_size is not None:
-        parameter.unpadded_size = unpadded_size
+
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """How a tensor of a model is cut; None: every rank holds all of it."""
+    return getattr(tensor, "cut", None)
 
 
 def copy_marks(source: Tensor, target: Tensor, dropped_dims: int = 0) -> None:
-    """Mark `target` as a piece of the same kind as `source`; marks that it has are kept.
+    """Mark `target` as a piece of the same kind as `source`; core's marks that it has are kept.
 
     Args:
         dropped_dims: leading dimensions of `source` that `target` lacks.
     """
-    for name in _MARKS:
-        if hasattr(source, name) and not hasattr(target, name):
-            value = getattr(source, name)
-            setattr(target, name, value - dropped_dims if name == "partition_dim" else value)
+    if (cut := cut_of(source)) is None:
+        return
+    given = {name: getattr(target, name) for name in _CORE_MARKS if hasattr(target, name)}
+    mark_tensor_parallel(target, replace(cut, dim=cut.dim - dropped_dims))
+    for name, value in given.items():
+        setattr(target, name, value)
 
 
-def full_shape(parameter: Tensor, tp_size: int) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of the whole tensor that `parameter` is this rank's piece of."""
     shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        dim = parameter.partition_dim
-        shape[dim] = getattr(parameter, "unpadded_size", shape[dim] * tp_size)
+    if (cut := cut_of(parameter)) is not None:
+        shape[cut.dim] = cut.unpadded_size or cut.size
     return tuple(shape)
 
 
-def shard(full: Tensor, parameter: Tensor, rank: int, tp_size: int) -> Tensor:
+def shard(full: Tensor, parameter: Tensor, rank: int) -> Tensor:
     """One rank's piece of `full`, cut like `parameter`."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    cut = cut_of(parameter)
+    if cut is None:
         return full
-    dim = parameter.partition_dim
-    padding = parameter.shape[dim] * tp_size - full.shape[dim]
+    padding = cut.size - full.shape[cut.dim]
     if padding:
-        full = F.pad(full, (0, 0) * (full.dim() - 1 - dim) + (0, padding))
-    if tp_size == 1:
+        full = F.pad(full, (0, 0) * (full.dim() - 1 - cut.dim) + (0, padding))
+    if cut.num_ranks == 1:
         return full
-    sections = getattr(parameter, "partition_sections", (full.shape[dim],))
-    pieces = [block.chunk(tp_size, dim)[rank] for block in full.split(sections, dim)]
-    return torch.cat(pieces, dim)
+    pieces = [full.narrow(cut.dim, at, end - at) for at, end in cut.ranges(rank)]
+    return torch.cat(pieces, cut.dim)
 
 
 def unshard(pieces: Sequence[Tensor], parameter: Tensor) -> Tensor:
     """The whole tensor, from the pieces of all ranks in order. Inverse of `shard`."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    cut = cut_of(parameter)
+    if cut is None:
         return pieces[0]
-    dim = parameter.partition_dim
-    if len(pieces) == 1:
-        full = pieces[0]
-    else:
-        total = sum(piece.shape[dim] for piece in pieces)
-        sections = getattr(parameter, "partition_sections", (total,))
-        local = [size // len(pieces) for size in sections]
-        blocks = zip(*(piece.split(local, dim) for piece in pieces))
-        full = torch.cat([piece for block in blocks for piece in block], dim)
-    return full.narrow(dim, 0, getattr(parameter, "unpadded_size", full.shape[dim]))
+    full = pieces[0]
+    if cut.num_ranks > 1:
+        shape = list(full.shape)
+        shape[cut.dim] = cut.size
+        full = full.new_empty(shape)
+        for rank, piece in enumerate(pieces):
+            blocks = piece.split(cut.local_sections, cut.dim)
+            for (start, stop), block in zip(cut.ranges(rank), blocks):
+                full.narrow(cut.dim, start, stop - start).copy_(block)
+    return full.narrow(cut.dim, 0, cut.unpadded_size or cut.size)

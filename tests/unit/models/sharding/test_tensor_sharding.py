@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from megatron_hybrid.models.sharding.tensor_sharding import (
+    Cut,
+    copy_marks,
     full_shape,
     mark_tensor_parallel,
     shard,
@@ -12,16 +14,16 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
 )
 
 
-def marked(shape, **how):
+def marked(shape, *how, **more):
     parameter = nn.Parameter(torch.zeros(shape))
-    mark_tensor_parallel(parameter, **how)
+    mark_tensor_parallel(parameter, Cut(*how, **more))
     return parameter
 
 
 def test_sections_are_cut_one_by_one():
     full = torch.arange(12.0)[:, None]
-    local = marked((6, 1), dim=0, sections=(4, 6, 2))
-    first, second = (shard(full, local, rank, 2) for rank in range(2))
+    local = marked((6, 1), 0, (4, 6, 2), 2)
+    first, second = (shard(full, local, rank) for rank in range(2))
     assert first.flatten().tolist() == [0, 1, 4, 5, 6, 10]
     assert second.flatten().tolist() == [2, 3, 7, 8, 9, 11]
     assert torch.equal(unshard([first, second], local), full)
@@ -29,9 +31,29 @@ def test_sections_are_cut_one_by_one():
 
 def test_columns():
     full = torch.arange(8.0).view(2, 4)
-    local = marked((2, 2), dim=1)
-    pieces = [shard(full, local, rank, 2) for rank in range(2)]
+    local = marked((2, 2), 1, (4,), 2)
+    pieces = [shard(full, local, rank) for rank in range(2)]
     assert pieces[1].tolist() == [[2, 3], [6, 7]]
+    assert torch.equal(unshard(pieces, local), full)
+
+
+def test_neighbours_hold_copies_of_a_section():
+    full = torch.arange(10.0)
+    local = marked((4,), 0, (8, 2), 4, copies=(1, 2))
+    pieces = [shard(full, local, rank) for rank in range(4)]
+    assert [piece.tolist() for piece in pieces] == [[0, 1, 8], [2, 3, 8], [4, 5, 9], [6, 7, 9]]
+    assert [local.cut.copy_numbers(rank) for rank in range(4)] == [[0, 0], [0, 1], [0, 0], [0, 1]]
+    assert local.cut.local_sections == (2, 1)
+    assert full_shape(local) == (10,)
+    assert torch.equal(unshard(pieces, local), full)
+
+
+def test_rows_of_blocks_are_shared_by_as_many_ranks_each():
+    # Two groups of attention heads, of two queries, a key and a value, on four ranks.
+    full = torch.arange(8.0)
+    local = marked((3,), 0, (2, 1, 1), 4, copies=(1, 2, 2), repeats=2)
+    pieces = [shard(full, local, rank) for rank in range(4)]
+    assert [piece.tolist() for piece in pieces] == [[0, 2, 3], [1, 2, 3], [4, 6, 7], [5, 6, 7]]
     assert torch.equal(unshard(pieces, local), full)
 
 
@@ -40,16 +62,25 @@ def test_padding_is_added_and_taken_away(dim):
     full = torch.arange(10.0).view(5, 2)
     full = full if dim == 0 else full.t().contiguous()
     shape = (3, 2) if dim == 0 else (2, 3)
-    local = marked(shape, dim=dim, unpadded_size=5)
-    pieces = [shard(full, local, rank, 2) for rank in range(2)]
+    local = marked(shape, dim, (6,), 2, unpadded_size=5)
+    pieces = [shard(full, local, rank) for rank in range(2)]
     assert all(piece.shape == shape for piece in pieces)
-    assert full_shape(local, 2) == tuple(full.shape)
+    assert full_shape(local) == tuple(full.shape)
     assert torch.equal(unshard(pieces, local), full)
 
 
 def test_unmarked_parameters_are_whole_everywhere():
     parameter = nn.Parameter(torch.zeros(3))
     full = torch.arange(3.0)
-    assert shard(full, parameter, 1, 2) is full
+    assert shard(full, parameter, 1) is full
     assert unshard([full], parameter) is full
-    assert full_shape(parameter, 2) == (3,)
+    assert full_shape(parameter) == (3,)
+
+
+def test_copied_marks_keep_those_of_core():
+    stack = marked((5, 2, 2), 2, (4,), 2)
+    one = nn.Parameter(torch.zeros(2, 2))
+    one.partition_stride = 2
+    copy_marks(stack, one, dropped_dims=1)
+    assert one.cut == Cut(1, (4,), 2)
+    assert (one.tensor_model_parallel, one.partition_dim, one.partition_stride) == (True, 1, 2)
