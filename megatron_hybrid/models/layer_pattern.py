@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
-from megatron_hybrid.models.config.delta_rule import DeltaRuleFields, GatedDeltaNetFields
+from megatron_hybrid.models.config.delta_rule import (
+    DeltaRuleFields,
+    GatedDeltaNetFields,
+    KimiDeltaAttentionFields,
+)
 from megatron_hybrid.models.config.field_group import FieldGroup
 from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
 from megatron_hybrid.models.config.mamba1 import Mamba1Fields
@@ -67,7 +71,7 @@ KINDS: dict[str, LayerKind] = {
         "kimi_delta_attention.KimiDeltaAttentionMixer",
         "input_layernorm",
         "self_attention",
-        (DeltaRuleFields,),
+        (DeltaRuleFields, KimiDeltaAttentionFields),
     ),
     "*": LayerKind("full attention", *_ATTENTION, (PositionFields, AttentionFields)),
     "W": LayerKind(

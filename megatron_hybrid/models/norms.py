@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.sharding.collectives import sum_over_ranks
+from megatron_hybrid.models.sharding.tensor_sharding import Cut
 
 
 class LocalNorm(nn.Module):
@@ -32,13 +35,57 @@ class LocalNorm(nn.Module):
         else:
             self.register_parameter("bias", None)
 
+    def factor(self) -> Tensor:
+        """Of the normed values, fp32 [hidden_size]."""
+        weight = self.weight.float()
+        return 1.0 + weight if self.zero_centered else weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
-        weight = self.weight.float()
-        if self.zero_centered:
-            weight = 1.0 + weight
+        weight = self.factor()
         if self.bias is None:
             y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
         else:
             y = F.layer_norm(x.float(), weight.shape, weight, self.bias.float(), self.eps)
         return y.to(x.dtype)
+
+
+class SplitNorm(LocalNorm):
+    """The norm of a vector that is split over the tensor-parallel ranks.
+
+    Each rank has the whole weight and uses its own part: core's `finalize_model_grads` sums the
+    gradients of the query and key norms over the ranks.
+
+    Args:
+        config, hidden_size, eps: see `LocalNorm`; the size is that of the whole vector.
+        tp_group: tensor-parallel ranks.
+        copies: number of neighbouring ranks that hold the same part.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        hidden_size: int,
+        eps: float,
+        tp_group: dist.ProcessGroup,
+        copies: int,
+    ):
+        super().__init__(config, hidden_size, eps)
+        self.tp_group = tp_group
+        self.size_of_all = hidden_size * copies
+        cut = Cut(0, (hidden_size,), tp_group.size(), copies=(copies,))
+        self.part = slice(*cut.ranges(tp_group.rank())[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part, [..., hidden_size * copies / ranks] -> the same shape and dtype."""
+        y = x.float()
+        if self.bias is not None:
+            y = y - self._mean(y)
+        y = y * torch.rsqrt(self._mean(y.square()) + self.eps) * self.factor()[self.part]
+        if self.bias is not None:
+            y = y + self.bias.float()[self.part]
+        return y.to(x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the parts of all ranks, [..., 1]."""
+        return sum_over_ranks(x.sum(-1, keepdim=True) / self.size_of_all, self.tp_group)

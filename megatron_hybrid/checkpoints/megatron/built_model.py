@@ -76,6 +76,13 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
             f"virtual_pipeline_model_parallel_size is {stages}, so the model is one of several "
             "pieces of a pipeline rank. Build it with one stage per rank."
         )
+    groups, tp_size = core.num_query_groups, stock.pg_collection.tp.size()
+    if groups < tp_size and any("linear_qkv" in name for name, _ in stock.named_parameters()):
+        raise ValueError(
+            f"num_query_groups is {groups}, less than tensor_model_parallel_size={tp_size}: "
+            "megatron-core cuts a key/value head over the ranks, where HybridModel gives each rank "
+            f"a copy. Build the model on at most {groups} ranks, or save it and use load_megatron."
+        )
     weight = next(p for p in stock.decoder.parameters() if p.dim() > 1)
     return hybrid_config_fields(
         core,
@@ -83,7 +90,7 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
         vocab_size=stock.vocab_size,
         share_embeddings_and_output_weights=stock.share_embeddings_and_output_weights,
         params_dtype=weight.dtype,
-        tensor_model_parallel_size=stock.pg_collection.tp.size(),
+        tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=stock.pg_collection.pp.size(),
         layer_spec="local",
         **_head_norm_fields(stock.decoder),

@@ -23,7 +23,8 @@ class AttentionFields(LayerFields):
     """Query heads."""
 
     num_query_groups: int | None = None
-    """Key/value heads, a multiple of the tensor-parallel size; None: one for each query head."""
+    """Key/value heads, a multiple or a divisor of the tensor-parallel size; None: one for each
+    query head."""
 
     kv_channels: int | None = None
     """Width of a head; None: hidden_size / num_attention_heads."""
@@ -86,7 +87,7 @@ class AttentionFields(LayerFields):
                 f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
                 f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
             )
-        self._require_divisible("num_query_groups")
+        self.check_ranks()
         if self.position_embedding_type == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             raise ValueError(
                 f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
@@ -94,14 +95,16 @@ class AttentionFields(LayerFields):
             )
         self._require_one_of("softmax_type", "vanilla", "off-by-one", "learnable")
         self._require_one_of("qk_layernorm_scope", "head", "all_heads")
-        if self.qk_layernorm_scope == "all_heads" and self.tensor_model_parallel_size > 1:
-            raise ValueError(
-                "qk_layernorm_scope='all_heads' needs all heads on one rank, but "
-                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
-            )
         for name in ("attention_logit_softcap", "attention_temperature_floor"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be above 0.")
+
+    def check_ranks(self) -> None:
+        """Raises ValueError unless heads divide over the ranks. Runs before megatron-core's own
+        checks, too."""
+        self._require_divisible("num_attention_heads")
+        if self.num_query_groups is not None:
+            self._require_divisible_or_copied("num_query_groups")
 
     def check_kv_source(
         self, number: int, symbols: list[str], layers: Sequence[AttentionFields]

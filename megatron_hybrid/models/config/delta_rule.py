@@ -49,6 +49,15 @@ class DeltaRuleFields(LayerFields):
         if self.linear_num_key_heads is None:
             self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
         self._require_positive("linear_num_key_heads")
+        self._require_divisible_or_copied("linear_num_key_heads")
+
+
+@dataclass
+class KimiDeltaAttentionFields(LayerFields):
+    """A Kimi Delta Attention layer: no fields beside those of every delta rule."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         self._require_divisible("linear_num_key_heads")
 
 
@@ -75,3 +84,4 @@ class GatedDeltaNetFields(LayerFields):
                 f"linear_num_key_heads={self.linear_num_key_heads}. "
                 "Each key head serves as many value heads."
             )
+        self._require_divisible("linear_num_value_heads")

@@ -48,6 +48,19 @@ class FieldGroup:
                     f"tensor_model_parallel_size={size}. Use a multiple of {size}, or fewer ranks."
                 )
 
+    def _require_divisible_or_copied(self, *fields: str) -> None:
+        """Raises ValueError unless these fields are multiples or divisors of the tensor-parallel
+        size."""
+        size = self.tensor_model_parallel_size
+        for field in fields:
+            value = getattr(self, field)
+            if value % size and size % value:
+                raise ValueError(
+                    f"{field} is {value}, neither a multiple nor a divisor of "
+                    f"tensor_model_parallel_size={size}. Use a multiple, of which each rank holds "
+                    "an equal part, or a divisor, of which each rank holds a copy of one."
+                )
+
     def _require_one_of(self, field: str, *choices: str) -> None:
         """Raises ValueError unless a field is one of several names."""
         value = getattr(self, field)

@@ -87,6 +87,7 @@ class HybridConfig(
         PrecisionFields.check(self)
         if self.has_attention:
             self._require_positive("num_attention_heads")
+            AttentionFields.check_ranks(self)
         else:
             # Core divides by it and shards it, attention or not.
             self.num_attention_heads = self.tensor_model_parallel_size

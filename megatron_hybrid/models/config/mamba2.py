@@ -24,7 +24,8 @@ class Mamba2Fields(LayerFields):
     """Channels of a Mamba-2 head."""
 
     mamba_num_groups: int = 1
-    """Groups of Mamba-2 heads that share B and C; a multiple of the tensor-parallel size."""
+    """Groups of Mamba-2 heads that share B and C; a multiple or a divisor of the tensor-parallel
+    size."""
 
     mamba_num_heads: int | None = None
     """Heads of a Mamba-2 layer; None: mamba_expand * hidden_size / mamba_head_dim."""
@@ -84,7 +85,8 @@ class Mamba2Fields(LayerFields):
                 f"mamba_num_heads is {self.mamba_num_heads}, not a multiple of "
                 f"mamba_num_groups={self.mamba_num_groups}. Each group serves as many heads."
             )
-        self._require_divisible("mamba_num_groups")
+        self._require_divisible("mamba_num_heads")
+        self._require_divisible_or_copied("mamba_num_groups")
         self._require_one_of("mamba_gated_norm", "gate_first", "norm_first", "none")
         limits = (self.mamba_dt_min, self.mamba_dt_max)
         if limits[0] < 0 or (limits[1] is not None and limits[1] < limits[0]):

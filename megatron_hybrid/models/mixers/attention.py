@@ -22,6 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
+from megatron_hybrid.models.norms import SplitNorm
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import AttentionPattern
 
@@ -61,20 +62,28 @@ class AttentionMixer(Mixer):
             chunk=config.attention_chunk_size if locality == "chunk" else None,
             softcap=config.attention_logit_softcap,
         )
-        tp_size = pg_collection.tp.size()
-        self.num_groups = config.num_query_groups // tp_size
-        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.tp_group = pg_collection.tp
+        tp_size, groups = self.tp_group.size(), config.num_query_groups
+        self.num_groups = max(1, groups // tp_size)
+        self.heads_per_group = config.num_attention_heads // tp_size // self.num_groups
         self.rotary = build_rotary(config, config.rotary_dim)
         queries = config.num_attention_heads * self.head_dim
-        gates = queries if config.attention_output_gate else 0
-        # Rows are ordered by group: its queries (and gates), key and value; so a plain cut works.
-        keys_values = config.num_kv_projections * config.num_query_groups * self.head_dim
+        # Rows are ordered by group: its queries (and gates), key and value. Ranks have whole
+        # groups, or several share one's queries and gates, with copies of its key and value.
+        copies, repeats = max(1, tp_size // groups), min(tp_size, groups)
+        blocks = [(queries // groups, 1)] * (2 if config.attention_output_gate else 1)
+        blocks += [(self.head_dim, copies)] * config.num_kv_projections
+        sections, block_copies = zip(*blocks)
+        if copies == 1:
+            sections, block_copies = (sum(sections) * groups // repeats,), None
         self.linear_qkv = build_input_projection(
             submodules.input_projection,
             config,
-            (queries + gates + keys_values,),
+            sections,
             pg_collection,
             comm_buffer="qkv",
+            copies=block_copies,
+            repeats=repeats,
             bias=config.add_bias_linear or config.add_qkv_bias,
             input_size=input_size,
         )
@@ -89,7 +98,7 @@ class AttentionMixer(Mixer):
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
         self.q_layernorm = self._build_norm(submodules.norm, config.num_attention_heads)
         self.k_layernorm = (
-            self._build_norm(submodules.norm, config.num_query_groups)
+            self._build_norm(submodules.norm, groups, copies)
             if self.kv_layer == layer_number
             else None
         )
@@ -185,9 +194,12 @@ class AttentionMixer(Mixer):
             return self.linear_qkv.weight.new_zeros(self.num_groups * self.heads_per_group)
         return None
 
-    def _build_norm(self, norm: type, num_heads: int) -> nn.Module | None:
-        config = self.config
+    def _build_norm(self, norm: type, num_heads: int, copies: int = 1) -> nn.Module | None:
+        config, size, eps = self.config, self.head_dim, self.config.layernorm_epsilon
         if not config.qk_layernorm:
             return None
-        heads = num_heads if config.qk_layernorm_scope == "all_heads" else 1
-        return norm(config=config, hidden_size=heads * self.head_dim, eps=config.layernorm_epsilon)
+        if config.qk_layernorm_scope == "all_heads":
+            size *= num_heads
+            if self.tp_group.size() > 1:
+                return SplitNorm(config, size, eps, self.tp_group, copies)
+        return norm(config=config, hidden_size=size, eps=eps)

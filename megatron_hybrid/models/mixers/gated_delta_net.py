@@ -54,7 +54,8 @@ class GatedDeltaNetMixer(Mixer):
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         keys, values = key_heads * self.key_dim, value_heads * self.value_dim
         tp_size = pg_collection.tp.size()
-        self.num_key_heads = key_heads // tp_size
+        self.num_key_heads = max(1, key_heads // tp_size)
+        copies = max(1, tp_size // key_heads)  # of a key head, on the ranks with its value heads
         self.num_value_heads = value_heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
 
@@ -65,20 +66,18 @@ class GatedDeltaNetMixer(Mixer):
             pg_collection,
             comm_buffer="fc1",
             section_names=("query", "key", "value", "z", "beta", "alpha"),
+            copies=(copies, copies, 1, 1, 1, 1),
         )
-        self.split_sizes = [
-            (2 * keys + values) // tp_size,
-            values // tp_size,
-            self.num_value_heads,
-            self.num_value_heads,
-        ]
+        widths = self.in_proj.weight.cut.local_sections
+        self.split_sizes = [sum(widths[:3]), *widths[3:]]
         self.conv1d = ShortConv(
             (keys, keys, values),
             ("query", "key", "value"),
             config.linear_conv_kernel_dim,
             bias=False,
-            tp_size=tp_size,
+            tp_group=pg_collection.tp,
             dtype=config.params_dtype,
+            copies=(copies, copies, 1),
         )
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
+from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 
 
@@ -44,13 +44,13 @@ class GatedGroupNorm(nn.Module):
     """RMSNorm(y * SiLU(z)) * weight, the mean square taken over each group of channels; or, with
     the norm before the gate, RMSNorm(y) * weight * SiLU(z).
 
-    Groups never straddle tensor-parallel ranks, so no rank needs another one's channels
-    (Mamba-2, arXiv 2405.21060, section 8.2).
+    With as many groups as tensor-parallel ranks, no rank needs another one's channels (Mamba-2,
+    arXiv 2405.21060, section 8.2); else the ranks that share a group sum their squares.
 
     Args:
         channels: channels of all ranks.
         group_size: channels per group.
-        tp_size: number of tensor-parallel ranks.
+        tp_group: tensor-parallel ranks.
         eps: added to the mean square.
         dtype: dtype of the weight.
         norm_before_gate: the second of the two forms.
@@ -60,7 +60,7 @@ class GatedGroupNorm(nn.Module):
         self,
         channels: int,
         group_size: int,
-        tp_size: int,
+        tp_group: dist.ProcessGroup,
         eps: float,
         dtype: torch.dtype,
         norm_before_gate: bool = False,
@@ -69,17 +69,31 @@ class GatedGroupNorm(nn.Module):
         self.group_size = group_size
         self.eps = eps
         self.norm_before_gate = norm_before_gate
-        self.weight = nn.Parameter(torch.ones(channels // tp_size, dtype=dtype))
-        mark_tensor_parallel(self.weight, Cut(0, (channels,), tp_size))
+        self.tp_group = tp_group
+        local = channels // tp_group.size()
+        self.spread_groups = channels // group_size if local < group_size else 0
+        """Groups of all ranks, if each lies on several ranks."""
+        self.weight = nn.Parameter(torch.ones(local, dtype=dtype))
+        mark_tensor_parallel(self.weight, Cut(0, (channels,), tp_group.size()))
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Gate and normalise in fp32; returns [T, C] in the dtype of `y_TC`."""
         x, gate = y_TC.float(), F.silu(z_TC.float())
         if not self.norm_before_gate:
             x = x * gate
-        groups = x.unflatten(-1, (-1, self.group_size))
-        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        groups = x.unflatten(-1, (-1, min(self.group_size, x.shape[-1])))
+        scale = torch.rsqrt(self._mean_squares(groups) + self.eps)
         normed = (groups * scale).flatten(-2) * self.weight.float()
         if self.norm_before_gate:
             normed = normed * gate
         return normed.to(y_TC.dtype)
+
+    def _mean_squares(self, groups: Tensor) -> Tensor:
+        """[T, G, channels of this rank] -> [T, G, 1]."""
+        if not self.spread_groups:
+            return groups.square().mean(-1, keepdim=True)
+        # Each group has a place of its own, so one sum serves all ranks.
+        place = self.tp_group.rank() * self.spread_groups // self.tp_group.size()
+        own = groups.square().sum(-1) / self.group_size
+        of_all = sum_over_ranks(F.pad(own, (place, self.spread_groups - 1 - place)), self.tp_group)
+        return of_all[:, place, None, None]

@@ -51,7 +51,7 @@ class GatedShortConvMixer(Mixer):
             ("x",),
             config.short_conv_kernel,
             bias=bias,
-            tp_size=pg_collection.tp.size(),
+            tp_group=pg_collection.tp,
             dtype=config.params_dtype,
             activation=None,
         )

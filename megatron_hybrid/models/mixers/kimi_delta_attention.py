@@ -73,7 +73,7 @@ class KimiDeltaAttentionMixer(Mixer):
             ("query", "key", "value"),
             config.linear_conv_kernel_dim,
             bias=False,
-            tp_size=tp_size,
+            tp_group=pg_collection.tp,
             dtype=config.params_dtype,
         )
         self.f_a_proj, self.g_a_proj = (

@@ -71,7 +71,7 @@ class Mamba1Mixer(Mixer):
             ("x",),
             config.mamba1_conv_kernel,
             bias=config.mamba1_conv_bias,
-            tp_size=tp_size,
+            tp_group=pg_collection.tp,
             dtype=config.params_dtype,
         )
         self.x_proj = build_output_projection(

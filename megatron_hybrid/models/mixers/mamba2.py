@@ -57,7 +57,8 @@ class Mamba2Mixer(Mixer):
         group_states = groups * self.state_dim
         tp_size = pg_collection.tp.size()
         self.num_heads = heads // tp_size
-        self.num_groups = groups // tp_size
+        self.num_groups = max(1, groups // tp_size)
+        copies = max(1, tp_size // groups)  # of a group's B and C, on the ranks with its heads
 
         sections = (inner, inner, group_states, group_states, heads)
         self.in_proj = build_input_projection(
@@ -67,17 +68,14 @@ class Mamba2Mixer(Mixer):
             pg_collection,
             comm_buffer="fc1",
             section_names=("z", "x", "B", "C", "dt"),
+            copies=(1, 1, copies, copies, 1),
             bias=config.mamba_proj_bias,
         )
-        self.split_sizes = [
-            inner // tp_size,
-            (inner + 2 * group_states) // tp_size,
-            self.num_heads,
-        ]
+        widths = self.in_proj.weight.cut.local_sections
+        self.split_sizes = [widths[0], sum(widths[1:4]), widths[4]]
         multipliers = None
         if config.mamba_section_multipliers is not None:
             factors = torch.tensor(config.mamba_section_multipliers, dtype=config.params_dtype)
-            widths = [size // tp_size for size in sections]
             multipliers = torch.cat([f.expand(width) for f, width in zip(factors, widths)])
         self.register_buffer("multipliers", multipliers, persistent=False)
         self.conv1d = ShortConv(
@@ -85,8 +83,9 @@ class Mamba2Mixer(Mixer):
             ("x", "B", "C"),
             config.mamba_conv_kernel,
             bias=config.mamba_conv_bias,
-            tp_size=tp_size,
+            tp_group=pg_collection.tp,
             dtype=config.params_dtype,
+            copies=(1, copies, copies),
         )
         # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
         self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads))
@@ -99,7 +98,7 @@ class Mamba2Mixer(Mixer):
             self.norm = GatedGroupNorm(
                 inner,
                 inner // groups,
-                tp_size,
+                pg_collection.tp,
                 eps=config.mamba_norm_epsilon,
                 dtype=config.params_dtype,
                 norm_before_gate=config.mamba_gated_norm == "norm_first",

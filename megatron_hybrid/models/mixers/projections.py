@@ -12,7 +12,8 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.collectives import sum_gradient_of_copies
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel, shard
 
 
 class LocalColumnLinear(ColumnParallelLinear):
@@ -55,37 +56,55 @@ def build_input_projection(
     *,
     comm_buffer: str,
     section_names: tuple[str, ...] | None = None,
+    copies: tuple[int, ...] | None = None,
+    repeats: int = 1,
     bias: bool = False,
     skip_bias_add: bool = False,
     input_size: int | None = None,
     init_method: Callable | None = None,
 ) -> nn.Module:
-    """hidden_size (or input_size) -> sum(sections), split over the ranks by output row.
+    """hidden_size (or input_size) -> sum(sections) * repeats, split over the ranks by output row.
 
     Args:
         sections: full sizes of the concatenated blocks, each cut separately.
         comm_buffer: name of Transformer Engine's communication buffer to share ("fc1", "qkv").
         section_names: names of the sections in core's distributed checkpoints, if they have any.
+        copies, repeats: see `Cut`.
         skip_bias_add: return the bias beside the output.
         init_method: of the weight; None: the config's.
+
+    Raises:
+        ValueError: gradients of copies would be missed by `gradient_accumulation_fusion`.
     """
+    tp, init_method = pg_collection.tp, init_method or config.init_method
+    input_size = input_size or config.hidden_size
+    cut = Cut(0, tuple(sections), tp.size(), section_names, copies, repeats)
+    if cut.copied() is not None and config.gradient_accumulation_fusion:
+        raise ValueError(
+            f"gradient_accumulation_fusion=True does not sum the gradients of heads or groups that "
+            f"several of tensor_model_parallel_size={tp.size()} ranks hold. Use False, or no more "
+            "ranks than there are of them."
+        )
     projection = build_module(
         spec,
-        input_size or config.hidden_size,
-        sum(sections),
+        input_size,
+        sum(cut.local_sections) * tp.size(),
         config=config,
-        init_method=init_method or config.init_method,
+        init_method=init_method,
         gather_output=False,
         bias=bias,
         skip_bias_add=skip_bias_add,
         is_expert=False,
         tp_comm_buffer_name=comm_buffer,
-        tp_group=pg_collection.tp,
+        tp_group=tp,
     )
-    cut = Cut(0, tuple(sections), pg_collection.tp.size(), section_names)
-    mark_tensor_parallel(projection.weight, cut)
-    if bias:
-        mark_tensor_parallel(projection.bias, cut)
+    for parameter in (projection.weight, projection.bias)[: 1 + bias]:
+        mark_tensor_parallel(parameter, cut)
+        sum_gradient_of_copies(parameter, tp)
+    if cut.copied() is not None and config.perform_initialization:
+        full = torch.empty(cut.size, input_size)  # the same on all ranks, so copies are equal
+        init_method(full)
+        projection.weight.data.copy_(shard(full, projection.weight, tp.rank()))
     return projection
 
 

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.mixers.base import StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.sharding.collectives import sum_gradient_of_copies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import causal_conv1d
 
@@ -22,9 +24,10 @@ class ShortConv(nn.Module):
         section_names: core's names of these blocks.
         kernel_size: width of the convolution.
         bias: whether it has one.
-        tp_size: number of tensor-parallel ranks.
+        tp_group: tensor-parallel ranks.
         dtype: dtype of the parameters and of the tail.
         activation: "silu" or None.
+        copies: see `Cut`.
     """
 
     state_name = "conv"
@@ -35,24 +38,26 @@ class ShortConv(nn.Module):
         section_names: tuple[str, ...],
         kernel_size: int,
         bias: bool,
-        tp_size: int,
+        tp_group: dist.ProcessGroup,
         dtype: torch.dtype,
         activation: str | None = "silu",
+        copies: tuple[int, ...] | None = None,
     ):
         super().__init__()
         self.activation = activation
-        channels = sum(sections) // tp_size
+        cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
+        channels = sum(cut.local_sections)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
         weight = torch.empty(channels, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
-        cut = Cut(0, tuple(sections), tp_size, section_names)
-        mark_tensor_parallel(self.weight, cut)
         if bias:
             self.bias = nn.Parameter(torch.empty(channels, dtype=dtype).uniform_(-bound, bound))
-            mark_tensor_parallel(self.bias, cut)
         else:
             self.register_parameter("bias", None)
+        for parameter in self.parameters():
+            mark_tensor_parallel(parameter, cut)
+            sum_gradient_of_copies(parameter, tp_group)
 
     def state(self) -> StateTensor:
         """The tail, the last K - 1 inputs: [C, K - 1], oldest first."""

@@ -63,6 +63,14 @@ class Cut:
         rank %= self.num_ranks // self.repeats
         return [rank % copies for copies in self._copies]
 
+    def copied(self) -> Cut | None:
+        """The blocks of which several ranks hold a piece, as a tensor of their own; None: none."""
+        blocks = [(size, copies) for size, copies in zip(self.sections, self._copies) if copies > 1]
+        if not blocks:
+            return None
+        sections, copies = zip(*blocks)
+        return Cut(self.dim, sections, self.num_ranks, copies=copies, repeats=self.repeats)
+
     def blocks(self) -> list[Cut]:
         """Each block of the only row as a tensor of its own."""
         return [

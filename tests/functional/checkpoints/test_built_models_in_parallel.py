@@ -57,6 +57,16 @@ def serve_stage(rank):
         return "".join(served.decoder.layer_type_list), names, str(error)
 
 
+def one_group_error():
+    """Why a model with fewer key/value heads than ranks is refused."""
+    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
+        stock = build(None, {"num_query_groups": 1})
+    try:
+        mh.from_megatron(stock)
+    except ValueError as error:
+        return str(error)
+
+
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -78,6 +88,7 @@ def run_rank(rank, folder):
         answers = [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
         mh.save_checkpoint(served, f"{folder}/{name}")
         given[name] = expected, logits, answers
+    given["one group"] = one_group_error()
     given["stages"] = serve_stage(rank)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.barrier()
@@ -118,3 +129,9 @@ def test_pipeline_stages_keep_their_layers(given):
     assert "embedding.word_embeddings.weight" in names - last_names
     assert "decoder.final_norm.weight" in last_names - names
     assert "split into 2 pipeline stages; inference runs one" in error
+
+
+def test_a_key_value_head_that_core_cuts_is_refused(given):
+    for error in given[1]["one group"]:
+        assert error.startswith("num_query_groups is 1, less than tensor_model_parallel_size=2: ")
+        assert "Build the model on at most 1 ranks, or save it and use load_megatron." in error

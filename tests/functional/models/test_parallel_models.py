@@ -3,15 +3,13 @@
 The weights come from one checkpoint that a single process wrote.
 """
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from sharded_tensors import pieces, whole
+from split_models import batch, load, logits_loss_gradients, single_process
 
 from megatron_hybrid.checkpoints.checkpoint import (
     full_state_dict,
@@ -20,8 +18,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
-from megatron_hybrid.models.sharding.tensor_sharding import unshard
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 2
 CONFIG = HybridConfig(
@@ -96,48 +93,6 @@ ONE_STAGE = HybridConfig(
     init_method_std=0.15,
 )
 MODELS = {"stages": CONFIG, "one_stage": ONE_STAGE}
-
-
-def batch():
-    tokens = torch.randint(0, 61, (2, 31), generator=torch.Generator().manual_seed(7))
-    return tokens[:, :-1], tokens[:, 1:].contiguous()
-
-
-def packed_batch():
-    inputs, _ = batch()
-    boundaries = torch.tensor([0, 11, 12, 30, 60], dtype=torch.int32)
-    params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=30
-    )
-    return inputs.reshape(1, -1), params
-
-
-def logits_loss_gradients(model):
-    """Gathered logits, loss, and whole gradients by name."""
-    inputs, labels = batch()
-    labels[0, 3:7] = NO_LABEL
-    with torch.no_grad():
-        logits = model(inputs, runtime_gather_output=True)
-        tokens, params = packed_batch()
-        packed = model(tokens, packed_seq_params=params, runtime_gather_output=True)
-    loss = model(inputs, labels=labels)
-    loss.mean().backward()
-    tp = model.pg_collection.tp
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        pieces = [torch.empty_like(parameter) for _ in range(tp.size())]
-        dist.all_gather(pieces, parameter.grad.contiguous(), group=tp)
-        if "q_layernorm" in name or "k_layernorm" in name:  # what finalize_model_grads does
-            whole = getattr(parameter, "average_gradients_across_tp_domain", False)
-            pieces = [sum(pieces) / (tp.size() if whole else 1)]
-        gradients[name] = unshard(pieces, parameter)
-    return {"logits": logits, "packed": packed, "loss": loss.detach(), "gradients": gradients}
-
-
-def load(folder, **sizes):
-    model = build_hybrid_model(read_config(folder, **sizes))
-    load_checkpoint(model, folder)
-    return model
 
 
 def run_tensor_parallel(folder):
@@ -216,17 +171,6 @@ def outcomes(tmp_path_factory):
     mp.spawn(worker, args=(folder,), nprocs=RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
     return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
-
-
-def single_process(config, folder):
-    torch.manual_seed(3)
-    model = build_hybrid_model(dataclasses.replace(config))
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dim() == 1 and not name.endswith("multipliers"):  # which no checkpoint holds
-                tensor.add_(torch.randn_like(tensor), alpha=0.1)
-    save_checkpoint(model, folder)
-    return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
 
 
 @pytest.fixture

@@ -1,11 +1,17 @@
 """The projections without a gradient give what core's give with one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from small_models import small_model
 
-from megatron_hybrid.models.mixers.projections import LocalColumnLinear, LocalRowLinear
+from megatron_hybrid.models.mixers.projections import (
+    LocalColumnLinear,
+    LocalRowLinear,
+    build_input_projection,
+)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -39,3 +45,17 @@ def test_equal_core(ours, core, only, bias, skip_bias_add):
         output = mine(x)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(mine(x), expected)
+
+
+def test_fused_gradients_of_copies_are_refused():
+    group = SimpleNamespace(size=lambda: 4)
+    config = SimpleNamespace(gradient_accumulation_fusion=True, init_method=None, hidden_size=8)
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion=True does not sum"):
+        build_input_projection(
+            LocalColumnLinear,
+            config,
+            (8, 4),
+            SimpleNamespace(tp=group),
+            comm_buffer="qkv",
+            copies=(1, 2),
+        )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron_hybrid.compat import TransformerConfig
 from megatron_hybrid.models.config import unsupported
+from megatron_hybrid.models.config.delta_rule import KimiDeltaAttentionFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.moe import DenseAndExpertsFields
 from megatron_hybrid.models.layer_pattern import KINDS
@@ -136,12 +137,31 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
         (
-            {"tensor_model_parallel_size": 2},
-            "mamba_num_groups is 1, which does not divide evenly over tensor_model_parallel_size=2",
+            {"tensor_model_parallel_size": 4, "mamba_num_heads": 12, "mamba_num_groups": 6},
+            "mamba_num_groups is 6, neither a multiple nor a divisor of "
+            "tensor_model_parallel_size=4. Use a multiple, of which each rank holds an equal part, "
+            "or a divisor, of which each rank holds a copy of one.",
         ),
         (
-            {"tensor_model_parallel_size": 4, "num_query_groups": 2, "pattern": "*"},
-            "num_query_groups is 2, which does not divide evenly over",
+            {"tensor_model_parallel_size": 4, "mamba_num_heads": 6, "pattern": "M"},
+            "mamba_num_heads is 6, which does not divide evenly over tensor_model_parallel_size=4",
+        ),
+        (
+            {
+                "tensor_model_parallel_size": 4,
+                "num_attention_heads": 12,
+                "num_query_groups": 6,
+                "pattern": "*",
+            },
+            "num_query_groups is 6, neither a multiple nor a divisor of",
+        ),
+        (
+            {"tensor_model_parallel_size": 8, "num_query_groups": 2, "pattern": "*"},
+            "num_attention_heads is 4, which does not divide evenly over",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "linear_num_value_heads": 6, "pattern": "G"},
+            "linear_num_value_heads is 6, which does not divide evenly over",
         ),
         ({"pattern": "-", "tensor_model_parallel_size": 3}, "ffn_hidden_size is 256, which does"),
         ({"pipeline_model_parallel_size": 2}, "5 layers, which do not divide evenly over 2 pipe"),
@@ -244,7 +264,8 @@ def test_each_field_that_core_has_not_is_saved_or_of_one_run():
 
 def test_each_group_of_a_layer_kind_is_part_of_the_config():
     groups = {group for kind in KINDS.values() for group in kind.fields}
-    assert groups - set(HybridConfig.__mro__) == {DenseAndExpertsFields}, "which has no fields"
+    without_fields = {DenseAndExpertsFields, KimiDeltaAttentionFields}
+    assert groups - set(HybridConfig.__mro__) == without_fields
 
 
 def test_a_layer_takes_no_field_of_the_whole_model():

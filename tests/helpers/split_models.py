@@ -1,0 +1,69 @@
+"""A model on one process and on several ranks: what both compute, and from which weights."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import _allreduce_layernorm_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from sharded_tensors import pieces
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
+from megatron_hybrid.models.sharding.tensor_sharding import shard, unshard
+
+
+def batch():
+    tokens = torch.randint(0, 61, (2, 31), generator=torch.Generator().manual_seed(7))
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def packed_batch():
+    inputs, _ = batch()
+    boundaries = torch.tensor([0, 11, 12, 30, 60], dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=30
+    )
+    return inputs.reshape(1, -1), params
+
+
+def logits_loss_gradients(model):
+    """Gathered logits, loss, and whole gradients by name."""
+    inputs, labels = batch()
+    labels[0, 3:7] = NO_LABEL
+    with torch.no_grad():
+        logits = model(inputs, runtime_gather_output=True)
+        tokens, params = packed_batch()
+        packed = model(tokens, packed_seq_params=params, runtime_gather_output=True)
+    loss = model(inputs, labels=labels)
+    loss.mean().backward()
+    model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    _allreduce_layernorm_grads([model], model.config, model.pg_collection.tp)
+    tp = model.pg_collection.tp
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        pieces = [torch.empty_like(parameter) for _ in range(tp.size())]
+        dist.all_gather(pieces, parameter.grad.contiguous(), group=tp)
+        gradients[name] = unshard(pieces, parameter)
+        # Copies on other ranks have the same gradient.
+        own = shard(gradients[name], parameter, tp.rank())
+        torch.testing.assert_close(parameter.grad, own, atol=1e-6, rtol=1e-5)
+    return {"logits": logits, "packed": packed, "loss": loss.detach(), "gradients": gradients}
+
+
+def load(folder, **sizes):
+    model = build_hybrid_model(read_config(folder, **sizes))
+    load_checkpoint(model, folder)
+    return model
+
+
+def single_process(config, folder):
+    torch.manual_seed(3)
+    model = build_hybrid_model(dataclasses.replace(config))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dim() == 1 and not name.endswith("multipliers"):  # which no checkpoint holds
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    save_checkpoint(model, folder)
+    return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
