@@ -25,7 +25,12 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
+from megatron_hybrid.inference.memory import (
+    CacheMemory,
+    agree_on_spec,
+    cache_spec_of,
+    full_bytes,
+)
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
@@ -126,7 +131,13 @@ class DynamicInferenceEngine:
             encoding,
             hidden_dtype=parameter.dtype,
         )
-        spec = agree_on_spec(own_spec, *token_flops(model), self.ranks)
+        spec = agree_on_spec(
+            own_spec,
+            full_bytes(layers, own_spec, dtype),
+            *token_flops(model),
+            self.ranks,
+            model.pg_collection.pp.rank(),
+        )
         num_pages = self.ranks.minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:
             raise ValueError(

@@ -10,7 +10,7 @@ Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,18 +56,47 @@ def cache_spec_of(
     )
 
 
-def agree_on_spec(spec: CacheSpec, weights: float, pairs: float, ranks: Ranks) -> CacheSpec:
+def full_bytes(
+    layers: list[LayerCache], spec: CacheSpec, dtype: torch.dtype
+) -> tuple[int, int, int]:
+    """Bytes of these layers over all tensor-parallel ranks: of their states in a checkpoint, of the
+    last hidden state, and of the full-attention KV of a token.
+
+    spec: `cache_spec_of` them.
+    """
+    states = sum(aligned(state.full_bytes) for layer in layers for state in layer.states)
+    if spec.state_bytes:
+        states = states * aligned(spec.encoded_state_bytes) // spec.state_bytes
+    shapes = [layer.kv for layer in layers if layer.kv is not None and not layer.kv.is_local]
+    widths = sum(shape.full_heads * (shape.head_dim + shape.value_dim) for shape in shapes)
+    return states, aligned(spec.hidden_bytes), widths * dtype.itemsize
+
+
+def agree_on_spec(
+    spec: CacheSpec,
+    full: tuple[int, int, int],
+    weights: float,
+    pairs: float,
+    ranks: Ranks,
+    stage: int = 0,
+) -> CacheSpec:
     """Return one spec for all ranks, so that they count, value and evict alike.
 
     Args:
         spec: of the layers of this rank; the block size is that of all.
-        weights, pairs: `models.flops.token_flops` of the layers of this rank.
+        full: `full_bytes` of these layers.
+        weights, pairs: `models.flops.token_flops` of these layers.
+        stage: pipeline stage of this rank.
     """
+    if ranks.size == 1:
+        return replace(spec, attention_parity=attention_parity(weights, pairs))
     declared = ranks.gather((spec, weights, pairs))
+    states, hidden, kv = zip(*dict(ranks.gather((stage, full))).values())
     specs = [each for each, _, _ in declared]
     # Summed in rank order: the same bits on all ranks.
     weights, pairs = (sum(numbers) for numbers in zip(*(work for _, *work in declared)))
-    return common_spec(specs, attention_parity(weights, pairs))
+    model_bytes = sum(states) + max(hidden), sum(kv)
+    return common_spec(specs, attention_parity(weights, pairs), model_bytes)
 
 
 def _kv_groups(

@@ -81,6 +81,9 @@ class CacheSpec:
     """Bytes of these states in a checkpoint; None: `state_bytes`."""
     attention_parity: float = math.inf
     """Tokens of context at which full attention is half of a token's work."""
+    model_bytes: tuple[int, int] | None = None
+    """On several ranks: bytes of the checkpoint of the whole model, without local blocks, and of
+    its full-attention KV for a token. Rungs lie as on one rank."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -164,6 +167,11 @@ class CacheSpec:
         return sum(group.num_layers * group.bytes_per_token for group in groups)
 
     @cached_property
+    def rung_bytes(self) -> tuple[int, int]:
+        """Bytes of a checkpoint and of a token's KV, whose ratio places rungs."""
+        return self.model_bytes or (self.checkpoint_bytes, self.kv_bytes_per_token)
+
+    @cached_property
     def local_bytes(self) -> int:
         """K and V of all tokens that one token sees in the local groups."""
         groups = (self.groups[i] for i in self.local_groups)
@@ -212,14 +220,18 @@ class CacheSpec:
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 
 
-def common_spec(specs: Sequence[CacheSpec], attention_parity: float) -> CacheSpec:
+def common_spec(
+    specs: Sequence[CacheSpec],
+    attention_parity: float,
+    model_bytes: tuple[int, int] | None = None,
+) -> CacheSpec:
     """One spec for several ranks, which decide alike only if they count the same pages. It has the
     attention groups of all ranks, each with the most layers of any rank, and the largest states.
     Ranks with less leave a part of their pages unused.
 
     Args:
         specs: one per rank, in rank order, of one block size.
-        attention_parity: of the whole model.
+        attention_parity, model_bytes: of the whole model.
     """
     groups: dict[tuple, KVGroup] = {}
     for spec in specs:
@@ -234,6 +246,7 @@ def common_spec(specs: Sequence[CacheSpec], attention_parity: float) -> CacheSpe
         hidden_bytes=max(spec.hidden_bytes for spec in specs),
         encoded_state_bytes=None if None in encoded else max(encoded),
         attention_parity=attention_parity,
+        model_bytes=model_bytes,
     )
 
 

@@ -53,8 +53,7 @@ class HybridPolicy(Policy):
         self.rung_tokens = NO_RUNG
         if spec.needs_state and self.parts.rungs:
             self.rung_tokens = rung_distance(
-                spec.checkpoint_bytes,
-                spec.kv_bytes_per_token,
+                *spec.rung_bytes,
                 spec.local_reach,
                 spec.block_size_tokens,
             )

@@ -114,7 +114,12 @@ class AttentionMixer(Mixer):
         if self.kv_layer != self.layer_number:
             return LayerCache()
         pattern = self.pattern
-        return LayerCache(kv=KVShape(self.num_groups, self.head_dim, pattern.window, pattern.chunk))
+        groups = self.num_groups, self.config.num_query_groups
+        return LayerCache(
+            kv=KVShape(
+                groups[0], self.head_dim, pattern.window, pattern.chunk, full_heads=groups[1]
+            )
+        )
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,14 @@ class StateTensor:
     decay: Tensor | None = field(default=None, compare=False)
     """Typical factor of each element per token, 0 to 1, broadcastable to `shape`, by which an
     encoding that rounds the state weighs errors. None: the state is never rounded."""
+    full_size: int | None = None
+    """First dimension of the whole state, over all tensor-parallel ranks; None: `shape[0]`."""
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole state."""
+        first = self.shape[0] if self.full_size is None else self.full_size
+        return first * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -39,10 +48,14 @@ class KVShape:
     value_dim: int | None = None
     """Width of a value; None becomes that of a key. 0: no values are kept, the layer computes them
     from its keys (the latent cache of MLA)."""
+    full_heads: int | None = field(default=None, compare=False)
+    """Key/value heads of all tensor-parallel ranks, each once; None: `num_heads`."""
 
     def __post_init__(self):
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
+        if self.full_heads is None:
+            object.__setattr__(self, "full_heads", self.num_heads)
 
     @property
     def is_local(self) -> bool:

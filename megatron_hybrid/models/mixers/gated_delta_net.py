@@ -94,7 +94,11 @@ class GatedDeltaNetMixer(Mixer):
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
         decay_H = typical_decay(self.A_log, self.dt_bias)
         state = StateTensor(
-            "delta", shape, self.config.recurrent_state_dtype, decay_H[:, None, None]
+            "delta",
+            shape,
+            self.config.recurrent_state_dtype,
+            decay_H[:, None, None],
+            self.config.linear_num_value_heads,
         )
         return LayerCache(states=(self.conv1d.state(), state))
 

@@ -105,7 +105,13 @@ class KimiDeltaAttentionMixer(Mixer):
         shape = (self.num_heads, self.key_dim, self.value_dim)
         dt_bias_HN = self.dt_bias.view(self.num_heads, self.key_dim)
         decay_HN = typical_decay(self.A_log[:, None], dt_bias_HN)
-        state = StateTensor("delta", shape, self.config.recurrent_state_dtype, decay_HN[:, :, None])
+        state = StateTensor(
+            "delta",
+            shape,
+            self.config.recurrent_state_dtype,
+            decay_HN[:, :, None],
+            self.config.linear_num_key_heads,
+        )
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

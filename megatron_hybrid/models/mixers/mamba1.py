@@ -54,7 +54,7 @@ class Mamba1Mixer(Mixer):
         tp_size = pg_collection.tp.size()
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
         self.state_dim = config.mamba1_state_dim
-        self.num_channels = inner // tp_size
+        self.num_channels, self.num_full_channels = inner // tp_size, inner
         self.split_sizes = [rank, self.state_dim, self.state_dim]
 
         self.in_proj = build_input_projection(
@@ -118,7 +118,9 @@ class Mamba1Mixer(Mixer):
         """A convolution tail and the state, [C, N]."""
         shape = (self.num_channels, self.state_dim)
         decay_CN = typical_decay(self.A_log, self.dt_proj.bias[:, None])
-        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_CN)
+        state = StateTensor(
+            "ssm", shape, self.config.recurrent_state_dtype, decay_CN, self.num_full_channels
+        )
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

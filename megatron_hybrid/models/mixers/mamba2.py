@@ -116,7 +116,13 @@ class Mamba2Mixer(Mixer):
         """A convolution tail and the state, [H, P, N]."""
         shape = (self.num_heads, self.head_dim, self.state_dim)
         decay_H = typical_decay(self.A_log, self.dt_bias)
-        state = StateTensor("ssm", shape, self.config.recurrent_state_dtype, decay_H[:, None, None])
+        state = StateTensor(
+            "ssm",
+            shape,
+            self.config.recurrent_state_dtype,
+            decay_H[:, None, None],
+            self.config.mamba_num_heads,
+        )
         return LayerCache(states=(self.conv1d.state(), state))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

@@ -45,7 +45,7 @@ class ShortConv(nn.Module):
     ):
         super().__init__()
         self.activation = activation
-        cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
+        self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
         channels = sum(cut.local_sections)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
@@ -62,7 +62,8 @@ class ShortConv(nn.Module):
     def state(self) -> StateTensor:
         """The tail, the last K - 1 inputs: [C, K - 1], oldest first."""
         channels, _, width = self.weight.shape
-        return StateTensor(self.state_name, (channels, width - 1), self.weight.dtype)
+        shape, full = (channels, width - 1), sum(self.cut.sections)
+        return StateTensor(self.state_name, shape, self.weight.dtype, full_size=full)
 
     def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
         """The activated convolution of each sequence, [T, C]."""

@@ -1,6 +1,7 @@
 """One engine over several ranks on gloo: the first rank leads, the others follow. Its answers,
 log-probabilities and skipped tokens are those of one rank, in every layout."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -39,22 +40,19 @@ PROMPTS = [
     BASE[:100] + random_tokens(20, seed=2),
     BASE[:100] + random_tokens(20, seed=3),
 ]
+LOGGED = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
 CHUNKS = {"chunked": 64, "whole": 1024}
 CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
 
 
 def rows(results):
-    return [
-        (result.generated_tokens, result.log_probs, result.prefix.skipped_tokens)
-        for result in results
-    ]
+    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
 def answers(engine):
     """Prompts that come one by one, and then together."""
-    params = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
-    results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
-    results += engine.generate(PROMPTS, params, salt="together")
+    results = [engine.generate([prompt], LOGGED)[0] for prompt in PROMPTS]
+    results += engine.generate(PROMPTS, LOGGED, salt="together")
     return rows(results)
 
 
@@ -65,15 +63,24 @@ def sampled_in_a_crowd(engine):
     return [sample.generated_tokens for result in results for sample in result.samples]
 
 
-def with_tiers(engine):
-    """Answers, fetched and skipped tokens, with host memory and disk below the pool."""
+def from_tiers(engine):
+    """Answers when nothing is left in the pool, which all ranks empty. Host memory holds a part of
+    the prompts and the disk the others."""
     found = []
-    for prompt in PROMPTS:
-        (result,) = engine.generate([prompt], greedy(6))
-        found.append((result.generated_tokens, result.prefix.skipped_tokens))
-    for result in engine.generate(PROMPTS, greedy(6)):
-        found.append((result.generated_tokens, result.prefix.skipped_tokens))
+    for _ in range(2):
+        found += rows(engine.generate([prompt], LOGGED)[0] for prompt in PROMPTS)
+        engine.cache.evict(10**6)
+        found += rows(engine.generate(PROMPTS, LOGGED))
+        engine.cache.evict(10**6)
+    engine.save_cache()
     return found
+
+
+def under_pressure(engine):
+    """Answers and fetches with a pool that is too small for two prompts."""
+    results = [engine.generate([prompt], greedy(6))[0] for prompt in PROMPTS]
+    results += engine.generate(PROMPTS, greedy(6))
+    return [result.generated_tokens for result in results]
 
 
 def cancelled(engine):
@@ -100,14 +107,11 @@ def jobs(folder, page_bytes):
     found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in CASES}
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
-    tiers = make_config(
-        cache_bytes=80 * page_bytes,
-        host_cache_bytes=30 * page_bytes,
-        cache_dir=folder,
-        max_tokens=64,
-    )
-    found["tiers"] = tiers, with_tiers
-    found["warm start"] = tiers, with_tiers
+    tiers = make_config(host_cache_bytes=60 * page_bytes, cache_dir=folder)
+    found["tiers"] = tiers, from_tiers
+    found["warm start"] = tiers, from_tiers
+    small = replace(tiers, cache_bytes=50 * page_bytes, cache_dir=f"{folder}.small", max_tokens=64)
+    found["pressure"] = small, under_pressure
     found["cancelled"] = make_config(), cancelled
     return found
 
@@ -134,7 +138,9 @@ def run_rank(rank, size, name, folder):
     given = {}
     for job, (settings, work) in jobs(f"{folder}/{name}.cache", page_bytes_of(model)).items():
         with DynamicInferenceEngine(model, None, settings) as engine:
-            if rank == 0:
+            if work is from_tiers:  # all ranks make the same calls
+                given[job] = work(engine)
+            elif rank == 0:
                 with engine.lead():
                     given[job] = work(engine)
             else:
@@ -176,13 +182,18 @@ def by_rank(request, folder):
     return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
 
 
-@pytest.mark.parametrize(("mode", "cut"), CASES)
-def test_ranks_answer_and_skip_as_one(by_rank, alone, mode, cut):
-    given, expected = by_rank[0][f"{mode}, {cut}"], alone[f"{mode}, {cut}"]
+def check_equal(given, expected):
+    """Equal tokens and skipped tokens, and log-probabilities within 1e-5."""
     for own, their in zip(given, expected, strict=True):
         assert own[0] == their[0]
         torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(their[1]), atol=1e-5, rtol=0)
         assert own[2] == their[2]
+
+
+@pytest.mark.parametrize(("mode", "cut"), CASES)
+def test_ranks_answer_and_skip_as_one(by_rank, alone, mode, cut):
+    given = by_rank[0][f"{mode}, {cut}"]
+    check_equal(given, alone[f"{mode}, {cut}"])
     model = tiny_model(**MODEL)
     assert all(is_greedy(model, prompt, own[0]) for prompt, own in zip(PROMPTS, given))
 
@@ -192,12 +203,15 @@ def test_ranks_draw_as_one_under_preemption(by_rank, alone):
     assert by_rank[0]["crowd: counts"]["preemptions"] > 0
 
 
-def test_ranks_fetch_as_one(by_rank, alone):
-    for job in ("tiers", "warm start"):
-        assert [row[0] for row in by_rank[0][job]] == [row[0] for row in alone[job]]
-        assert by_rank[0][f"{job}: counts"]["fetches"] > 0
-    first_skipped = by_rank[0]["warm start"][0][1]
-    assert first_skipped == 150
+@pytest.mark.parametrize("job", ["tiers", "warm start"])
+def test_ranks_fetch_as_one(by_rank, alone, job):
+    check_equal(by_rank[0][job], alone[job])
+    assert by_rank[0][f"{job}: counts"]["fetches"] > 0
+
+
+def test_ranks_answer_as_one_while_tiers_fill(by_rank, alone):
+    assert by_rank[0]["pressure"] == alone["pressure"]
+    assert by_rank[0]["pressure: counts"]["fetches"] > 0
 
 
 def test_a_cancelled_request_ends_on_all_ranks(by_rank, alone):

@@ -15,7 +15,7 @@ from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of
+from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of, full_bytes
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 from megatron_hybrid.ranks import ranks_of
@@ -121,7 +121,7 @@ def declared(rank: int):
         + [LayerCache(states=(state,))] * 2,
     ][rank]
     spec = cache_spec_of(layers, 32, torch.float32, 16)
-    return spec, (4000.0, 2000.0)[rank], (30.0, 10.0)[rank]
+    return spec, full_bytes(layers, spec, torch.float32), (4000.0, 2000.0)[rank], (30.0, 10.0)[rank]
 
 
 def run_rank(rank: int, folder: str) -> None:
@@ -135,7 +135,7 @@ def run_rank(rank: int, folder: str) -> None:
     given["tiers"] = tiered_answers(model, folder)
     given["crowded"] = crowded_answers(model)
     given["spec"] = repr(
-        agree_on_spec(*declared(rank), ranks_of(model.pg_collection))
+        agree_on_spec(*declared(rank), ranks_of(model.pg_collection), stage=rank)
     )  # the file holds no classes
     given["pages"] = pages_of_uneven_ranks(model, rank)
     given["different lengths"] = different_requests_error(model, BASE[: 20 + rank])
@@ -164,7 +164,7 @@ def test_two_ranks_answer_as_one(by_rank, mode):
         torch.testing.assert_close(
             torch.tensor(given[1]), torch.tensor(expected[1]), atol=1e-5, rtol=0
         )
-    if mode == "restore":  # how far apart rungs are, a rank's own bytes decide
+    if mode == "restore":
         for rows in (alone, by_rank[0][mode]):
             skipped = [row[2] for row in rows]
             assert skipped[:2] == [0, 150] and skipped[3:5] == [100, 100]
@@ -209,6 +209,8 @@ def test_ranks_that_are_given_different_requests_are_told(by_rank):
 
 def test_invariant_7_stages_agree_on_one_spec(by_rank):
     specs = [declared(rank)[0] for rank in range(RANKS)]
-    agreed = common_spec(specs, attention_parity=6000 / 40)
+    # Three states of 64 x 8, a hidden state of 32; four full-attention layers of 2 heads of 8.
+    model_bytes = 3 * 64 * 8 * 4 + 32 * 4, 4 * 2 * (8 + 8) * 4
+    agreed = common_spec(specs, 6000 / 40, model_bytes)
     assert agreed not in specs
     assert by_rank[0]["spec"] == by_rank[1]["spec"] == repr(agreed)

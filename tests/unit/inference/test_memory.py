@@ -291,5 +291,5 @@ def test_a_common_spec_of_equal_ranks_is_their_own():
 
 def test_one_process_agrees_with_itself():
     own = cache_spec_of(MODELS["latents"], HIDDEN, torch.float32, 16)
-    assert agree_on_spec(own, 90.0, 3.0, ONE_RANK) == replace(own, attention_parity=30.0)
-    assert agree_on_spec(own, 90.0, 0.0, ONE_RANK) == own
+    assert agree_on_spec(own, (0, 0, 0), 90.0, 3.0, ONE_RANK) == replace(own, attention_parity=30.0)
+    assert agree_on_spec(own, (0, 0, 0), 90.0, 0.0, ONE_RANK) == own
