@@ -119,7 +119,7 @@ def _sharded_tensor(
 
     replica_id = (0, 0, data_parallel.rank())
     if not is_stack and len(pieces := build(key, parameter, replica_id, None)) == 1:
-        return pieces[0]
+        return replace(pieces[0], data=parameter)  # by which core finds an optimizer's states
     return ShardedTensorFactory(key, parameter, build, merge, replica_id)
 
 
