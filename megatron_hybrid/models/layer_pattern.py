@@ -205,6 +205,12 @@ def split_stages(pattern: str, num_stages: int) -> list[list[str]]:
     if num_stages == 1:
         # A model for several stages also runs on one, without boundaries.
         return [[symbol for stage in stages for symbol in stage]]
+    if len(symbols) < num_stages:
+        raise ValueError(
+            f"layer_pattern {pattern!r} has {len(symbols)} layers, but "
+            f"pipeline_model_parallel_size is {num_stages}, and each stage needs a layer. Use at "
+            f"most {len(symbols)} stages."
+        )
     if len(stages) > 1:
         raise ValueError(
             f"layer_pattern {pattern!r} has {len(stages)} pipeline stages, but "
