@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +36,7 @@ from megatron_hybrid.models.parameter_names import (
     stack_experts,
 )
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
-from megatron_hybrid.models.sharding.collectives import gather_last_dim
+from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
@@ -89,7 +91,7 @@ class HybridModel(LanguageModule):
         """Layers of the pipeline stages before this one."""
         if pre_process:
             self.embedding = LanguageModelEmbedding(
-                config=config,
+                config=config.with_all_rows(),
                 vocab_size=padded_vocab_size,
                 max_sequence_length=0,  # of learned positions, which hybrids do not have
                 position_embedding_type=config.position_embedding_type,
@@ -110,10 +112,11 @@ class HybridModel(LanguageModule):
             self.output_layer = LocalColumnLinear(
                 config.hidden_size,
                 padded_vocab_size,
-                config=config,
+                config=config.with_all_rows(),
                 init_method=config.init_method,
                 bias=False,
                 skip_bias_add=False,
+                disable_grad_reduce=config.sequence_parallel,  # by the gather of the rows
                 gather_output=False,
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights,
                 tp_group=pg_collection.tp,
@@ -187,45 +190,78 @@ class HybridModel(LanguageModule):
             With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
             the rows chosen by its `last_token_logits(hidden [1, T, hidden])`. Else logits
             [b, s, vocab], or this rank's part of the (padded) vocabulary if they are not gathered.
-            A pipeline stage before the last: hidden states [s, b, hidden].
+            A pipeline stage before the last: hidden states [s, b, hidden]; under sequence
+            parallelism this rank's rows of them, [s / tp, b, hidden].
 
         Raises:
-            ValueError: positions, a mask or boundaries that are not supported.
+            ValueError: positions, a mask or boundaries that are not supported, or under sequence
+                parallelism rows that do not divide over the ranks.
         """
         b, s = input_ids.shape
+        padding = self._row_padding(b, s, inference_context is not None)
         if inference_context is None:
-            layout = _layout(b, s, packed_seq_params)
+            layout = _layout(b, s, packed_seq_params, padding)
             context = UncachedContext(layout, input_ids.device, self._shared_kv_layers)
         else:
             context = inference_context
+        tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
         said = (b, s), context.ragged_layout(), inference_context is not None
         check_position_ids(position_ids, *said)
         check_attention_mask(attention_mask, *said)
         if self.pre_process:
-            # One row of b * s tokens: core's [s, b, h] then lies in sequence order.
-            hidden_Th = self.embedding(input_ids.reshape(1, b * s), None).squeeze(1)
-            if (factor := self.config.embedding_multiplier) != 1.0:
-                if self.config.round_embedding_multiplier:
-                    factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
-                hidden_Th = hidden_Th * factor
-            per_layer_TJp = None
-            if self.per_layer_embedding is not None:
-                per_layer_TJp = self.per_layer_embedding(input_ids.flatten(), hidden_Th)
-            inputs = StackInputs(hidden_Th, per_layer_TJp)
+            hidden_Th, inputs = self._embed(F.pad(input_ids.flatten(), (0, padding)))
         else:
-            hidden_Th = self.input_tensor.transpose(0, 1).reshape(b * s, -1)
-            inputs = StackInputs(None)
+            hidden_Th, inputs = self.input_tensor, StackInputs(None)
+            if not splits_rows:
+                hidden_Th = hidden_Th.transpose(0, 1)
+            hidden_Th = hidden_Th.reshape(-1, hidden_Th.shape[-1])
         hidden_Th = self.decoder(hidden_Th, context, inputs)
         if not self.post_process:
+            if splits_rows:
+                return hidden_Th.view(s // tp.size(), b, -1)
             return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
+        if splits_rows:
+            hidden_Th = gather_rows(hidden_Th, tp)[: b * s]
         if inference_context is not None:
             rows_nh = inference_context.last_token_logits(hidden_Th.unsqueeze(0))
             return self.compute_logits(rows_nh).unsqueeze(0)
         if labels is not None:
             return self._loss(hidden_Th, labels)
-        if runtime_gather_output or self.pg_collection.tp.size() == 1:
+        if runtime_gather_output or tp.size() == 1:
             return self.compute_logits(hidden_Th).view(b, s, -1)
         return self._local_logits(hidden_Th).view(b, s, -1)
+
+    def _embed(self, ids_T: Tensor) -> tuple[Tensor, StackInputs]:
+        """The input of the stack, and what some mixers need beside it."""
+        # One row of T tokens: core's [s, b, h] then lies in sequence order.
+        hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
+        if (factor := self.config.embedding_multiplier) != 1.0:
+            if self.config.round_embedding_multiplier:
+                factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
+            hidden_Th = hidden_Th * factor
+        embedding_Th, per_layer_TJp = hidden_Th, None
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            hidden_Th, ids_T = split_rows(hidden_Th, tp), ids_T.chunk(tp.size())[tp.rank()]
+        if self.per_layer_embedding is not None:
+            per_layer_TJp = self.per_layer_embedding(ids_T, hidden_Th)
+        return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
+
+    def _row_padding(self, b: int, s: int, inference: bool) -> int:
+        """Rows to add to b * s, so that all ranks get as many under sequence parallelism."""
+        tp_size = self.pg_collection.tp.size()
+        if not self.config.sequence_parallel:
+            return 0
+        if not inference and self.pg_collection.pp.size() == 1:
+            return -b * s % math.lcm(ROW_ALIGNMENT, tp_size)
+        if s % tp_size:
+            raise ValueError(
+                f"sequence_parallel=True splits the {s} tokens of each row over "
+                f"tensor_model_parallel_size={tp_size} ranks, which in inference and between "
+                "pipeline stages must divide evenly. Pad the rows, or in inference use a divisor "
+                f"of {ROW_ALIGNMENT} ranks, of which its batches are multiples."
+            )
+        return 0
 
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
@@ -321,10 +357,13 @@ def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
             state_dict[own.get(canonical_name(name), name)] = value
 
 
-def _layout(b: int, s: int, packed_seq_params: PackedSeqParams | None) -> RaggedLayout:
-    """The layout of a batch [b, s] without caches."""
+def _layout(
+    b: int, s: int, packed_seq_params: PackedSeqParams | None, padding: int
+) -> RaggedLayout:
+    """The layout of a batch [b, s] without caches, and of so many rows behind it."""
     if packed_seq_params is None:
-        return RaggedLayout.uniform(b, s)
+        layout = RaggedLayout.uniform(b, s)
+        return replace(layout, num_padding=padding) if padding else layout
     if b != 1:
         raise ValueError(
             f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "
@@ -340,4 +379,4 @@ def _layout(b: int, s: int, packed_seq_params: PackedSeqParams | None) -> Ragged
             f"cu_seqlens {cu_seqlens} must rise from 0 to at most the {s} tokens of input_ids."
         )
     lengths = tuple(length for length in lengths if length)
-    return RaggedLayout(lengths, (0,) * len(lengths), num_padding=s - cu_seqlens[-1])
+    return RaggedLayout(lengths, (0,) * len(lengths), num_padding=s - cu_seqlens[-1] + padding)

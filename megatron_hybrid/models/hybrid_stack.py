@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 
 @dataclass
@@ -60,9 +63,13 @@ class HybridLayer(MegatronModule):
             )
             for spec in (submodules.norm, submodules.post_norm)
         )
+        self.tp_group = pg_collection.tp
+        splits_rows = submodules.mixer.module.splits_rows
+        self.gathers_rows = config.sequence_parallel and not splits_rows
+        """Whether the mixer gets the rows of all ranks, of which the layer has its own."""
         mixer = build_module(
             submodules.mixer,
-            config=config,
+            config=config if splits_rows else config.with_all_rows(),
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
@@ -77,20 +84,33 @@ class HybridLayer(MegatronModule):
         return getattr(self, self.mixer_name).cache_requirements()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism."""
         # From the dict: access to a module as an attribute takes longer than a small kernel.
         norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
         extra = (inputs,) if mixer.takes_stack_inputs else ()
-        output, bias = mixer(norm(hidden_Th), context, *extra)
+        x_Th = norm(hidden_Th)
+        if self.gathers_rows:
+            x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
+        output, bias = mixer(x_Th, context, *extra)
         if bias is not None:
             output = output + bias
+        if self.gathers_rows:
+            output = split_rows(output, self.tp_group)
         output = self.post_layernorm(output)
         if self.config.residual_multiplier != 1.0:
             output = output * self.config.residual_multiplier
         if self.training and self.config.hidden_dropout:
-            output = F.dropout(output, self.config.hidden_dropout)
+            with self._dropout_state():
+                output = F.dropout(output, self.config.hidden_dropout)
         hidden_Th = hidden_Th + output
         return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
+
+    def _dropout_state(self) -> AbstractContextManager:
+        """The generator of the dropout: under sequence parallelism core's for this rank."""
+        tracker = get_cuda_rng_tracker()
+        if self.config.sequence_parallel and tracker.is_initialized():
+            return tracker.fork()
+        return nullcontext()
 
 
 class HybridStack(MegatronModule):
@@ -140,7 +160,8 @@ class HybridStack(MegatronModule):
         return None
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden], normed where this is the last stage."""
+        """[T, hidden] -> [T, hidden], normed where this is the last stage; this rank's rows under
+        sequence parallelism."""
         for layer in self.layers:
             hidden_Th = layer(hidden_Th, context, inputs)
         return hidden_Th if self.final_norm is None else self.final_norm(hidden_Th)

@@ -18,7 +18,8 @@ class LocalNorm(nn.Module):
     With `layernorm_zero_centered_gamma` the factor is 1 + weight, as in Transformer Engine.
 
     Args:
-        config: `normalization`, `layernorm_zero_centered_gamma` and `params_dtype` are used.
+        config: `normalization`, `layernorm_zero_centered_gamma`, `params_dtype` and
+            `sequence_parallel` are used.
         hidden_size: of the normed dimension, the last one.
         eps: added to the variance.
     """
@@ -34,6 +35,9 @@ class LocalNorm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         else:
             self.register_parameter("bias", None)
+        for parameter in self.parameters():
+            # core's finalize_model_grads sums the gradients of all ranks' rows.
+            parameter.sequence_parallel = config.sequence_parallel
 
     def factor(self) -> Tensor:
         """Of the normed values, fp32 [hidden_size]."""

@@ -67,3 +67,16 @@ def single_process(config, folder):
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)
     save_checkpoint(model, folder)
     return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
+
+
+def assert_same_gradients(found, expected):
+    """Within 1e-5 of the largest number of each parameter's gradient, or of 1."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            gradient,
+            atol=1e-5 * max(1.0, gradient.abs().max().item()),
+            rtol=0,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

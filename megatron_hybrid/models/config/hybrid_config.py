@@ -167,6 +167,15 @@ class HybridConfig(
         config._check_layer(symbol)
         return config
 
+    def with_all_rows(self) -> HybridConfig:
+        """The config of parts that take and give the rows of all tensor-parallel ranks under
+        sequence parallelism."""
+        if not self.sequence_parallel:
+            return self
+        config = copy.copy(self)
+        config.sequence_parallel = False
+        return config
+
     def overrides_of(self, number: int, symbol: str) -> dict[str, Any]:
         """The `layer_overrides` of one layer: those of its symbol and those of its number (from 1,
         through the whole model). The latter win."""

@@ -16,6 +16,13 @@ EXPERT_BIAS = (
     "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
 )
 
+CONTEXT_PARALLEL = (
+    "shard by tensor_model_parallel_size, and sequence_parallel in training: the state of a "
+    "recurrent layer passes through all tokens of a sequence in order, and pages of the cache hold "
+    "whole tokens, so the tokens of one sequence cannot lie on several ranks"
+)
+"""Remedy for context parallelism, and the reason why there is none."""
+
 _RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
     "use the symbol W in layer_pattern and sliding_window": ("window_size",),
     "place the symbols W and * in layer_pattern": ("window_attn_skip_freq",),
@@ -55,15 +62,14 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
         "pipeline_model_parallel_layout",
     ),
     "use one stage per pipeline rank": ("virtual_pipeline_model_parallel_size",),
+    CONTEXT_PARALLEL: ("context_parallel_size",),
     "shard by tensor_model_parallel_size": (
-        "context_parallel_size",
         "hybrid_context_parallel",
         "expert_model_parallel_size",
         "gtp_weight_remat_size",
         "expert_gtp_weight_remat_size",
         "moe_extended_tp",
     ),
-    "shard by tensor_model_parallel_size alone": ("sequence_parallel",),
     "use params_dtype=torch.bfloat16": (
         "enable_autocast",
         "fp8",

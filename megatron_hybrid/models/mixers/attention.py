@@ -40,6 +40,7 @@ class AttentionMixer(Mixer):
         input_size: width of the input; None: hidden_size.
     """
 
+    splits_rows = True
     input_projection = "linear_qkv"
 
     def __init__(

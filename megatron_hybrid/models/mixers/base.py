@@ -89,9 +89,10 @@ class StackInputs:
     """Inputs of the first pipeline stage beside the hidden states, for mixers that need them."""
 
     embedding_Th: Tensor | None
-    """Word embedding, the input of the stack; None on later stages."""
+    """Word embedding, the input of the stack, of all ranks' rows; None on later stages."""
     per_layer_TJp: Tensor | None = None
-    """Per-layer embedding of each token for the J layers of the symbol `P`; None without any."""
+    """Per-layer embedding of each token for the J layers of the symbol `P`; None without any. Of
+    this rank's rows under sequence parallelism."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
     """Blocks shared by the layers of the symbol `Z`, each entered by its first layer."""
 
@@ -107,6 +108,10 @@ class Mixer(MegatronModule):
 
     takes_stack_inputs = False
     """Whether `forward` takes the `StackInputs` as a third argument."""
+
+    splits_rows = False
+    """Whether the mixer takes and gives this rank's rows under sequence parallelism; else it does
+    not know of it, and gets the rows of all ranks."""
 
     def cache_requirements(self) -> LayerCache:
         """State of one sequence that is kept between calls."""

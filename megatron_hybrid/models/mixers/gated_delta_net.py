@@ -38,6 +38,7 @@ class GatedDeltaNetMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(

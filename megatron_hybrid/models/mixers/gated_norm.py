@@ -26,6 +26,7 @@ def build_delta_norm(
         tp_group: ranks over which the heads are split.
     """
     norm_config = copy(config)
+    norm_config.sequence_parallel = False  # it sees all rows, and its gradient is summed below
     if config.linear_norm_zero_centered_gamma is not None:
         norm_config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
     eps = config.linear_norm_epsilon or config.layernorm_epsilon

@@ -25,6 +25,7 @@ class GatedShortConvMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(

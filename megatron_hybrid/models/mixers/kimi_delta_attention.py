@@ -42,6 +42,8 @@ class KimiDeltaAttentionMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
+
     def __init__(
         self,
         config: HybridConfig,

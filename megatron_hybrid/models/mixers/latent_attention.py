@@ -23,6 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
+from megatron_hybrid.models.sharding.collectives import gather_rows
 from megatron_hybrid.ops import AttentionPattern
 
 
@@ -42,6 +43,8 @@ class LatentAttentionMixer(Mixer):
         pg_collection: process groups; `tp` is used. Heads are split over its ranks, the latent is
             replicated.
     """
+
+    splits_rows = True
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class LatentAttentionMixer(Mixer):
         )
         self.rotary = build_rotary(config, config.qk_pos_emb_head_dim)
 
-        def up_projection(input_size: int, width: int, name: str):
+        def up_projection(config: HybridConfig, input_size: int, width: int, name: str):
             return build_input_projection(
                 submodules.column,
                 config,
@@ -80,25 +83,29 @@ class LatentAttentionMixer(Mixer):
             return submodules.norm(config=config, hidden_size=width, eps=eps)
 
         if config.q_lora_rank is None:
-            self.linear_q_proj = up_projection(config.hidden_size, sum(self.head_dims), "q_proj")
+            self.linear_q_proj = up_projection(
+                config, config.hidden_size, sum(self.head_dims), "q_proj"
+            )
         else:
             self.linear_q_down_proj = ReplicatedLinear(
                 config, config.hidden_size, config.q_lora_rank
             )
             self.q_layernorm = norm(config.q_lora_rank)
             for parameter in self.q_layernorm.parameters():
-                # Its gradient is whole on each rank. core's finalize_model_grads would sum those of
-                # all ranks, as a norm of each rank's own heads in `*` layers has this name too.
-                parameter.average_gradients_across_tp_domain = True
+                # Its gradient is whole on each rank, but under sequence parallelism. core's
+                # finalize_model_grads would sum those of all ranks, as a norm of each rank's own
+                # heads in `*` layers has this name too.
+                parameter.average_gradients_across_tp_domain = not config.sequence_parallel
             self.linear_q_up_proj = up_projection(
-                config.q_lora_rank, sum(self.head_dims), "q_up_proj"
+                config, config.q_lora_rank, sum(self.head_dims), "q_up_proj"
             )
         self.linear_kv_down_proj = ReplicatedLinear(
             config, config.hidden_size, self.rank + config.qk_pos_emb_head_dim
         )
         self.kv_layernorm = norm(self.rank)
+        # What is cached are the latents of all rows.
         self.linear_kv_up_proj = up_projection(
-            self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
+            config.with_all_rows(), self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
         )
         self.linear_proj = build_output_projection(
             submodules.row,
@@ -119,14 +126,17 @@ class LatentAttentionMixer(Mixer):
         latent, k_rope = self.linear_kv_down_proj(hidden_Th).split(
             [self.rank, self.head_dims[1]], -1
         )
-        latent, k_rope = self.kv_layernorm(latent), k_rope.unsqueeze(1)
+        latents_TL = torch.cat((self.kv_layernorm(latent), k_rope), -1)
+        if self.config.sequence_parallel:
+            latents_TL = gather_rows(latents_TL, self.tp_group, whole_gradient=True)
         if self.rotary is not None:
             layout, positions_T = context.ragged_layout(), context.token_positions()
             cos_sin = self.rotary.cos_sin_of_batch(layout, positions_T, q_rope.dtype)
             q_rope = self.rotary.rotate(q_rope, cos_sin)
-            k_rope = self.rotary.rotate(k_rope, cos_sin)
+            latent, k_rope = latents_TL.split([self.rank, self.head_dims[1]], -1)
+            k_rope = self.rotary.rotate(k_rope.unsqueeze(1), cos_sin)
+            latents_TL = torch.cat((latent, k_rope.squeeze(1)), -1)
         q_THD = torch.cat((q_nope, q_rope), -1)
-        latents_TL = torch.cat((latent, k_rope.squeeze(1)), -1)
         o_THP = context.attend_latents(self.layer_number, q_THD, latents_TL, self, self.pattern)
         return self.linear_proj(o_THP.flatten(1))
 

@@ -39,6 +39,7 @@ class Mamba1Mixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(
@@ -74,6 +75,8 @@ class Mamba1Mixer(Mixer):
             tp_group=pg_collection.tp,
             dtype=config.params_dtype,
         )
+        # dt, B and C are sums over the channels of all ranks, in all rows.
+        config = config.with_all_rows()
         self.x_proj = build_output_projection(
             submodules.row,
             config,
@@ -107,7 +110,7 @@ class Mamba1Mixer(Mixer):
             mark_tensor_parallel(parameter, Cut(0, (inner,), tp_size))
         self.out_proj = build_output_projection(
             submodules.row,
-            config,
+            self.config,
             inner,
             pg_collection,
             comm_buffer="fc2",

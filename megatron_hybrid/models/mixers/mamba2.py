@@ -38,6 +38,7 @@ class Mamba2Mixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(

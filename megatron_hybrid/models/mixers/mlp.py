@@ -36,6 +36,7 @@ class MLPMixer(MLP, Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
     input_projection = "linear_fc1"
 
     def __init__(

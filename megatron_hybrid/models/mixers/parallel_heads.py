@@ -22,6 +22,8 @@ class ParallelHeadsMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    splits_rows = True
+
     def __init__(
         self,
         config: HybridConfig,

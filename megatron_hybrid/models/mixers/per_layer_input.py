@@ -23,6 +23,7 @@ class PerLayerInputMixer(Mixer):
         pg_collection: unused.
     """
 
+    splits_rows = True
     takes_stack_inputs = True
 
     def __init__(

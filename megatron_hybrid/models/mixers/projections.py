@@ -12,7 +12,11 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.sharding.collectives import sum_gradient_of_copies
+from megatron_hybrid.models.sharding.collectives import (
+    gather_rows,
+    sum_and_split_rows,
+    sum_gradient_of_copies,
+)
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel, shard
 
 
@@ -27,7 +31,9 @@ class LocalColumnLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
-        if torch.is_grad_enabled() or self.output_size_per_partition != self.output_size:
+        if self.sequence_parallel and not _core_splits_rows(input_):
+            input_ = gather_rows(input_, self.tp_group)
+        elif torch.is_grad_enabled() or self.output_size_per_partition != self.output_size:
             return super().forward(input_, weight, runtime_gather_output)
         output = F.linear(input_, self.weight if weight is None else weight)
         if self.bias is None or self.skip_bias_add:
@@ -40,12 +46,21 @@ class LocalRowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
-        if torch.is_grad_enabled() or self.input_size_per_partition != self.input_size:
+        if self.sequence_parallel and not _core_splits_rows(input_):
+            output = sum_and_split_rows(F.linear(input_, self.weight), self.tp_group)
+        elif torch.is_grad_enabled() or self.input_size_per_partition != self.input_size:
             return super().forward(input_)
-        output = F.linear(input_, self.weight)
+        else:
+            output = F.linear(input_, self.weight)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
+
+
+def _core_splits_rows(x: Tensor) -> bool:
+    """Whether core's linear layers gather and scatter the rows of sequence parallelism: on CUDA,
+    and in buffers that inference and training cannot share."""
+    return x.is_cuda and torch.is_grad_enabled()
 
 
 def build_input_projection(
@@ -141,7 +156,8 @@ def build_output_projection(
 def replicated_weight(
     config: HybridConfig, *shape: int, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """A replicated weight, drawn like those of the projections.
+    """A replicated weight, drawn like those of the projections. Under sequence parallelism core's
+    `finalize_model_grads` sums the gradients of all ranks' rows.
 
     Args:
         dtype: None: `config.params_dtype`.
@@ -149,7 +165,9 @@ def replicated_weight(
     weight = torch.empty(shape)
     if config.perform_initialization:
         config.init_method(weight)
-    return nn.Parameter(weight.to(dtype or config.params_dtype))
+    parameter = nn.Parameter(weight.to(dtype or config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
 
 
 class ReplicatedLinear(nn.Module):

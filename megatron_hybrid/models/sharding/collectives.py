@@ -38,6 +38,83 @@ class _GatherLastDim(torch.autograd.Function):
         return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
 
 
+# torch renamed both in 2.13, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_rows(x_Th: Tensor, group: dist.ProcessGroup, *, whole_gradient: bool = False) -> Tensor:
+    """Every rank's rows one after the other, [T / ranks, ...] -> [T, ...].
+
+    Args:
+        whole_gradient: whether all ranks compute the same with all rows, so that each has the whole
+            gradient of its own; else the gradients of all ranks are summed.
+    """
+    return _GatherRows.apply(x_Th, group, whole_gradient)
+
+
+def split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of an `x_Th` that all ranks have, [T, ...] -> [T / ranks, ...]; gradients
+    are gathered."""
+    return _SplitRows.apply(x_Th, group)
+
+
+def sum_and_split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum of every rank's `x_Th`, [T, ...] -> [T / ranks, ...]; gradients
+    are gathered."""
+    return _SumAndSplitRows.apply(x_Th, group)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    output = x.new_empty((group.size() * len(x), *x.shape[1:]))
+    _all_gather(output, x.contiguous(), group=group)
+    return output
+
+
+def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
+
+
+def _own_rows_of_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    output = x.new_empty((len(x) // group.size(), *x.shape[1:]))
+    _reduce_scatter(output, x.contiguous(), group=group)
+    return output
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, whole_gradient: bool) -> Tensor:
+        ctx.group, ctx.whole_gradient = group, whole_gradient
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own = _own_rows if ctx.whole_gradient else _own_rows_of_sum
+        return own(gradient, ctx.group), None, None
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_rows(x, group).clone()  # a view would keep all rows in memory
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.group), None
+
+
+class _SumAndSplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_rows_of_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.group), None
+
+
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of every rank's `x`, which is overwritten.
 

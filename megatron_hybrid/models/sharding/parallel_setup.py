@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
 
 
 def process_groups(
@@ -54,10 +55,14 @@ def check_process_groups(config: HybridConfig, groups: ProcessGroupCollection) -
     }.items():
         group = getattr(groups, name, None)
         if group is not None and group.size() != accepted:
+            remedy = (
+                CONTEXT_PARALLEL
+                if name == "cp"
+                else "shard by tensor_model_parallel_size and pipeline_model_parallel_size"
+            )
             raise ValueError(
                 f"the process group {name} has {group.size()} ranks, but HybridModel supports "
-                f"{field}={accepted} alone: set up the groups with that, and shard by "
-                "tensor_model_parallel_size and pipeline_model_parallel_size."
+                f"{field}={accepted} alone: set up the groups with that, and {remedy}."
             )
 
 

@@ -14,11 +14,19 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
+from reference import greedy
 from sharded_tensors import pieces, whole
-from split_models import load, logits_loss_gradients, single_process
+from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
 
-from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import (
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 4
 SIZES = dict(
@@ -40,7 +48,7 @@ SIZES = dict(
 MODELS = {
     # Two groups or key heads, each on two ranks; and heads of latent attention.
     "two": HybridConfig(
-        layer_pattern="M*GH+",
+        layer_pattern="M*GH+-",
         num_query_groups=2,
         mamba_num_groups=2,
         linear_num_key_heads=2,
@@ -83,7 +91,21 @@ MODELS = {
         **SIZES,
     ),
 }
+THIRDS = dict(hidden_size=24, mamba_head_dim=8, vocab_size=61)
+SPLIT_ROWS = ("two", "one")
+"""Models that run with sequence parallelism, too."""
 KV_HEADS = {"two": {2: 1, 4: 1, 5: 1}, "one": {2: 1, 6: 1, 7: 1}, "layer_norm": {1: 1}}
+
+
+def answers(model):
+    """Tokens, log-probs and skipped tokens of prompts with a common prefix, served in turn."""
+    config = InferenceConfig(cache_bytes=1 << 20, max_tokens=24, verify_ranks=True)
+    engine = DynamicInferenceEngine(model.eval(), None, config)
+    params = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
+    start = batch()[0].flatten().tolist()
+    results = [engine.generate([[*start[:40], i, 7]], params)[0] for i in (1, 1, 2)]
+    model.train()
+    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
 def run_model(folder):
@@ -102,7 +124,52 @@ def run_model(folder):
         "pieces": found,
         "kv_heads": {i: cache.kv.num_heads for i, cache in caches if cache.kv is not None},
         **logits_loss_gradients(model),
+        "answers": answers(model),
     }
+
+
+def run_sequence_parallel(folder):
+    model = load(folder, tensor_model_parallel_size=RANKS, sequence_parallel=True)
+    rows = []
+    model.decoder.layers[0].register_forward_hook(lambda _, args, out: rows.append(len(out)))
+    results = logits_loss_gradients(model)
+    assert rows == [64 // RANKS] * 3  # 60 tokens, padded
+    return {**results, "answers": answers(model)}
+
+
+def run_stages(folder):
+    """Two pipeline stages of two ranks each, which split the rows."""
+    parallel_state.initialize_model_parallel(2, 2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    pp = parallel_state.get_pipeline_model_parallel_group()
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    sizes |= {"sequence_parallel": True, "pipeline_dtype": torch.float32}
+    config = read_config(folder, **sizes)
+    model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == 1)
+    load_checkpoint(model, folder)
+    tokens, _ = batch()
+    with torch.no_grad():
+        if stage == 0:
+            hidden = model(tokens)
+            dist.send(hidden, dist.get_global_rank(pp, 1))
+            logits = None
+        else:
+            hidden = torch.empty(tokens.shape[1] // 2, len(tokens), config.hidden_size)
+            dist.recv(hidden, dist.get_global_rank(pp, 0))
+            model.set_input_tensor([hidden])
+            logits = model(tokens, runtime_gather_output=True)
+    try:
+        model(tokens[:, :-1])
+    except ValueError as error:
+        return {"hidden_shape": tuple(hidden.shape), "logits": logits, "error": str(error)}
+
+
+def uneven_world():
+    """Why four processes make no group of three."""
+    try:
+        build_hybrid_model(HybridConfig(layer_pattern="M", tensor_model_parallel_size=3, **THIRDS))
+    except ValueError as error:
+        return str(error)
 
 
 def worker(rank, folder):
@@ -112,6 +179,11 @@ def worker(rank, folder):
     )
     parallel_state.initialize_model_parallel(RANKS)
     results = {name: run_model(folder / name) for name in MODELS}
+    for name in SPLIT_ROWS:
+        results[name]["sequence"] = run_sequence_parallel(folder / name)
+    parallel_state.destroy_model_parallel()
+    results["two"]["error"] = uneven_world()
+    results["two"]["stages"] = run_stages(folder / "two")
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -137,15 +209,42 @@ def test_forward(outcomes, model, what):
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients(outcomes, model):
     single, ranks, _ = outcomes[model]
-    for name, expected in single["gradients"].items():
-        for rank in ranks:
-            torch.testing.assert_close(
-                rank["gradients"][name],
-                expected,
-                atol=1e-5 * max(1.0, expected.abs().max().item()),
-                rtol=0,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+    for rank in ranks:
+        assert_same_gradients(rank["gradients"], single["gradients"])
+
+
+@pytest.mark.parametrize("model", SPLIT_ROWS)
+def test_split_rows(outcomes, model):
+    single, ranks, _ = outcomes[model]
+    for rank in ranks:
+        found = rank["sequence"]
+        for what in ("logits", "packed", "loss"):
+            torch.testing.assert_close(found[what], single[what], atol=1e-5, rtol=0)
+        assert_same_gradients(found["gradients"], single["gradients"])
+
+
+@pytest.mark.parametrize("model", SPLIT_ROWS)
+def test_ranks_serve_as_one_process_does(outcomes, model):
+    _, ranks, folder = outcomes[model]
+    expected = answers(load(folder))
+    assert expected[1][2] > 0
+    for rank in ranks:
+        for found in (rank["answers"], rank["sequence"]["answers"]):
+            assert [one[0] for one in found] == [one[0] for one in expected]
+            log_probs = [torch.tensor([one[1] for one in many]) for many in (found, expected)]
+            torch.testing.assert_close(*log_probs, atol=1e-5, rtol=0)
+            assert found[1][2] == expected[1][2]
+
+
+def test_split_rows_in_stages(outcomes):
+    single, ranks, _ = outcomes["two"]
+    found = [rank["stages"] for rank in ranks]
+    assert all(one["hidden_shape"] == (15, 2, 32) for one in found)
+    assert all("splits the 29 tokens of each row over" in one["error"] for one in found)
+    logits = [one["logits"] for one in found if one["logits"] is not None]
+    assert len(logits) == 2
+    for one in logits:
+        torch.testing.assert_close(one, single["logits"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -168,3 +267,9 @@ def test_distributed_checkpoint_is_that_of_one_process(outcomes, model):
 def test_a_rank_keeps_the_keys_and_values_of_its_own_heads(outcomes, model):
     _, ranks, _ = outcomes[model]
     assert all(rank["kv_heads"] == KV_HEADS[model] for rank in ranks)
+
+
+def test_a_world_that_does_not_divide_is_refused(outcomes):
+    _, ranks, _ = outcomes["two"]
+    for rank in ranks:
+        assert "needs a multiple of 3 processes, but there are 4" in rank["error"]

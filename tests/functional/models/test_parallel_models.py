@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from sharded_tensors import pieces, whole
-from split_models import batch, load, logits_loss_gradients, single_process
+from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
 
 from megatron_hybrid.checkpoints.checkpoint import (
     full_state_dict,
@@ -95,8 +95,8 @@ ONE_STAGE = HybridConfig(
 MODELS = {"stages": CONFIG, "one_stage": ONE_STAGE}
 
 
-def run_tensor_parallel(folder):
-    model = load(folder, tensor_model_parallel_size=RANKS)
+def run_tensor_parallel(folder, **fields):
+    model = load(folder, tensor_model_parallel_size=RANKS, **fields)
     save_checkpoint(model, folder / "from_two_ranks")
     return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
 
@@ -154,7 +154,10 @@ def worker(rank, folder):
     )
     results = {}
     for name in MODELS:
-        results[name] = {"tensor": run_tensor_parallel(folder / name)}
+        results[name] = {
+            "tensor": run_tensor_parallel(folder / name),
+            "sequence": run_tensor_parallel(folder / name, sequence_parallel=True),
+        }
         parallel_state.destroy_model_parallel()
     results["stages"]["pipeline"] = run_pipeline_parallel(folder / "stages")
     parallel_state.destroy_model_parallel()
@@ -179,26 +182,21 @@ def outcome(outcomes):
     return outcomes["stages"]
 
 
+@pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("what", ["logits", "packed", "loss"])
-def test_tensor_parallel_forward(outcomes, model, what):
+def test_tensor_parallel_forward(outcomes, model, what, way):
     single, ranks, _ = outcomes[model]
     for rank in ranks:
-        torch.testing.assert_close(rank["tensor"][what], single[what], atol=1e-5, rtol=0)
+        torch.testing.assert_close(rank[way][what], single[what], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", MODELS)
-def test_tensor_parallel_gradients(outcomes, model):
+def test_tensor_parallel_gradients(outcomes, model, way):
     single, ranks, _ = outcomes[model]
-    for name, expected in single["gradients"].items():
-        for rank in ranks:
-            torch.testing.assert_close(
-                rank["tensor"]["gradients"][name],
-                expected,
-                atol=1e-5 * max(1.0, expected.abs().max().item()),
-                rtol=0,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+    for rank in ranks:
+        assert_same_gradients(rank[way]["gradients"], single["gradients"])
 
 
 @pytest.mark.parametrize("model", MODELS)

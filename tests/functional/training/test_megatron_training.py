@@ -41,7 +41,7 @@ LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3
 TP, PP = {"tensor_model_parallel_size": RANKS}, {"pipeline_model_parallel_size": RANKS}
 DISTRIBUTED = {"distributed_optimizer": True}
 RUNS = {
-    "tp": {"tp": TP},
+    "tp": {"tp": TP, "sequence": {**TP, "sequence_parallel": True}},
     "pp": {"pp": PP},
     "dp": {"dp": {}, "distributed_optimizer": DISTRIBUTED},
 }
@@ -94,10 +94,10 @@ def micro_batches(step):
 class Trainer:
     """A model under core's data parallelism and optimizer, with the weights in `folder`."""
 
-    def __init__(self, folder, distributed_optimizer=False, **sizes):
+    def __init__(self, folder, distributed_optimizer=False, sequence_parallel=False, **sizes):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes)
-        config = HybridConfig(**CONFIG, **sizes)
+        config = HybridConfig(**CONFIG, **sizes, sequence_parallel=sequence_parallel)
         model = build_hybrid_model(
             config,
             pre_process=parallel_state.is_pipeline_first_stage(),

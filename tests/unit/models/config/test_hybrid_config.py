@@ -164,6 +164,18 @@ def test_a_pattern_without_attention_needs_no_heads():
             "linear_num_value_heads is 6, which does not divide evenly over",
         ),
         ({"pattern": "-", "tensor_model_parallel_size": 3}, "ffn_hidden_size is 256, which does"),
+        ({"sequence_parallel": True}, "Cannot use sequence parallelism without tensor parallelism"),
+        (
+            {"context_parallel_size": 2},
+            "leave it at 1 and shard by tensor_model_parallel_size, and sequence_parallel in "
+            "training: the state of a recurrent layer passes through all tokens of a sequence in "
+            "order, and pages of the cache hold whole tokens",
+        ),
+        (
+            {"pipeline_model_parallel_size": 6},
+            "5 layers, but pipeline_model_parallel_size is 6, and each stage needs a layer. Use at "
+            "most 5 stages.",
+        ),
         ({"pipeline_model_parallel_size": 2}, "5 layers, which do not divide evenly over 2 pipe"),
         (
             {
