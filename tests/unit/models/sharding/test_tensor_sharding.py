@@ -57,6 +57,16 @@ def test_rows_of_blocks_are_shared_by_as_many_ranks_each():
     assert torch.equal(unshard(pieces, local), full)
 
 
+def test_copied_blocks_alone():
+    cut = Cut(0, (2, 1, 1), 4, copies=(1, 2, 2), repeats=2)
+    copied = cut.copied()
+    assert copied.size == 4
+    assert [copied.ranges(rank) for rank in range(4)] == [[(0, 1), (1, 2)]] * 2 + [
+        [(2, 3), (3, 4)]
+    ] * 2
+    assert Cut(0, (2, 1), 2).copied() is None
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_padding_is_added_and_taken_away(dim):
     full = torch.arange(10.0).view(5, 2)
