@@ -17,7 +17,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request, Request
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -215,6 +215,7 @@ class AsyncEngine:
     explain = _in_thread(DynamicInferenceEngine.explain)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)
     clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
+    update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
     async def close(self) -> None:
@@ -330,6 +331,7 @@ class AsyncEngine:
 
 def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> DynamicInferenceEngine:
     """Make the engine, in its thread."""
+    model = unwrap(model)
     if isinstance(model, HybridModel) and (num_ranks := model.pg_collection.tp.size()) > 1:
         raise ValueError(
             f"the model is split over {num_ranks} ranks, which step together only where all of "

@@ -56,7 +56,7 @@ from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.models.flops import token_flops
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
@@ -84,8 +84,10 @@ class DynamicInferenceEngine:
     a RuntimeError, at once and changes nothing.
 
     Args:
-        model: from `build_hybrid_model`, `load_pretrained`, `load_megatron` or `from_megatron`; put
-            into eval mode.
+        model: from `build_hybrid_model`, `load_pretrained`, `load_megatron` or `from_megatron`;
+            bare, or as a training loop has it: in Float16Module, in DistributedDataParallel of
+            megatron-core or of torch, in a list of one. Put into eval mode. Its own parameters are
+            used, not copies; after training steps call `update_weights`.
         tokenizer: with `tokenize`, `detokenize` and `eod` (megatron-core's names), and `end_tokens`
             if there are several. Without one, prompts are token ids, answers have no text, and
             only `stop_token_ids` and the length end them. An optional `generation_config` holds the
@@ -103,10 +105,11 @@ class DynamicInferenceEngine:
             config = InferenceConfig()
         if not isinstance(config, InferenceConfig):
             raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+        given, model = model, unwrap(model)
         if not isinstance(model, HybridModel):
             raise TypeError(
                 f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
-                f"from_megatron, got {type(model).__name__}"
+                f"from_megatron, bare or wrapped, got {type(given).__name__}"
             )
         if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
             raise TypeError(
@@ -204,11 +207,10 @@ class DynamicInferenceEngine:
                 disk.close()  # else the folder stays locked
             raise
         self._weights = WeightWatch(model)
-        self.num_weight_changes = 0
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._is_stepping = False
-        self.is_suspended = False
+        self.is_suspended = self.is_closed = False
         self._abandoned: deque[Request] = deque()  # of dropped streams
         self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
         self.num_steps = 0
@@ -244,7 +246,9 @@ class DynamicInferenceEngine:
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
+            RuntimeError: the engine is closed.
         """
+        self._refuse_closed("add_request")
         samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n)
         if growing_text:
             for request in samples:
@@ -258,6 +262,11 @@ class DynamicInferenceEngine:
         self.scheduler.add(samples[0])
 
     # Steps -------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Generation epoch: number of times that the weights have changed."""
+        return self.output.epoch
 
     @property
     def has_work(self) -> bool:
@@ -285,7 +294,7 @@ class DynamicInferenceEngine:
         if self.model.training:
             raise RuntimeError(
                 "the model is in training mode, in which answers and what is cached of them would "
-                "be noisy: call model.eval()"
+                "be noisy: call model.eval(), or update_weights() after a training step"
             )
         with interrupts_wait(), self._control.inside():
             self._is_stepping = True
@@ -319,7 +328,15 @@ class DynamicInferenceEngine:
                 "nothing has changed: call it when step() has returned"
             )
 
+    def _refuse_closed(self, name: str) -> None:
+        if self.is_closed:
+            raise RuntimeError(
+                f"{name}() was called on a closed engine, which has given its memory back: make "
+                "another one"
+            )
+
     def _refuse_suspended(self, name: str) -> None:
+        self._refuse_closed(name)
         if self.is_suspended:
             raise EngineSuspendedError(
                 f"{name}() was called while this engine is suspended, and nothing has changed: "
@@ -334,7 +351,7 @@ class DynamicInferenceEngine:
 
     def _step(self) -> None:
         if self._begin_step():
-            self._drop_old_weights()
+            self._begin_epoch()
         had_fetches = self.offload.fetches.is_busy
         plan = self.scheduler.schedule()
         if not plan:
@@ -400,20 +417,56 @@ class DynamicInferenceEngine:
         for request in cancelled:
             self._cancel(request)
 
-    def _drop_old_weights(self) -> None:
-        """Drop everything that the old weights computed."""
+    # Weights -----------------------------------------------------------------------------------
+
+    @exclusive
+    @interrupts_wait()
+    @on_all_ranks
+    def update_weights(self) -> None:
+        """Say that the model has new weights, and put it into eval mode. Call it after a training
+        step, or after a write that the engine cannot notice (see `WeightWatch`); also while the
+        engine is suspended, and on all ranks between the same steps.
+
+        `epoch` rises by one. All that older weights computed is dropped: the pool, host memory,
+        `config.cache_dir`, parked requests. Requests keep their generated tokens; the next ones are
+        drawn with the new weights, after all tokens before them were computed anew.
+
+        Raises:
+            RuntimeError: a step of this engine is running, or it is closed; nothing has changed.
+            MemoryError: there is no memory for the work; the next step does it first.
+        """
+        self._refuse_inside_step("update_weights")
+        self._refuse_closed("update_weights")
+        self.model.eval()
+        self._weights.note_change()
+        self._drop_old_weights()
+
+    def _begin_epoch(self) -> None:
+        """The weights have changed, and nobody has said so."""
         logger.warning(
             "the weights have changed: what was cached belongs to the old ones and is dropped, and "
             "%d requests are computed anew; tokens that they have generated stay",
             len(self.scheduler.running) - len(self.scheduler.closing),
         )
-        self.num_weight_changes += 1
-        self.scheduler.start_over()
+        self._drop_old_weights()
+
+    def _drop_old_weights(self) -> None:
+        """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
+        tells that the weights have changed."""
+        self._start_over()
         try:
             self._forget_all()
         except OSError as error:  # the disk tier is unused from here on
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
             self._weights.accept()
+        if self.is_suspended:
+            self.memory.release(keep=False)  # the copy in host memory
+        self.output.epoch += 1
+
+    def _start_over(self) -> None:
+        """Queue all running requests again, without anything computed. Generated tokens stay."""
+        self.scheduler.start_over()
+        self.runner.drop_parked()
 
     # Whole jobs --------------------------------------------------------------------------------
 
@@ -502,7 +555,9 @@ class DynamicInferenceEngine:
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
+            RuntimeError: the engine is closed.
         """
+        self._refuse_closed("stream")
         (request,) = self.request_builder.build(prompt, params, salt, cache_breakpoints, n=1)
         self.output.write_text_of(request)
         request.unread = deque()
@@ -548,6 +603,8 @@ class DynamicInferenceEngine:
         if request.origin is not self.request_builder:
             raise ValueError("this request was added to another engine: cancel it there")
         self._refuse_inside_step("cancel")
+        if all(sample_.closed for sample_ in request.samples):
+            return
         self._refuse_suspended("cancel")
         self._cancel_or_queue(request)
 
@@ -640,38 +697,54 @@ class DynamicInferenceEngine:
     # Suspension --------------------------------------------------------------------------------
 
     @exclusive
-    @interrupts_wait()
     @on_all_ranks
     def suspend(self, keep_cache: str = "drop") -> None:
         """Give back the memory of the pool and the live slots until `resume`, for example to train
         the model in between. Requests stay, and new ones may be added; steps are refused. No effect
         on a suspended engine.
 
-        keep_cache: "drop": the cache is emptied, and running requests are computed anew; tokens
-            that they have generated stay. "host": all bytes wait in host memory, and everything
-            goes on as it was.
+        keep_cache: "drop": the cache is emptied, also host memory and the folder of
+            `config.cache_dir`. "host": all bytes wait in host memory, and everything goes on as it
+            was. "disk": what is cached is written to that folder, as by `save_cache`, and is
+            fetched from there when a request wants it; the host tier keeps its records. With "drop"
+            and "disk" running requests are computed anew, as far as nothing of them is cached;
+            tokens that they have generated stay.
 
         Raises:
-            ValueError: there is no such `keep_cache`.
-            MemoryError: host memory has no room.
-            RuntimeError: a step of this engine is running. Nothing has changed in all three cases.
-            OSError: "drop", and the folder of `config.cache_dir` could not be emptied; not
-                suspended.
+            ValueError: there is no such `keep_cache`; or "disk" without `config.cache_dir`.
+            MemoryError: "host", and host memory has no room.
+            OSError: writing to the folder failed.
+            RuntimeError: a step of this engine is running. In all cases the engine is not
+                suspended, and but for "drop" nothing has changed.
         """
-        if keep_cache not in ("drop", "host"):
-            raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop' or 'host'")
+        if keep_cache not in ("drop", "host", "disk"):
+            raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop', 'host' or 'disk'")
         self._refuse_inside_step("suspend")
         if self.is_suspended:
             return
-        self._cancel_abandoned()
-        if keep_cache == "host":
-            self.offload.fetches.give_up_all()
-            self.memory.release(keep=True)
-        else:
-            self.scheduler.start_over()
-            self._forget_all()
-            self.memory.release(keep=False)
-        self.is_suspended = True
+        tier = self.offload.disk
+        if keep_cache == "disk":
+            if tier is None:
+                raise ValueError(
+                    "keep_cache='disk' needs a folder to write to: set config.cache_dir, or use "
+                    "'host'"
+                )
+            with interrupts_wait():
+                self._check_weights()
+            self.offload.save_to(tier)
+        with interrupts_wait():
+            self._cancel_abandoned()
+            if keep_cache == "host":
+                self.offload.fetches.give_up_all()
+            else:
+                self._start_over()
+                if keep_cache == "disk":
+                    self.offload.fetches.give_up_all()
+                    self.cache.clear()
+                else:
+                    self._forget_all()
+            self.memory.release(keep=keep_cache == "host")
+            self.is_suspended = True
 
     @exclusive
     @interrupts_wait()
@@ -681,8 +754,11 @@ class DynamicInferenceEngine:
 
         Raises:
             MemoryError: the device has no room; the engine stays suspended.
+            RuntimeError: the engine is closed.
         """
+        self._refuse_closed("resume")
         if self.is_suspended:
+            self._check_weights()  # first: old bytes need not come back
             self.memory.reacquire()
             self.is_suspended = False
 
@@ -788,10 +864,23 @@ class DynamicInferenceEngine:
     @exclusive
     @interrupts_wait()
     def close(self) -> None:
-        """Complete the folder of `config.cache_dir` and unlock it; from now on nothing is cached
-        outside the pool. The end of `with` does the same. Ctrl-C takes effect afterwards, a second
-        one at once: then call it again. Other ranks cannot use their engine afterwards."""
+        """Complete the folder of `config.cache_dir` and unlock it, cancel unanswered requests, and
+        give back the memory of pool, live slots and tiers. What needs them raises RuntimeError from
+        now on; results, `stats` and `metrics` stay. The end of `with` does the same. Ctrl-C takes
+        effect afterwards, a second one at once: then call it again. Other ranks of the model cannot
+        step without this one.
+
+        Raises:
+            RuntimeError: a step of this engine is running; nothing has changed.
+        """
+        self._refuse_inside_step("close")
         self.offload.close()
+        self._start_over()
+        for request in list(self.scheduler.waiting):
+            for sample_ in (request, *request.siblings):
+                self._cancel_sample(sample_)
+        self.memory.release(keep=False)
+        self.is_suspended = self.is_closed = True
         self._control.close()
 
     def __enter__(self) -> "DynamicInferenceEngine":
@@ -840,7 +929,7 @@ class DynamicInferenceEngine:
             "forward_tokens": self.scheduler.num_forward_tokens,
             "prefill_tokens": self.scheduler.num_prefill_tokens,
             "preemptions": self.scheduler.num_preemptions,
-            "weight_changes": self.num_weight_changes,
+            "weight_changes": self.epoch,
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),
             "peak_pages_in_use": self.peak_pages_in_use,

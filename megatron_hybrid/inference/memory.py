@@ -244,23 +244,35 @@ class CacheMemory:
 
     # Suspension --------------------------------------------------------------------------------
 
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        return self.pool, self.slots
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that pool, live slots and their copies in host memory take now."""
+        return sum(
+            each.untyped_storage().nbytes() for each in (*self._tensors, *(self._kept or ()))
+        )
+
     def release(self, *, keep: bool) -> None:
         """Give back the device memory of pool and live slots, until `reacquire`. All views of them
         stay, without bytes.
 
-        keep: copy the bytes to host memory first.
+        keep: copy the bytes to host memory first. False: also give back a copy made before.
 
         Raises:
             MemoryError: the host lacks the memory for the copy; nothing has changed.
         """
-        tensors = (self.pool, self.slots)
+        kept = None
         if keep:
             try:
-                self._kept = [tensor.to("cpu", copy=True) for tensor in tensors]
+                kept = [tensor.to("cpu", copy=True) for tensor in self._tensors]
             except RuntimeError as error:
-                size = sum(tensor.numel() for tensor in tensors)
+                size = sum(tensor.numel() for tensor in self._tensors)
                 raise MemoryError(f"the host has no room for {size} bytes ({error})") from error
-        for tensor in tensors:
+        self._kept = kept
+        for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
     def reacquire(self) -> None:
@@ -269,18 +281,21 @@ class CacheMemory:
         Raises:
             MemoryError: the device lacks the memory; call it again when it has it.
         """
-        for tensor in (self.pool, self.slots):
-            try:
+        try:
+            for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel())
-            except RuntimeError as error:
-                raise MemoryError(
-                    f"{self.device} has no room for {tensor.numel()} bytes of the cache ({error})"
-                ) from error
+        except RuntimeError as error:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+            size = sum(tensor.numel() for tensor in self._tensors)
+            raise MemoryError(
+                f"{self.device} has no room for {size} bytes of the cache ({error})"
+            ) from error
         if self._kept is None:
-            self.pool.zero_()
-            self.slots.zero_()
+            for tensor in self._tensors:
+                tensor.zero_()
         else:
-            for tensor, kept in zip((self.pool, self.slots), self._kept):
+            for tensor, kept in zip(self._tensors, self._kept):
                 tensor.copy_(kept)
             self._kept = None
 

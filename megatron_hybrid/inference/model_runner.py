@@ -70,6 +70,10 @@ class ModelRunner:
         """Host memory of preempted requests."""
         return sum(parked.num_bytes for parked in self._parked.values())
 
+    def drop_parked(self) -> None:
+        """Drop the bytes of all preempted requests."""
+        self._parked.clear()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Execute a plan in its order. Lack of memory in the moves and saves is noted in the

@@ -16,6 +16,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        self.epoch = 0
+        """Generation epoch of the tokens to come."""
         self._growing: dict[Request, GrowingText] = {}
 
     def append(self, request: Request, sampled: Sampled) -> bool:
@@ -27,6 +29,8 @@ class OutputProcessor:
             return True
         stops = token in request.stop_ids
         if not stops or params.detokenize_stop_sequence:
+            if not request.epochs or request.epochs[-1][0] != self.epoch:
+                request.epochs.append((self.epoch, request.num_generated))
             request.tokens[request.num_tokens] = token
             request.num_tokens += 1
             if params.return_log_probs:
@@ -72,6 +76,7 @@ class OutputProcessor:
             text[request.num_chars_out :],
             request.finish_reason,
             request.report,
+            self.epoch,
             request.result() if request.done else None,
         )
         request.num_tokens_out += len(tokens)

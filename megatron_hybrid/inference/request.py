@@ -46,6 +46,8 @@ class GenerationResult:
     prompt_log_probs: list[float] | None = None
     top_n_logprobs: list[dict[int, float]] | None = None
     prompt_top_n_logprobs: list[dict[int, float]] | None = None
+    epochs: list[tuple[int, int]] = field(default_factory=list)
+    """Generation epochs: (epoch, index in `generated_tokens` of the first token drawn in it)."""
     time_to_first_token: float | None = None
     total_time: float | None = None
     error: str | None = None
@@ -90,6 +92,8 @@ class RequestOutput:
     """As in `GenerationResult`; None: not finished."""
     report: PrefixReport
     """Reused tokens of the prompt."""
+    epoch: int
+    """`engine.epoch` of the step, so of its tokens."""
     result: GenerationResult | None
     """In the last output; None in the others."""
 
@@ -135,6 +139,7 @@ class Request:
     prompt_log_probs: list[float] = field(default_factory=list)
     top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    epochs: list[tuple[int, int]] = field(default_factory=list)  # as in the result
     finish_reason: str | None = None
     error: str | None = None
     generated_text: str | None = None
@@ -228,6 +233,7 @@ class Request:
                 if self.params.top_n_logprobs and self.params.needs_prompt_logits
                 else None
             ),
+            epochs=list(self.epochs),
             time_to_first_token=(
                 None if self.first_token_at is None else self.first_token_at - self.added_at
             ),

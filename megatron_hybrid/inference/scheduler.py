@@ -443,7 +443,7 @@ class Scheduler:
         self.retire_closing()
         self.abort()
         for request in self.waiting:
-            request.parked_tokens = 0
+            request.parked_tokens, request.looked_up_at = 0, None
             if not request.num_generated:
                 request.prompt_log_probs, request.prompt_top_n_logprobs = [], []
 

@@ -26,7 +26,7 @@ class WeightWatch:
 
     def __init__(self, model: HybridModel):
         self._model = model
-        self._num_steps = 0
+        self._num_changes = 0  # that leave no other mark
         self.accept()
         _watches.add(self)
         _watch_optimizers()
@@ -46,6 +46,10 @@ class WeightWatch:
         ]
         self._accepted = self._mark()
 
+    def note_change(self) -> None:
+        """Count a change that the watch cannot see."""
+        self._num_changes += 1
+
     def has_changed(self) -> bool:
         """Whether the weights may differ from the last accepted ones. Waits for no device; takes
         about 0.3 us for each module and parameter."""
@@ -53,7 +57,7 @@ class WeightWatch:
 
     def _mark(self) -> list[int]:
         """Ids of modules and tensors, counters of writes, addresses of memory."""
-        mark = [self._model.num_weight_changes, self._num_steps]
+        mark = [self._model.num_weight_changes, self._num_changes]
         mark += [id(module) for held in self._children for module in held.values()]
         for held in self._tensors:
             for tensor in held.values():
@@ -71,7 +75,7 @@ class WeightWatch:
             own |= {_memory(parameter), _memory(getattr(parameter, "main_param", None))}
         own.discard(0)
         if any(_memory(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self._num_steps += 1
+            self.note_change()
 
 
 def _memory(tensor: Tensor | None) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
 from megatron_hybrid.megatron.context import DynamicInferenceContext
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 
 
 def require(value: object, kind: type, name: str) -> None:
@@ -25,7 +25,7 @@ class GPTInferenceWrapper:
     """Carries the model and the context to the engine.
 
     Args:
-        model: a HybridModel, or a model that Megatron built, wrapped or bare.
+        model: a HybridModel, or a model that Megatron built; wrapped or bare.
         inference_context: from the same script.
 
     Raises:
@@ -36,7 +36,8 @@ class GPTInferenceWrapper:
         require(inference_context, DynamicInferenceContext, "inference_context")
         self.model = model
         self.inference_context = inference_context
-        self.hybrid_model = model if isinstance(model, HybridModel) else from_megatron(model)
+        inner = unwrap(model)
+        self.hybrid_model = inner if isinstance(inner, HybridModel) else from_megatron(inner)
 
 
 class TextGenerationController:

@@ -435,6 +435,7 @@ class DynamicInferenceEngine:
                 raise RuntimeError(result.error)
             self._write_text(request, entry.handle)
             self._write_scores(request, result)
+            self._write_epochs(request, result)
         except BaseException as error:  # of the tokenizer, also a panic of a native one
             _mark_failed(request, error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -489,6 +490,15 @@ class DynamicInferenceEngine:
         if params.top_n_logprobs:
             request.prompt_top_n_logprobs = self._by_text(result.prompt_top_n_logprobs or [])
             request.generated_top_n_logprobs = self._by_text(result.top_n_logprobs[:count])
+
+    def _write_epochs(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
+        """Megatron marks the token whose forward pass was the first with the new weights."""
+        (first, _), *later = epochs = result.epochs or [(self.engine.epoch, 0)]
+        request.policy_epoch = [(0, first)]
+        for epoch, start in later:
+            if start < len(request.generated_tokens):  # else it was cut with a stop word
+                request.policy_epoch.append((request.prompt_length + start - 1, epoch))
+        request.kv_cache_epoch = [(0, epochs[-1][0])]
 
     def _by_text(self, rows: list[dict[int, float]]) -> list[dict[str, float]]:
         """Tokens by their text, as in Megatron; of equal texts the most likely."""

@@ -104,9 +104,13 @@ class DynamicInferenceRequest:
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     routing_indices: Any = None
+    """Routing is not tracked: None."""
     policy_epoch: list[tuple[int, int]] | None = None
+    """Of an answered request: (index of a token, prompt included; epoch of the weights that drew
+    the tokens behind it, until the next entry)."""
     kv_cache_epoch: list[tuple[int, int]] | None = None
-    """Routing and epochs are not tracked: None."""
+    """The same for the KV under the tokens. It is computed anew for new weights, so there is one
+    entry."""
 
     @property
     def uid(self) -> int:

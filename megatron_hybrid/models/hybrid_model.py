@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.enums import ModelType
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -312,6 +312,21 @@ class HybridModel(LanguageModule):
         flat = labels.reshape(1, -1)
         loss = self.compute_language_model_loss(flat, logits.unsqueeze(1))
         return loss.masked_fill(flat == NO_LABEL, 0.0).view_as(labels)
+
+
+def unwrap(model: object) -> object:
+    """The model inside of wrappers that have it as `module` (Float16Module, DistributedDataParallel
+    of megatron-core and of torch), and of a list of one, as megatron-core keeps it; another object
+    as it is."""
+    while True:
+        if isinstance(model, list) and len(model) == 1:
+            (model,) = model
+        elif isinstance(model, nn.Module) and isinstance(
+            inner := getattr(model, "module", None), nn.Module
+        ):
+            model = inner
+        else:
+            return model
 
 
 def build_hybrid_model(

@@ -14,7 +14,7 @@ from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.models.mixers.experts import SeparateLinear
 from megatron_hybrid.models.mixers.rotary import frequencies
 from megatron_hybrid.models.parameter_names import canonical_name, group_experts, is_parameter
@@ -35,14 +35,14 @@ def from_megatron(model: nn.Module) -> HybridModel:
     Args:
         model: MambaModel, HybridModel or GPTModel of megatron-core, of local layers or of those of
             Transformer Engine; bare, or in wrappers that have it as `module` (Float16Module,
-            DistributedDataParallel). Its process groups are used.
+            DistributedDataParallel), or in a list of one. Its process groups are used.
 
     Raises:
         TypeError: not such a model.
         ValueError: the model computes what HybridModel does not implement, or is split in another
             way; the message names the field or the parameter.
     """
-    stock = _unwrap(model)
+    stock = _core_model(model)
     is_gpt = compat.core_model_kind(stock) == "gpt"
     config = HybridConfig(**_config_fields(stock, is_gpt))
     with torch.device("meta"):
@@ -52,14 +52,12 @@ def from_megatron(model: nn.Module) -> HybridModel:
     return served.eval()
 
 
-def _unwrap(model: Any) -> nn.Module:
+def _core_model(model: Any) -> nn.Module:
     """The model of megatron-core inside of its wrappers."""
-    if isinstance(model, HybridModel):
+    inner = unwrap(model)
+    if isinstance(inner, HybridModel):
         raise TypeError("model is a HybridModel of megatron_hybrid: pass it to the engine itself.")
-    inner = model
-    while isinstance(inner, nn.Module) and compat.core_model_kind(inner) is None:
-        inner = getattr(inner, "module", None)
-    if not isinstance(inner, nn.Module):
+    if compat.core_model_kind(inner) is None:
         advice = " Pass one of its items." if isinstance(model, list | tuple) else ""
         raise TypeError(
             f"model is of type {type(model).__name__}, but from_megatron takes {_ACCEPTED}.{advice}"

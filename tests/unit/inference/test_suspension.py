@@ -87,7 +87,7 @@ def test_a_suspended_engine_refuses_what_needs_its_memory():
 
 def test_an_unknown_keep_cache_is_refused():
     engine = tiny_engine()
-    with pytest.raises(ValueError, match="keep_cache is 'all'; use 'drop' or 'host'"):
+    with pytest.raises(ValueError, match="keep_cache is 'all'; use 'drop', 'host' or 'disk'"):
         engine.suspend("all")
     assert not engine.is_suspended
 

@@ -491,6 +491,24 @@ def test_suspend_and_resume(mode):
         assert answers[2].num_cached_tokens == len(PROMPT)
 
 
+def test_records_tell_the_epochs_of_weights():
+    engine = door_engine()
+    assert answer(engine, PROMPT, greedy_params(2)).policy_epoch == [(0, 0)]
+    engine.add_request(1, [*PROMPT, 3, 4], greedy_params(6))
+    while len(engine.get_request(1).generated_tokens) < 2:
+        engine.step_modern()
+    engine.engine.update_weights()
+    engine.add_request(2, PROMPT, greedy_params(3))
+    engine.add_request(3, PROMPT, greedy_params(0))
+    answers = finish(engine)
+    total = len(PROMPT) + 4
+    assert answers[1].policy_epoch == [(0, 0), (total - 1, 1)]
+    assert answers[1].kv_cache_epoch == [(0, 1)]  # all of it was computed anew
+    for request in (answers[2], answers[3]):
+        assert request.policy_epoch == request.kv_cache_epoch == [(0, 1)]
+        assert DynamicInferenceRequest.deserialize(request.serialize()).policy_epoch == [(0, 1)]
+
+
 def test_an_error_of_the_tokenizer_fails_its_request_only():
     class Broken(LetterTokenizer):
         def detokenize(self, tokens):

@@ -171,11 +171,10 @@ def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
     before = engine.stats()
     assert before["host_records_evicted"] and before["host_bytes"]
     engine.close()
-    answer(engine, random_tokens(9))  # it serves on, from the pool alone
     after = engine.stats()
     assert not after["host_bytes"] and not after["disk_bytes"]
     grows = [name for name in COUNTERS if name in before]
-    assert all(after[name] >= before[name] for name in grows)
+    assert all(after[name] == before[name] for name in grows)
 
 
 def test_a_deeper_prefix_in_the_pool_is_not_fetched():
@@ -776,7 +775,7 @@ def test_a_handle_keeps_no_bytes(slow):
 def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     prompt = random_tokens(60)
-    expected = answer(engine, prompt).generated_tokens
+    answer(engine, prompt)
     empty_pool(engine)
     disk = engine.offload.disk
     store = disk.store = SlowStore(disk.store)
@@ -791,12 +790,8 @@ def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
     engine.close()
     assert not engine.cache.allocator.ref_counts.any() and not engine.offload.fetches.is_busy
     assert all(not record.pins for record in disk.records())
-    if not in_pool:
-        while not request.closed:
-            engine.step()
-        assert request.generated_tokens == expected
-        assert request.result().prefix.fetched_tokens == 0
-        assert engine.save_cache(tmp_path).states  # into the folder that it has released
+    assert request.closed and request.result().finish_reason == "cancelled"
+    assert not engine.has_work
     engine.check_integrity()
 
 
