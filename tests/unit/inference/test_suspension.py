@@ -1,4 +1,7 @@
-"""suspend and resume: the memory is given back, and answers stay those of an engine without it."""
+"""suspend, resume and close: memory is given back, and answers are those of an engine without."""
+
+import errno
+import os
 
 import pytest
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
@@ -13,6 +16,12 @@ def held_bytes(engine) -> int:
     return memory.pool.untyped_storage().nbytes() + memory.slots.untyped_storage().nbytes()
 
 
+def finish(engine):
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+
+
 def halfway(engine):
     """A request with an answered prefix in the cache, two steps into its own answer."""
     engine.generate([PROMPT], greedy(4))
@@ -23,10 +32,19 @@ def halfway(engine):
     return request
 
 
-@pytest.mark.parametrize("keep_cache", ["drop", "host"])
-@pytest.mark.parametrize("mode", ["off", "restore"])
-def test_a_running_request_goes_on_after_a_suspension(keep_cache, mode):
-    engine = tiny_engine(prefix_caching=mode)
+@pytest.mark.parametrize(
+    ("keep_cache", "mode"),
+    [
+        ("drop", "off"),
+        ("host", "off"),
+        ("drop", "restore"),
+        ("host", "restore"),
+        ("disk", "restore"),
+    ],
+)
+def test_a_running_request_goes_on_after_a_suspension(tmp_path, keep_cache, mode):
+    folder = tmp_path if keep_cache == "disk" else None
+    engine = tiny_engine(prefix_caching=mode, cache_dir=folder)
     request = halfway(engine)
     before = held_bytes(engine)
     engine.suspend(keep_cache)
@@ -40,9 +58,11 @@ def test_a_running_request_goes_on_after_a_suspension(keep_cache, mode):
         engine.step()
     assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
     assert is_greedy(tiny_model(), PROMPT, waiting.generated_tokens)
-    skips = mode == "restore" and keep_cache == "host"
+    skips = mode == "restore" and keep_cache != "drop"
     assert (waiting.report.skipped_tokens == len(PROMPT)) is skips
+    assert (waiting.report.fetched_tokens > 0) is (keep_cache == "disk")
     engine.check_integrity()
+    engine.close()
 
 
 def test_keep_host_computes_no_token_again():
@@ -89,6 +109,8 @@ def test_an_unknown_keep_cache_is_refused():
     engine = tiny_engine()
     with pytest.raises(ValueError, match="keep_cache is 'all'; use 'drop', 'host' or 'disk'"):
         engine.suspend("all")
+    with pytest.raises(ValueError, match=r"needs a folder to write to: set config\.cache_dir"):
+        engine.suspend("disk")
     assert not engine.is_suspended
 
 
@@ -109,3 +131,167 @@ def test_no_room_at_resume_leaves_the_engine_suspended(monkeypatch):
 
 def _no_room():
     raise MemoryError("the device is full")
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-"])
+def test_what_went_to_the_disk_is_fetched(tmp_path, pattern):
+    model = tiny_model(pattern)
+    engine = tiny_engine(model, cache_dir=tmp_path, max_requests=2, cache_bytes=1 << 20)
+    engine.generate([PROMPT], greedy(4))
+    others = [engine.add_request(random_tokens(50, seed=i), greedy(30)) for i in (1, 2)]
+    waiting = engine.add_request([*PROMPT, 3], greedy(4))
+    engine.step()
+    assert waiting.looked_up_at is not None  # its prefix is in the pool, where it looked then
+    before = [request.generated_tokens for request in others]
+    engine.suspend("disk")
+    assert engine.memory.held_bytes == 0 and not engine.stats()["cached_tokens"]
+    assert engine.stats()["disk_bytes"] and [r.generated_tokens for r in others] == before
+    engine.resume()
+    finish(engine)
+    assert waiting.report.skipped_tokens == waiting.report.fetched_tokens >= 96
+    for request in (*others, waiting):
+        prompt = request.result().prompt_tokens
+        assert is_greedy(model, prompt, request.generated_tokens)
+    engine.close()
+
+
+def test_preempted_and_forked_requests_go_on_from_the_disk(tmp_path):
+    model = tiny_model("M*-")
+    engine = tiny_engine(model, cache_dir=tmp_path, cache_bytes=80 << 10, max_requests=4)
+    requests = [engine.add_request(random_tokens(60, seed=i), greedy(60)) for i in range(3)]
+    requests += engine.add_request(random_tokens(40, seed=9), greedy(20), n=2).samples
+    while not engine.runner.parked_bytes:
+        engine.step()
+    engine.suspend("disk")
+    assert engine.runner.parked_bytes == 0
+    engine.resume()
+    finish(engine)
+    for request in requests:
+        assert is_greedy(model, request.result().prompt_tokens, request.generated_tokens)
+    engine.close()
+
+
+def test_a_suspended_engines_folder_serves_the_next_one(tmp_path):
+    with tiny_engine(cache_dir=tmp_path) as engine:
+        engine.generate([PROMPT], greedy(4))
+        engine.suspend("disk")
+    with tiny_engine(cache_dir=tmp_path) as engine:
+        assert engine.generate([PROMPT], greedy(4))[0].prefix.fetched_tokens == len(PROMPT)
+
+
+def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
+    engine = tiny_engine(cache_dir=tmp_path)
+    request = halfway(engine)
+    left = request.params.num_tokens_to_generate - request.num_generated
+    digest, computed = engine.cache.digest(), engine.stats()["forward_tokens"]
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", full)
+        engine.suspend("disk")
+    assert not engine.is_suspended and engine.cache.digest() == digest
+    while not request.done:
+        engine.step()
+    assert engine.stats()["forward_tokens"] - computed == left
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+    engine.suspend("disk")  # once the disk has room again
+    engine.resume()
+    again = engine.generate([PROMPT], greedy(4))[0]
+    assert again.prefix.fetched_tokens == len(PROMPT)
+    engine.close()
+
+
+def test_no_host_memory_changes_nothing(monkeypatch):
+    engine = tiny_engine()
+    request = halfway(engine)
+    left = request.params.num_tokens_to_generate - request.num_generated
+    computed = engine.stats()["forward_tokens"]
+
+    def full(*arguments, **fields):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="the host has no room"):
+        patch.setattr(engine.memory.pool, "to", full)
+        engine.suspend("host")
+    assert not engine.is_suspended
+    while not request.done:
+        engine.step()
+    assert engine.stats()["forward_tokens"] - computed == left
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+
+
+def test_a_failed_resume_holds_nothing(monkeypatch):
+    engine = tiny_engine()
+    request = halfway(engine)
+    engine.suspend("host")
+    kept = engine.memory.held_bytes
+    storage = type(engine.memory.slots.untyped_storage())
+    resize = storage.resize_
+
+    def no_room_for_slots(self, size):
+        if size == engine.memory.slots.numel():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return resize(self, size)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="has no room for"):
+        patch.setattr(storage, "resize_", no_room_for_slots)
+        engine.resume()
+    assert engine.is_suspended and held_bytes(engine) == 0 and engine.memory.held_bytes == kept
+    engine.resume()
+    finish(engine)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+
+
+# Closing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_cache", [None, "drop", "host"])
+def test_a_closed_engine_has_no_memory_and_keeps_what_can_be_read(keep_cache):
+    engine = tiny_engine()
+    request = halfway(engine)
+    engine.add_request(PROMPT, greedy(2), n=2)
+    stream = engine.stream(PROMPT, greedy(4))
+    engine.step()
+    before = engine.stats()
+    if keep_cache is not None:
+        engine.suspend(keep_cache)
+    engine.close()
+    engine.close()
+    assert engine.memory.held_bytes == 0 and not engine.has_work
+    for call in (
+        engine.step,
+        engine.resume,
+        engine.update_weights,
+        engine.clear_cache,
+        lambda: engine.add_request(PROMPT),
+        lambda: engine.stream(PROMPT),
+        lambda: engine.generate([PROMPT]),
+        lambda: engine.save_cache("nowhere"),
+    ):
+        with pytest.raises(RuntimeError, match=r"\(\) was called on a closed engine.*make another"):
+            call()
+    engine.suspend()
+    engine.cancel(request)
+    assert request.closed and request.result().finish_reason == "cancelled"
+    assert [output.finish_reason for output in stream][-1] == "cancelled"
+    after = engine.stats()
+    assert after["steps"] == before["steps"] and after["requests_running"] == 0
+    assert engine.metrics() and str(after)
+    engine.check_integrity()
+
+
+def test_an_engine_inside_its_step_is_not_closed():
+    engine = tiny_engine()
+    forward = engine.runner.forward
+
+    def closes(plan):
+        engine.close()
+        return forward(plan)
+
+    engine.runner.forward = closes
+    with pytest.raises(RuntimeError, match=r"close\(\) was called inside a step"):
+        engine.generate([PROMPT], greedy(1))
+    engine.runner.forward = forward
+    assert engine.generate([PROMPT], greedy(1))[0].generated_tokens
