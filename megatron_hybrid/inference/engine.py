@@ -460,7 +460,7 @@ class DynamicInferenceEngine:
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
             self._weights.accept()
         if self.is_suspended:
-            self.memory.release(keep=False)  # the copy in host memory
+            self.memory.release()  # the copy in host memory
         self.output.epoch += 1
 
     def _start_over(self) -> None:
@@ -704,7 +704,7 @@ class DynamicInferenceEngine:
         on a suspended engine.
 
         keep_cache: "drop": the cache is emptied, also host memory and the folder of
-            `config.cache_dir`. "host": all bytes wait in host memory, and everything goes on as it
+            `config.cache_dir`. "host": its bytes wait in host memory, and everything goes on as it
             was. "disk": what is cached is written to that folder, as by `save_cache`, and is
             fetched from there when a request wants it; the host tier keeps its records. With "drop"
             and "disk" running requests are computed anew, as far as nothing of them is cached;
@@ -736,15 +736,23 @@ class DynamicInferenceEngine:
             self._cancel_abandoned()
             if keep_cache == "host":
                 self.offload.fetches.give_up_all()
+                self.memory.release(keep=self._used_rows())
+            elif keep_cache == "disk":
+                self._start_over()
+                self.offload.fetches.give_up_all()
+                self.cache.clear()
+                self.memory.release()
             else:
                 self._start_over()
-                if keep_cache == "disk":
-                    self.offload.fetches.give_up_all()
-                    self.cache.clear()
-                else:
-                    self._forget_all()
-            self.memory.release(keep=keep_cache == "host")
+                self._forget_all()
+                self.memory.release()
             self.is_suspended = True
+
+    def _used_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pages of requests and of the cache, and live slots of requests."""
+        pages = self.cache.allocator
+        slots = [request.slot for request in self.scheduler.running]
+        return np.flatnonzero(pages.ref_counts + pages.cached_counts), np.array(slots, dtype=int)
 
     @exclusive
     @interrupts_wait()
@@ -879,7 +887,7 @@ class DynamicInferenceEngine:
         for request in list(self.scheduler.waiting):
             for sample_ in (request, *request.siblings):
                 self._cancel_sample(sample_)
-        self.memory.release(keep=False)
+        self.memory.release()
         self.is_suspended = self.is_closed = True
         self._control.close()
 

@@ -22,6 +22,9 @@ from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
 from megatron_hybrid.ranks import Ranks
 
+_COPIED_ROWS = 256
+"""Pages or live slots that one copy to or from host memory takes at most."""
+
 
 def cache_spec_of(
     layers: list[LayerCache],
@@ -133,6 +136,14 @@ def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor
         ) from error
 
 
+def _to_host(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows (int64 [n]) to host memory, a few at a time: the device may have no room left."""
+    copied = torch.empty(len(rows), tensor.shape[1], dtype=tensor.dtype)
+    for target, part in zip(copied.split(_COPIED_ROWS), rows.split(_COPIED_ROWS)):
+        target.copy_(tensor[part])
+    return copied
+
+
 @dataclass(frozen=True)
 class ParkedRequest:
     """A preempted request's bytes in host memory: its KV blocks and its live slot."""
@@ -178,7 +189,7 @@ class CacheMemory:
     ):
         self.spec = spec
         self.device = device
-        self._kept: list[Tensor] | None = None  # while suspended
+        self._kept: list[tuple[Tensor, Tensor]] | None = None  # rows, their bytes: while suspended
         # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
         self._state_encoding = state_encoding
@@ -251,35 +262,37 @@ class CacheMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes that pool, live slots and their copies in host memory take now."""
-        return sum(
-            each.untyped_storage().nbytes() for each in (*self._tensors, *(self._kept or ()))
-        )
+        tensors = (*self._tensors, *(kept for _, kept in self._kept or ()))
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    def release(self, *, keep: bool) -> None:
+    def release(self, keep: tuple[np.ndarray, np.ndarray] | None = None) -> None:
         """Give back the device memory of pool and live slots, until `reacquire`. All views of them
         stay, without bytes.
 
-        keep: copy the bytes to host memory first. False: also give back a copy made before.
+        keep: pages and live slots whose bytes wait in host memory, int [n] each. None: nothing
+            waits there, nor what was kept before.
 
         Raises:
-            MemoryError: the host lacks the memory for the copy; nothing has changed.
+            MemoryError: the host lacks the memory for the copies; nothing has changed.
         """
         kept = None
-        if keep:
+        if keep is not None:
+            ids = [self._ids(rows) for rows in keep]
             try:
-                kept = [tensor.to("cpu", copy=True) for tensor in self._tensors]
+                kept = [(rows, _to_host(tensor, rows)) for tensor, rows in zip(self._tensors, ids)]
             except RuntimeError as error:
-                size = sum(tensor.numel() for tensor in self._tensors)
+                size = sum(len(rows) * each.shape[1] for each, rows in zip(self._tensors, ids))
                 raise MemoryError(f"the host has no room for {size} bytes ({error})") from error
         self._kept = kept
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
     def reacquire(self) -> None:
-        """Allocate pool and live slots again: as they were, or zeros.
+        """Allocate pool and live slots again: zeros, but for the bytes that were kept.
 
         Raises:
-            MemoryError: the device lacks the memory; call it again when it has it.
+            MemoryError: the device lacks the memory, and nothing is allocated; call it again when
+                it has it.
         """
         try:
             for tensor in self._tensors:
@@ -291,13 +304,12 @@ class CacheMemory:
             raise MemoryError(
                 f"{self.device} has no room for {size} bytes of the cache ({error})"
             ) from error
-        if self._kept is None:
-            for tensor in self._tensors:
-                tensor.zero_()
-        else:
-            for tensor, kept in zip(self._tensors, self._kept):
-                tensor.copy_(kept)
-            self._kept = None
+        for tensor in self._tensors:
+            tensor.zero_()
+        for tensor, (rows, kept) in zip(self._tensors, self._kept or ()):
+            for part, data in zip(rows.split(_COPIED_ROWS), kept.split(_COPIED_ROWS)):
+                tensor.index_copy_(0, part, data.to(self.device))
+        self._kept = None
 
     # Copies ------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ import errno
 import os
 
 import pytest
+import torch
+from differential import poison
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
@@ -70,8 +72,12 @@ def test_keep_host_computes_no_token_again():
     request = halfway(engine)
     left = request.params.num_tokens_to_generate - request.num_generated
     before = engine.stats()["forward_tokens"]
+    stats = engine.stats()
     engine.suspend("host")
+    used = (stats["pages_cached"] + stats["pages_in_use"]) * stats["page_bytes"]
+    assert engine.memory.held_bytes == used + engine.memory.slots.shape[1]  # one request
     engine.resume()
+    poison(engine)
     while not request.done:
         engine.step()
     assert engine.stats()["forward_tokens"] - before == left
@@ -213,7 +219,7 @@ def test_no_host_memory_changes_nothing(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="the host has no room"):
-        patch.setattr(engine.memory.pool, "to", full)
+        patch.setattr(torch, "empty", full)
         engine.suspend("host")
     assert not engine.is_suspended
     while not request.done:
