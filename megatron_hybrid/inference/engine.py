@@ -441,6 +441,11 @@ class DynamicInferenceEngine:
         self._weights.note_change()
         self._drop_old_weights()
 
+    def _check_weights(self) -> None:
+        """Begin an epoch if the weights have changed, on any rank."""
+        if any(self.ranks.maximum([self._weights.has_changed()])):
+            self._begin_epoch()
+
     def _begin_epoch(self) -> None:
         """The weights have changed, and nobody has said so."""
         logger.warning(
@@ -460,7 +465,7 @@ class DynamicInferenceEngine:
             logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
             self._weights.accept()
         if self.is_suspended:
-            self.memory.release()  # the copy in host memory
+            self.memory.keep(None)
         self.output.epoch += 1
 
     def _start_over(self) -> None:
@@ -731,28 +736,35 @@ class DynamicInferenceEngine:
                 )
             with interrupts_wait():
                 self._check_weights()
-            self.offload.save_to(tier)
+            with self.ranks.together("writing the cache"):
+                self.offload.save_to(tier)
         with interrupts_wait():
             self._cancel_abandoned()
             if keep_cache == "host":
                 self.offload.fetches.give_up_all()
-                self.memory.release(keep=self._used_rows())
+                self._keep_in_host_memory()
             elif keep_cache == "disk":
                 self._start_over()
                 self.offload.fetches.give_up_all()
                 self.cache.clear()
-                self.memory.release()
             else:
                 self._start_over()
                 self._forget_all()
-                self.memory.release()
+            self.memory.release()
             self.is_suspended = True
 
-    def _used_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pages of requests and of the cache, and live slots of requests."""
+    def _keep_in_host_memory(self) -> None:
+        """Copy the pages of requests and of the cache, and live slots of requests, on all ranks or
+        on none."""
         pages = self.cache.allocator
         slots = [request.slot for request in self.scheduler.running]
-        return np.flatnonzero(pages.ref_counts + pages.cached_counts), np.array(slots, dtype=int)
+        used = np.flatnonzero(pages.ref_counts + pages.cached_counts), np.array(slots, dtype=int)
+        try:
+            with self.ranks.together("keeping the cache in host memory"):
+                self.memory.keep(used)
+        except BaseException:
+            self.memory.keep(None)
+            raise
 
     @exclusive
     @interrupts_wait()
@@ -767,7 +779,13 @@ class DynamicInferenceEngine:
         self._refuse_closed("resume")
         if self.is_suspended:
             self._check_weights()  # first: old bytes need not come back
-            self.memory.reacquire()
+            try:
+                with self.ranks.together("taking the memory of the cache again"):
+                    self.memory.reacquire()
+            except BaseException:
+                self.memory.release()
+                raise
+            self.memory.refill()
             self.is_suspended = False
 
     # Cache folders, closing --------------------------------------------------------------------
@@ -805,8 +823,7 @@ class DynamicInferenceEngine:
                 "every token is computed nothing is fetched"
             )
         with interrupts_wait():
-            if any(self.ranks.maximum([self._weights.has_changed()])):
-                self._drop_old_weights()
+            self._check_weights()
         own = None if tier is None else tier.store.folder
         if tier is not None and (
             folder is None or real_path(Path(folder) / self.ranks.name) == own
@@ -887,6 +904,7 @@ class DynamicInferenceEngine:
         for request in list(self.scheduler.waiting):
             for sample_ in (request, *request.siblings):
                 self._cancel_sample(sample_)
+        self.memory.keep(None)
         self.memory.release()
         self.is_suspended = self.is_closed = True
         self._control.close()

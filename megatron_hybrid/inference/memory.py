@@ -265,30 +265,31 @@ class CacheMemory:
         tensors = (*self._tensors, *(kept for _, kept in self._kept or ()))
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    def release(self, keep: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Give back the device memory of pool and live slots, until `reacquire`. All views of them
-        stay, without bytes.
-
-        keep: pages and live slots whose bytes wait in host memory, int [n] each. None: nothing
-            waits there, nor what was kept before.
+    def keep(self, rows: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """Copy the bytes of pages and live slots, int [n] each, to host memory, for `refill`. None:
+        drop what was kept.
 
         Raises:
             MemoryError: the host lacks the memory for the copies; nothing has changed.
         """
         kept = None
-        if keep is not None:
-            ids = [self._ids(rows) for rows in keep]
+        if rows is not None:
+            ids = [self._ids(each) for each in rows]
             try:
                 kept = [(rows, _to_host(tensor, rows)) for tensor, rows in zip(self._tensors, ids)]
             except RuntimeError as error:
                 size = sum(len(rows) * each.shape[1] for each, rows in zip(self._tensors, ids))
                 raise MemoryError(f"the host has no room for {size} bytes ({error})") from error
         self._kept = kept
+
+    def release(self) -> None:
+        """Give back the device memory of pool and live slots, until `reacquire`. All views of them
+        stay, without bytes."""
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
     def reacquire(self) -> None:
-        """Allocate pool and live slots again: zeros, but for the bytes that were kept.
+        """Allocate pool and live slots again; `refill` them before use.
 
         Raises:
             MemoryError: the device lacks the memory, and nothing is allocated; call it again when
@@ -298,12 +299,14 @@ class CacheMemory:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel())
         except RuntimeError as error:
-            for tensor in self._tensors:
-                tensor.untyped_storage().resize_(0)
+            self.release()
             size = sum(tensor.numel() for tensor in self._tensors)
             raise MemoryError(
                 f"{self.device} has no room for {size} bytes of the cache ({error})"
             ) from error
+
+    def refill(self) -> None:
+        """Fill pool and live slots with the bytes that were kept, and zeros elsewhere."""
         for tensor in self._tensors:
             tensor.zero_()
         for tensor, (rows, kept) in zip(self._tensors, self._kept or ()):

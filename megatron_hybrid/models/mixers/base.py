@@ -26,11 +26,14 @@ class StateTensor:
     full_size: int | None = None
     """First dimension of the whole state, over all tensor-parallel ranks; None: `shape[0]`."""
 
+    def __post_init__(self):
+        if self.full_size is None:
+            object.__setattr__(self, "full_size", self.shape[0])
+
     @property
     def full_bytes(self) -> int:
         """Bytes of the whole state."""
-        first = self.shape[0] if self.full_size is None else self.full_size
-        return first * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self.full_size * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
