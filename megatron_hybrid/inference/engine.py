@@ -459,14 +459,12 @@ class DynamicInferenceEngine:
         """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
         tells that the weights have changed."""
         self._start_over()
-        try:
-            self._forget_all()
-        except OSError as error:  # the disk tier is unused from here on
-            logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
-            self._weights.accept()
         if self.is_suspended:
             self.memory.keep(None)
-        self.output.epoch += 1
+        try:
+            self._forget_all()
+        except OSError as error:
+            logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
 
     def _start_over(self) -> None:
         """Queue all running requests again, without anything computed. Generated tokens stay."""
@@ -843,8 +841,7 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     @on_all_ranks
     def clear_cache(self) -> None:
-        """Empty the cache: the pool, host memory and `config.cache_dir`. Call it after writing
-        weights through `.data`; the next step notices other changes of them (`WeightWatch`).
+        """Empty the cache: the pool, host memory and `config.cache_dir`.
 
         Raises:
             RuntimeError: requests are running or waiting, or the engine is suspended; nothing has
@@ -863,16 +860,24 @@ class DynamicInferenceEngine:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """Empty the cache, and bind it to the present weights."""
+        """Empty the cache, and bind it to the present weights. New ones begin an epoch.
+
+        Raises:
+            OSError: the folder could not be rewritten; it is unused from here on.
+        """
         try:
             self.offload.clear()  # first: it waits for the loads into the pool
         finally:
             self.cache.clear()
         self.memory.weights_changed(self.model.cache_requirements())
         self._fingerprint = None
-        if self.offload.disk is not None:
-            self.offload.disk.store.rebind(self._made_for())
+        disk = self.offload.disk
+        made_for = self._made_for() if disk is not None else {}
+        is_new_epoch = self._weights.has_changed()
         self._weights.accept()
+        self.output.epoch += is_new_epoch
+        if disk is not None:
+            disk.store.rebind(made_for)
 
     def _open_disk(self, folder: str | PathLike) -> DiskStore:
         page_bytes = self.cache.spec.page_bytes

@@ -273,6 +273,28 @@ def test_outputs_and_results_tell_their_epochs():
     assert engine.generate([PROMPT], greedy(0))[0].epochs == []
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.clear_cache(),
+        lambda engine: (engine.suspend("drop"), engine.resume()),
+        lambda engine: engine.save_cache(),
+    ],
+)
+def test_no_call_hides_a_change_of_the_weights(tmp_path, call):
+    model = fresh_model()
+    with tiny_engine(model, cache_dir=tmp_path) as engine:
+        assert engine.generate([PROMPT], greedy(2))[0].epochs == [(0, 0)]
+        call(engine)
+        assert engine.epoch == 0
+        optimizer_step(model)
+        call(engine)
+        assert engine.epoch == 1
+        result = engine.generate([PROMPT], greedy(2))[0]
+        assert result.epochs == [(1, 0)] and result.prefix.skipped_tokens == 0
+        assert is_greedy(copy_of(model), PROMPT, result.generated_tokens)
+
+
 def test_a_dropped_stop_token_begins_no_epoch():
     engine = tiny_engine(fresh_model())
     stop = engine.generate([PROMPT], greedy(1))[0].generated_tokens[0]
