@@ -9,12 +9,14 @@ from differential import LogitsRecorder
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from slow_tiers import SlowArrival, SlowStore
 from torch import nn
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.offload.fetch import FetchState
 
 PROMPT, SECOND, THIRD = (random_tokens(100, seed=seed) for seed in range(3))
 PATTERNS = {"hybrid": "MG*-", "attention": "*-*-"}
@@ -179,10 +181,11 @@ def test_nothing_of_older_weights_is_used(tmp_path, change, mode, pattern):
     engine.close()
 
 
+@pytest.mark.parametrize("mode", PREFIX_CACHING_MODES)
 @pytest.mark.parametrize("change", NOTICED)
-def test_what_the_engine_notices_begins_an_epoch_too(tmp_path, change):
+def test_what_the_engine_notices_begins_an_epoch_too(tmp_path, change, mode):
     model = fresh_model()
-    engine, requests = busy_engine(model, "restore", tmp_path)
+    engine, requests = busy_engine(model, mode, tmp_path)
     change(model)
     finish(engine, requests, copy_of(model))
     assert engine.epoch == engine.stats()["weight_changes"] == 1
@@ -203,6 +206,41 @@ def test_nothing_of_older_weights_outlives_a_suspension(tmp_path, change, keep_c
     engine.resume()
     assert engine.epoch == 1
     finish(engine, requests, copy_of(model))
+    engine.close()
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+@pytest.mark.parametrize("host_bytes", [0, 8 << 20], ids=["disk", "host"])
+def test_a_fetch_under_way_brings_nothing_of_older_weights(tmp_path, host_bytes, is_loading):
+    model = fresh_model()
+    folder = None if host_bytes else tmp_path
+    engine = tiny_engine(model, host_cache_bytes=host_bytes, cache_dir=folder)
+    engine.generate([PROMPT], greedy(3))
+    engine.cache.evict(10**6)
+    (tier,) = engine.offload.tiers
+    store, tier.store = tier.store, SlowStore(tier.store)
+    to_pool = engine.offload._mover.to_pool
+
+    def slow_to_pool(*parts):
+        to_pool(*parts)
+        return SlowArrival(lambda: False)
+
+    engine.offload._mover.to_pool = slow_to_pool
+    request = engine.add_request(PROMPT, greedy(5))
+    engine.step()
+    late = [(future, store.get(record).result()) for future, record in tier.store.reads]
+    if is_loading:
+        tier.store.arrive()
+        engine.step()
+    state = FetchState.LOADING if is_loading else FetchState.READING
+    assert request.fetch.state is state and late
+    write_data(model)
+    engine.update_weights()
+    for future, old_bytes in late:
+        if not future.done():
+            future.set_result(old_bytes)
+    finish(engine, [request], copy_of(model))
+    assert request.report.skipped_tokens == 0
     engine.close()
 
 

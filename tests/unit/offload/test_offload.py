@@ -8,7 +8,6 @@ import re
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from reference import (
     tiny_engine,
     tiny_model,
 )
+from slow_tiers import SlowArrival, SlowStore
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.inference import engine as engine_module
@@ -283,28 +283,6 @@ def test_a_host_allocation_that_fails_costs_no_request(monkeypatch):
 # Nobody waits who need not -----------------------------------------------------------------------
 
 
-class SlowStore:
-    """A tier's store whose reads end when the test says so."""
-
-    def __init__(self, store):
-        self.store, self.reads = store, []
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-    def get(self, record):
-        future = Future()
-        self.reads.append((future, record))
-        return future
-
-    def arrive(self):
-        reads, self.reads = self.reads, []
-        for future, record in reads:
-            if future.set_running_or_notify_cancel():
-                future.set_result(self.store.get(record).result())
-        return len(reads)
-
-
 @pytest.fixture
 def slow():
     """An engine with a prompt in host memory that takes its time."""
@@ -438,17 +416,6 @@ def step_with_arrival(engine, store):
     """A step that has nothing to do but to read; what it reads arrives behind it."""
     engine.step()
     assert store.arrive()
-
-
-class SlowArrival(Arrival):
-    """Pages that arrive in the pool when the test says so."""
-
-    def __init__(self, is_there):
-        super().__init__([])
-        self.is_done = is_there
-
-    def wait(self):
-        pass
 
 
 def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
