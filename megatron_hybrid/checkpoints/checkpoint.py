@@ -33,14 +33,13 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
-    own_spelling,
     stack_experts,
 )
-from megatron_hybrid.models.sharding.tensor_sharding import cut_of, full_shape, shard, unshard
+from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
+from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
 
 CONFIG_FILE = "config.json"
 
-EMBEDDING = "embedding.word_embeddings.weight"  # ours
 _HEAD = "lm_head.weight"  # theirs, in every architecture
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,14 +113,10 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     converted back to this dtype, unless that would round a changed value."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
-    for name, tensor in own_tensors(model).items():
-        piece = tensor.detach().contiguous()
-        pieces = [piece]
-        if tp.size() > 1 and cut_of(tensor) is not None:
-            pieces = [torch.empty_like(piece) for _ in range(tp.size())]
-            dist.all_gather(pieces, piece, group=tp)
-        if tp.rank() == 0:
-            whole = unshard(pieces, tensor).cpu().contiguous()
+    for own_name, tensor in own_tensors(model).items():
+        parts = gather_whole(own_name, tensor, model.pg_collection)
+        for name, part in parts.items() if tp.rank() == 0 else ():
+            whole = part.cpu().contiguous()
             dtype = model.config.params_dtype
             if whole.dtype != dtype == getattr(tensor, "loaded_dtype", None):
                 narrow = whole.to(dtype)
@@ -339,8 +334,9 @@ def _drop_copy(
 def own_tensors(model: HybridModel) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by canonical name."""
     tensors = model.state_dict(keep_vars=True)
-    own = own_spelling(tensors, model.layer_offset)
-    return {name: tensors[spelling] for name, spelling in own.items()}
+    return {
+        model.canonical_name(name): tensor for name, tensor in tensors.items() if is_parameter(name)
+    }
 
 
 def _identity(names: Iterable[str]) -> list[TensorMap]:
@@ -367,7 +363,8 @@ def load_tensors(
     advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model, after checking all of them."""
-    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    groups = model.pg_collection
+    pp = groups.pp
     own = own_tensors(model)
     # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
     extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
@@ -387,7 +384,7 @@ def load_tensors(
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
             for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
                 if name in own:
-                    own[name].copy_(shard(value, own[name], tp.rank()))
+                    own[name].copy_(own_piece(value, own[name], groups))
                     own[name].loaded_dtype = value.dtype  # for `full_state_dict`
             advance(sum(tensor.nbytes for tensor in theirs))
 
@@ -400,7 +397,7 @@ def _check_map(
 ) -> None:
     """Check shapes and dtypes, from headers only."""
     ours = [
-        torch.empty(full_shape(own[name]), dtype=own[name].dtype, device="meta")
+        torch.empty(whole_shape(own[name]), dtype=own[name].dtype, device="meta")
         for name in tensor_map.ours
     ]
     for name, expected in zip(tensor_map.theirs, tensor_map.layout.to_theirs(ours), strict=True):

@@ -37,6 +37,8 @@ class DynamicInferenceContext(BaseInferenceContext):
     use_flashinfer_fused_rope = False
     num_speculative_tokens = 0
 
+    same_tokens_on_expert_ranks = True  # see MixerContext
+
     def __init__(self, memory: CacheMemory, max_requests: int, max_sequence_length: int):
         super().__init__(*inference_context_arguments())
         self.memory = memory

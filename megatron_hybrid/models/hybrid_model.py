@@ -39,6 +39,7 @@ from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
+from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
@@ -55,7 +56,8 @@ class HybridModel(LanguageModule):
 
     Args:
         config: the architecture.
-        pg_collection: process groups, `tp` and `pp` among them; `cp` and `ep` of one rank each.
+        pg_collection: process groups, `tp` and `pp` among them, and with `ep`, `expt_tp` and
+            `tp_ep` where experts are split in another way; `cp` of one rank.
         pre_process: whether this pipeline stage embeds.
         post_process: whether this pipeline stage computes logits.
 
@@ -89,6 +91,11 @@ class HybridModel(LanguageModule):
         stage = pg_collection.pp.rank()
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
+        # The layers of a shared block see the embedding too, and it is on the first stage.
+        passes_embedding = any("Z" in symbols for symbols in stages[1:])
+        self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
+        """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
+        beside them the word embedding if the pattern has a `Z` behind the first stage."""
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config.with_all_rows(),
@@ -118,12 +125,15 @@ class HybridModel(LanguageModule):
                 skip_bias_add=False,
                 disable_grad_reduce=config.sequence_parallel,  # by the gather of the rows
                 gather_output=False,
-                skip_weight_param_allocation=self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=self.share_embeddings_and_output_weights
+                and pre_process,
                 tp_group=pg_collection.tp,
             )
-            if not self.share_embeddings_and_output_weights:
+            if self.output_layer.weight is not None:
                 mark_tensor_parallel(self.output_layer.weight, vocabulary_cut)
         self.setup_embeddings_and_output_layer()
+        self.stage_copies = StageCopies(self)
+        """Parameters of this stage that other stages hold too."""
         self.register_load_state_dict_pre_hook(_respell_parameters)
         self.num_weight_changes = 0
         """Number of calls that change weights: `train()`, `load_state_dict`."""
@@ -139,16 +149,50 @@ class HybridModel(LanguageModule):
     def _note_weight_change(self) -> None:
         self.num_weight_changes += 1
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """See core, which copies a tied embedding to the last stage on CUDA devices alone:
+        `StageCopies` does it here."""
+        is_tied = self.share_embeddings_and_output_weights
+        if not is_tied or self.config.pipeline_model_parallel_size == 1:
+            super().setup_embeddings_and_output_layer()
+        elif self.pre_process or self.post_process:
+            self.shared_embedding_or_output_weight().is_embedding_or_output_parameter = True
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the input that core's pipeline schedules received from the previous stage, [s, b,
-        hidden]."""
+        boundary_width]."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def stage_input(self, num_tokens: int) -> Tensor:
-        """Room for the output of the previous pipeline stage, [num_tokens, 1, hidden]."""
+        """Room for the output of the previous pipeline stage for one sequence, [s, 1,
+        boundary_width]; s is num_tokens, or this rank's part of them (sequence parallelism)."""
+        if self.config.sequence_parallel:
+            num_tokens //= self.config.tensor_model_parallel_size
         parameter = next(self.parameters())
-        shape = num_tokens, 1, self.config.hidden_size
+        shape = num_tokens, 1, self.boundary_width
         return torch.empty(shape, dtype=self.config.params_dtype, device=parameter.device)
+
+    def adjust_tensor_shapes(
+        self, received: list[tuple[int, ...]], sent: list[tuple[int, ...]]
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Shapes of the tensors between pipeline stages, for the argument
+        `adjust_tensor_shapes_fn` of core's schedules, which take a width of hidden_size."""
+        width = self.boundary_width
+        return (
+            [(*shape[:-1], width) for shape in received],
+            [(*shape[:-1], width) for shape in sent],
+        )
+
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of the shared blocks over the pipeline stages that hold a copy. Call it
+        on all stages after each backward pass and before the optimizer. Those of a tied word
+        embedding are summed by core's `finalize_model_grads`."""
+        self.stage_copies.sum_gradients()
+
+    def canonical_name(self, name: str) -> str:
+        """The name in the whole model of a parameter of this stage; a copy of another stage's
+        parameter has that one's."""
+        return self.stage_copies.name(canonical_name(name, self.layer_offset))
 
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""
@@ -190,8 +234,8 @@ class HybridModel(LanguageModule):
             With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
             the rows chosen by its `last_token_logits(hidden [1, T, hidden])`. Else logits
             [b, s, vocab], or this rank's part of the (padded) vocabulary if they are not gathered.
-            A pipeline stage before the last: hidden states [s, b, hidden]; under sequence
-            parallelism this rank's rows of them, [s / tp, b, hidden].
+            A pipeline stage before the last: [s, b, boundary_width]; under sequence parallelism
+            this rank's rows, [s / tp, b, boundary_width].
 
         Raises:
             ValueError: positions, a mask or boundaries that are not supported, or under sequence
@@ -211,12 +255,14 @@ class HybridModel(LanguageModule):
         if self.pre_process:
             hidden_Th, inputs = self._embed(F.pad(input_ids.flatten(), (0, padding)))
         else:
-            hidden_Th, inputs = self.input_tensor, StackInputs(None)
-            if not splits_rows:
-                hidden_Th = hidden_Th.transpose(0, 1)
-            hidden_Th = hidden_Th.reshape(-1, hidden_Th.shape[-1])
+            hidden_Th, inputs = self._received(self.input_tensor)
         hidden_Th = self.decoder(hidden_Th, context, inputs)
         if not self.post_process:
+            if self.boundary_width > self.config.hidden_size:
+                embedding_Th = inputs.embedding_Th
+                if splits_rows:
+                    embedding_Th = split_rows(embedding_Th, tp)
+                hidden_Th = torch.cat((hidden_Th, embedding_Th), -1)
             if splits_rows:
                 return hidden_Th.view(s // tp.size(), b, -1)
             return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
@@ -246,6 +292,17 @@ class HybridModel(LanguageModule):
         if self.per_layer_embedding is not None:
             per_layer_TJp = self.per_layer_embedding(ids_T, hidden_Th)
         return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
+
+    def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
+        """The input of this stage's stack, from the stage before it."""
+        splits_rows = self.config.sequence_parallel
+        rows_Tc = (tensor if splits_rows else tensor.transpose(0, 1)).flatten(0, 1)
+        if self.boundary_width == self.config.hidden_size:
+            return rows_Tc, StackInputs(None)
+        hidden_Th, embedding_Th = rows_Tc.chunk(2, -1)
+        if splits_rows:
+            embedding_Th = gather_rows(embedding_Th, self.pg_collection.tp, whole_gradient=True)
+        return hidden_Th, StackInputs(embedding_Th)
 
     def _row_padding(self, b: int, s: int, inference: bool) -> int:
         """Rows to add to b * s, so that all ranks get as many under sequence parallelism."""

@@ -21,7 +21,7 @@ Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, varlen_attention
 from megatron_hybrid.ops.conv import causal_conv1d
 from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
-from megatron_hybrid.ops.experts import routed_experts
+from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -30,14 +30,15 @@ from megatron_hybrid.ops.state_codec import StatesCodec
 
 __all__ = [
     "AttentionPattern",
+    "ExpertPairs",
     "RaggedLayout",
     "SlotStates",
     "StatesCodec",
     "causal_conv1d",
+    "expert_mlps",
     "gated_delta_rule",
     "kimi_delta_attention",
     "paged_attention",
-    "routed_experts",
     "selective_scan",
     "ssd_scan",
     "varlen_attention",

@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_hybrid.checkpoints.checkpoint import (
-    EMBEDDING,
     FLOATS,
     TensorSource,
     full_state_dict,
@@ -57,6 +56,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
+from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ _COMMON_KEY = "common_state/shard_0_1"
 _NO_WEIGHTS = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state).*")
 _PREDICTION = "mtp."
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
-_VOCABULARY = (EMBEDDING, "output_layer.weight")
+_VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
 def is_torch_dist(folder: str | os.PathLike) -> bool:
@@ -422,7 +422,7 @@ def _keys_of_all_stages(model: HybridModel) -> dict[str, tuple]:
     None for extra states."""
     tensors, own = model.state_dict(keep_vars=True), {}
     for spelling, key in distributed_keys(model).items():
-        name = canonical_name(spelling, model.layer_offset) if is_parameter(spelling) else None
+        name = model.canonical_name(spelling) if is_parameter(spelling) else None
         own[key] = (name, *_sections(tensors[spelling]))
     pp = model.pg_collection.pp
     if pp.size() == 1:

@@ -59,8 +59,9 @@ class ArchitectureFields(ModelFields):
         """See `FieldGroup.check`."""
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
         self._require_one_of("normalization", "RMSNorm", "LayerNorm")
-        if self.share_embeddings_and_output_weights and self.pipeline_model_parallel_size > 1:
+        tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        if expert_tp is not None and tp % expert_tp:
             raise ValueError(
-                "share_embeddings_and_output_weights=True needs embedding and output layer on one "
-                f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Untie them."
+                f"expert_tensor_parallel_size is {expert_tp}, which does not divide "
+                f"tensor_model_parallel_size={tp}. Use a divisor, or leave it at None for the same."
             )

@@ -18,6 +18,8 @@ class FieldGroup:
         hidden_size: int
         tensor_model_parallel_size: int
         pipeline_model_parallel_size: int
+        expert_model_parallel_size: int
+        expert_tensor_parallel_size: int | None
 
     followers: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Field -> the fields whose defaults depend on it; they are None until `check`."""
@@ -37,15 +39,17 @@ class FieldGroup:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}; it must be a whole number of 1 or more.")
 
-    def _require_divisible(self, *fields: str) -> None:
-        """Raises ValueError unless these fields are multiples of the tensor-parallel size."""
-        size = self.tensor_model_parallel_size
+    def _require_divisible(
+        self, *fields: str, parallel_size: str = "tensor_model_parallel_size"
+    ) -> None:
+        """Raises ValueError unless these fields are multiples of a number of ranks."""
+        size = getattr(self, parallel_size)
         for field in fields:
             value = getattr(self, field)
             if value % size:
                 raise ValueError(
                     f"{field} is {value}, which does not divide evenly over "
-                    f"tensor_model_parallel_size={size}. Use a multiple of {size}, or fewer ranks."
+                    f"{parallel_size}={size}. Use a multiple of {size}, or fewer ranks."
                 )
 
     def _require_divisible_or_copied(self, *fields: str) -> None:

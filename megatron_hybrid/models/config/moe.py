@@ -78,7 +78,9 @@ class MoEFields(LayerFields):
                 "moe_shared_expert_intermediate_size is None. Set it, or leave out the gate."
             )
         self._require_positive(*sizes)
-        self._require_divisible(*sizes)
+        self._require_divisible("moe_ffn_hidden_size", parallel_size="expert_tensor_parallel_size")
+        self._require_divisible(*sizes[1:])
+        self._require_divisible("num_moe_experts", parallel_size="expert_model_parallel_size")
         if self.moe_latent_size is not None:
             self._require_positive("moe_latent_size")
         if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
@@ -121,10 +123,13 @@ class MoEFields(LayerFields):
             raise ValueError(
                 f"moe_apply_probs_on_input=True needs moe_router_topk=1, but it is {topk}."
             )
-        if self.add_bias_linear and self.tensor_model_parallel_size > 1:
+        # None, as far as core has not filled it in: that of all else.
+        expert_tp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        if self.add_bias_linear and expert_tp > 1:
             raise ValueError(
-                "add_bias_linear=True with experts needs every bias on one rank, but "
-                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}. Use 1."
+                "add_bias_linear=True with experts needs whole experts, as in megatron-core, but "
+                f"expert_tensor_parallel_size is {expert_tp}. Use 1, and spread the experts by "
+                "expert_model_parallel_size."
             )
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if (groups is None) != (chosen is None):

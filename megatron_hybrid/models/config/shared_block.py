@@ -34,12 +34,6 @@ class SharedBlockFields(LayerFields):
     def check(self) -> None:
         """See `FieldGroup.check`."""
         self._require_positive("num_shared_blocks", "shared_block_adapter_rank")
-        for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
-            if (size := getattr(self, name)) > 1:
-                raise ValueError(
-                    f"{name} is {size}, but shared blocks (Z in layer_pattern "
-                    f"{self.layer_pattern!r}) lie whole on one rank. Use 1."
-                )
         for name, value in _PLAIN.items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -65,7 +65,6 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
     CONTEXT_PARALLEL: ("context_parallel_size",),
     "shard by tensor_model_parallel_size": (
         "hybrid_context_parallel",
-        "expert_model_parallel_size",
         "gtp_weight_remat_size",
         "expert_gtp_weight_remat_size",
         "moe_extended_tp",
@@ -157,12 +156,6 @@ def check_unsupported(config: TransformerConfig) -> None:
                     f"{name} is {getattr(config, name)!r}, which HybridModel does not support: "
                     f"leave it at {defaults[name]!r} and {remedy}."
                 )
-    tp_size = config.tensor_model_parallel_size
-    if config.expert_tensor_parallel_size not in (None, tp_size):
-        raise ValueError(
-            f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, but experts are "
-            f"sharded by tensor_model_parallel_size={tp_size}. Leave it at None."
-        )
 
 
 def warn_fields_without_effect(config: TransformerConfig) -> None:

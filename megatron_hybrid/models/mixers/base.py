@@ -89,13 +89,14 @@ class MixerSubmodules:
 
 @dataclass(frozen=True)
 class StackInputs:
-    """Inputs of the first pipeline stage beside the hidden states, for mixers that need them."""
+    """Inputs of a pipeline stage beside the hidden states, for mixers that need them."""
 
     embedding_Th: Tensor | None
-    """Word embedding, the input of the stack, of all ranks' rows; None on later stages."""
+    """Word embedding, the input of the stack, of all ranks' rows; None on later stages of a model
+    without `Z` there."""
     per_layer_TJp: Tensor | None = None
-    """Per-layer embedding of each token for the J layers of the symbol `P`; None without any. Of
-    this rank's rows under sequence parallelism."""
+    """Per-layer embedding of each token for the J layers of the symbol `P`; None without any, and
+    on later stages. Of this rank's rows under sequence parallelism."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
     """Blocks shared by the layers of the symbol `Z`, each entered by its first layer."""
 

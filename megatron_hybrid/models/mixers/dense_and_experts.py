@@ -24,7 +24,7 @@ class DenseAndExpertsMixer(Mixer):
         config: the fields of the symbols `-` and `E` are used.
         submodules: classes of the MLP's projections and of the norms.
         layer_number: unused; every mixer is built with it.
-        pg_collection: process groups; `tp` is used.
+        pg_collection: process groups; see `Experts`.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class DenseAndExpertsMixer(Mixer):
         num_tokens = context.ragged_layout().num_tokens
         weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), num_tokens)
         y_Th = self.experts(
-            self.pre_experts_layernorm(hidden_Th), weights_nE * self.expert_scale.float(), chosen_nE
+            self.pre_experts_layernorm(hidden_Th),
+            weights_nE * self.expert_scale.float(),
+            chosen_nE,
+            context.same_tokens_on_expert_ranks,
         )
         return self.post_dense_layernorm(dense_Th) + self.post_experts_layernorm(y_Th), None
 

@@ -19,16 +19,25 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.mlp import activated
+from megatron_hybrid.models.mixers.token_dispatch import (
+    AllToAllDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+)
+from megatron_hybrid.models.sharding.gathering import mark_experts
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel, shard
-from megatron_hybrid.ops import routed_experts
+from megatron_hybrid.ops import expert_mlps
 
 
 class StackedLinear(nn.Module):
-    """This rank's pieces of E linear layers: weight [E, out, in] and bias [E, out] or None.
+    """This rank's pieces of the E linear layers of its experts: weight [E, out, in] and bias
+    [E, out] or None.
 
     Args:
-        shape: full (E, out, in).
+        shape: (experts of all ranks, out, in), full.
         dim: 1 or 2, the dimension of the weight that is cut over the ranks.
+        groups: the ranks that experts are split among.
         sections: full sizes of its blocks, each cut separately; None: one block.
     """
 
@@ -37,18 +46,21 @@ class StackedLinear(nn.Module):
         config: HybridConfig,
         shape: tuple[int, int, int],
         dim: int,
-        pg_collection: ProcessGroupCollection,
+        groups: ExpertGroups,
         sections: tuple[int, ...] | None = None,
     ):
         super().__init__()
-        rank, tp_size = pg_collection.tp.rank(), pg_collection.tp.size()
-        local = [size // tp_size if i == dim else size for i, size in enumerate(shape)]
+        rank, tp_size = groups.tp.rank(), groups.tp.size()
+        own = groups.own(shape[0])
+        local = [len(own), *shape[1:]]
+        local[dim] //= tp_size
         self.weight = nn.Parameter(torch.empty(local, dtype=config.params_dtype))
         cut = Cut(dim, sections or (shape[dim],), tp_size)
         mark_tensor_parallel(self.weight, cut)
         if config.perform_initialization:
             full = torch.empty(shape)
             (config.init_method if dim == 1 else config.output_layer_init_method)(full)
+            full = full[own.start : own.stop]
             self.weight.data.copy_(shard(full, self.weight, rank))
         self.register_parameter("bias", None)
         if config.add_bias_linear:
@@ -87,48 +99,79 @@ class SeparateLinear(nn.Module):
 class Experts(nn.Module):
     """Every token's weighted sum of its experts.
 
+    Each expert-parallel rank has an equal part of the experts, in the order of their numbers.
+
     Args:
         config: sizes are `num_moe_experts`, `moe_ffn_hidden_size` and, where there is one,
             `moe_latent_size`; the MLP is gated and activated as the one of the symbol `-`.
-        pg_collection: process groups; `tp` is used.
+        pg_collection: process groups; `tp` and, if given, `ep`, `expt_tp` and `tp_ep` are used.
     """
 
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__()
         self.config = config
         self.tp_group = pg_collection.tp
+        self.groups = ExpertGroups.of(pg_collection)
         num_experts, width = config.num_moe_experts, config.moe_ffn_hidden_size
         hidden = config.moe_latent_size or config.hidden_size
         # A rank holds its piece of each gate and its piece of each value, one after the other.
         sections = (width,) * (2 if config.gated_linear_unit else 1)
         self.linear_fc1 = StackedLinear(
-            config, (num_experts, sum(sections), hidden), 1, pg_collection, sections
+            config, (num_experts, sum(sections), hidden), 1, self.groups, sections
         )
-        self.linear_fc2 = StackedLinear(config, (num_experts, hidden, width), 2, pg_collection)
+        self.linear_fc2 = StackedLinear(config, (num_experts, hidden, width), 2, self.groups)
+        elsewhere = self.groups.num_parts > 1 or self.groups.tp.size() != self.tp_group.size()
+        for parameter in self.parameters():
+            mark_experts(parameter, num_experts)
+            if elsewhere:
+                parameter.allreduce = False  # core averages it over other ranks than the rest
 
-    def forward(self, hidden_Th: Tensor, weights_nE: Tensor, chosen_nE: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_Th: Tensor,
+        weights_nE: Tensor,
+        chosen_nE: Tensor,
+        same_tokens_on_expert_ranks: bool,
+    ) -> Tensor:
         """[T, h] -> [T, h]; a row's result does not depend on other rows.
 
         Args:
-            hidden_Th: n tokens, then padding rows, which get zeros.
-            weights_nE: weight of each expert, fp32.
+            hidden_Th: n tokens, then padding rows, which get zeros; equal on tensor-parallel ranks.
+            weights_nE: weight of each of all experts, fp32.
             chosen_nE: the chosen experts, bool, the same number k for each token.
+            same_tokens_on_expert_ranks: see `MixerContext`.
         """
+        num_tokens, num_rows = len(weights_nE), len(hidden_Th)
+        dispatcher: TokenDispatcher
+        if same_tokens_on_expert_ranks or self.groups.num_parts == 1:
+            dispatcher = LocalDispatcher(self.config, self.groups.own(self.config.num_moe_experts))
+        else:
+            dispatcher = AllToAllDispatcher(self.config, self.groups.ep)
+        if same_tokens_on_expert_ranks:
+            group, start, end = self.groups.tp_ep, 0, num_tokens
+        else:
+            group, (start, end) = self.tp_group, self._share(num_tokens)
         # Each rank weighs its own part of every sum, so the gradients of both add up over ranks.
-        hidden_nh = copy_to_tensor_model_parallel_region(
-            hidden_Th[: len(weights_nE)], self.tp_group
+        hidden_nh = copy_to_tensor_model_parallel_region(hidden_Th[:num_tokens], group)
+        weights_nE = copy_to_tensor_model_parallel_region(weights_nE, group)
+        x_mh, counts = dispatcher.dispatch(
+            hidden_nh[start:end], weights_nE[start:end], chosen_nE[start:end]
         )
-        weights_nE = copy_to_tensor_model_parallel_region(weights_nE, self.tp_group)
-        y_nh = routed_experts(
-            hidden_nh,
-            weights_nE,
-            chosen_nE,
+        y_mh = expert_mlps(
+            x_mh,
+            counts,
             self.linear_fc1.weight,
             self.linear_fc1.bias,
             self.linear_fc2.weight,
             self.linear_fc2.bias,
             partial(activated, self.config),
-            self.config.moe_apply_probs_on_input,
         )
-        y_nh = reduce_from_tensor_model_parallel_region(y_nh, self.tp_group)
-        return F.pad(y_nh, (0, 0, 0, len(hidden_Th) - len(y_nh)))
+        y_Th = F.pad(dispatcher.combine(y_mh), (0, 0, start, num_rows - end))
+        return reduce_from_tensor_model_parallel_region(y_Th, group)
+
+    def _share(self, num_tokens: int) -> tuple[int, int]:
+        """The tokens that this rank brings to the experts. The tensor-parallel ranks, which all
+        have the same ones, take equal shares; those with pieces of the same experts the same."""
+        num_shares = self.tp_group.size() // self.groups.tp.size()
+        share = self.tp_group.rank() // self.groups.tp.size()
+        return num_tokens * share // num_shares, num_tokens * (share + 1) // num_shares

@@ -39,6 +39,11 @@ class MixerContext(Protocol):
     `layer_number` counts from 1 within the pipeline stage.
     """
 
+    same_tokens_on_expert_ranks: bool
+    """Whether the expert-parallel ranks all run this batch, as those of one engine do. Then no
+    token travels: each rank's experts take all tokens, and the ranks' outputs are summed. Else the
+    ranks may have different tokens, as in training, where they are data-parallel ranks."""
+
     def ragged_layout(self) -> RaggedLayout:
         """Lengths, start positions and captures of this call."""
 
@@ -96,6 +101,8 @@ class UncachedContext:
         device: where `token_positions` lies.
         shared_kv_layers: numbers of the layers whose keys and values other layers read too.
     """
+
+    same_tokens_on_expert_ranks = False
 
     def __init__(
         self, layout: RaggedLayout, device: torch.device, shared_kv_layers: Collection[int] = ()

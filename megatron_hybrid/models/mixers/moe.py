@@ -28,7 +28,7 @@ class MoEMixer(Mixer):
         config: `num_moe_experts` and the `moe_*` fields are used.
         submodules: classes of the shared expert's projections.
         layer_number: unused; every mixer is built with it.
-        pg_collection: process groups; `tp` is used.
+        pg_collection: process groups; see `Experts`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MoEMixer(Mixer):
         weights_nE, chosen_nE = self.router(hidden_Th, context.ragged_layout().num_tokens)
         latent = self.config.moe_latent_size is not None
         x_Th = self.fc1_latent_proj(hidden_Th) if latent else hidden_Th
-        y_Th = self.experts(x_Th, weights_nE, chosen_nE)
+        y_Th = self.experts(x_Th, weights_nE, chosen_nE, context.same_tokens_on_expert_ranks)
         if latent:
             y_Th = self.fc2_latent_proj(y_Th)
         if self.shared_experts is not None:

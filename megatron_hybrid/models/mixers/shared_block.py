@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import (
     KVShape,
@@ -24,19 +24,21 @@ from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
+from megatron_hybrid.models.sharding.stage_copies import shared_block_owners
 
 
 class SharedBlockMixer(Mixer):
     """mamba(norm(x + linear(block(x, embedding)))), with a block that several layers share.
 
-    The k-th layer of this kind uses block k mod `num_shared_blocks`. The first layer that uses a
-    block owns its parameters; in a forward pass it passes the block to the later ones.
+    The k-th layer of this kind uses block k mod `num_shared_blocks`. The first layer of a pipeline
+    stage that uses a block owns its parameters there; in a forward pass it passes the block to the
+    later ones.
 
     Args:
         config: sizes are those of attention, MLP and Mamba-2, and `shared_block_adapter_rank`.
         submodules: classes of the projections and norms.
         layer_number: from 1, within the one pipeline stage.
-        pg_collection: process groups; `tp` has one rank.
+        pg_collection: process groups; `tp` and `pp` are used.
     """
 
     takes_stack_inputs = True
@@ -51,30 +53,33 @@ class SharedBlockMixer(Mixer):
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        number = layer_symbols(config.layer_pattern)[: layer_number - 1].count("Z")
-        self.block_number = number % config.num_shared_blocks
-        self.block = (
-            SharedBlock(config, submodules, pg_collection)
-            if number < config.num_shared_blocks
-            else None
-        )
-        hidden, rank = config.hidden_size, config.shared_block_adapter_rank
+        stages = split_stages(config.layer_pattern, config.pipeline_model_parallel_size)
+        stage = pg_collection.pp.rank()
+        symbols = [symbol for symbols in stages[:stage] for symbol in symbols]
+        layer = len(symbols) + layer_number - 1
+        symbols += stages[stage][: layer_number - 1]
+        self.block_number = symbols.count("Z") % config.num_shared_blocks
+        owner = shared_block_owners(config)[self.block_number][stage]
+        self.block = SharedBlock(config, submodules, pg_collection) if owner == layer else None
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
         heads = [config.num_attention_heads] + [config.num_query_groups] * config.num_kv_projections
+        widths = [count * config.kv_channels for count in heads]
         self.qkv_adapters = (
             nn.ModuleList(
-                LowRank(config, 2 * hidden, rank, count * config.kv_channels) for count in heads
+                LowRank(config, submodules, 2 * hidden, (width,), pg_collection) for width in widths
             )
             if config.shared_block_attention_adapters
             else None
         )
-        self.mlp_adapter = LowRank(config, hidden, rank, 2 * config.ffn_hidden_size)
+        self.mlp_adapter = LowRank(config, submodules, hidden, (ffn, ffn), pg_collection)
         self.linear = ReplicatedLinear(config, hidden, hidden)
         self.norm = submodules.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
+        self.num_groups = config.num_query_groups // pg_collection.tp.size()
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
-        kv = KVShape(self.config.num_query_groups, self.config.kv_channels)
+        kv = KVShape(self.num_groups, self.config.kv_channels)
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
 
     def forward(
@@ -151,13 +156,27 @@ class SharedBlock(nn.Module):
 
 
 class LowRank(nn.Module):
-    """up(down(x)), a product of two thin matrices."""
+    """up(down(x)), a product of two thin matrices; `up` is cut as the projection that it adds to.
 
-    def __init__(self, config: HybridConfig, input_size: int, rank: int, output_size: int):
+    Args:
+        sections: full sizes of the outputs, concatenated, each cut separately.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        submodules: MixerSubmodules,
+        input_size: int,
+        sections: tuple[int, ...],
+        pg_collection: ProcessGroupCollection,
+    ):
         super().__init__()
+        rank = config.shared_block_adapter_rank
         self.down = ReplicatedLinear(config, input_size, rank)
-        self.up = ReplicatedLinear(config, rank, output_size)
+        self.up = build_input_projection(
+            submodules.column, config, sections, pg_collection, comm_buffer="fc1", input_size=rank
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size]."""
-        return self.up(self.down(x))
+        """[..., input_size] -> [..., this rank's part of sum(sections)]."""
+        return self.up(self.down(x))[0]

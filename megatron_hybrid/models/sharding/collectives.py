@@ -1,7 +1,8 @@
-"""Collectives over the tensor-parallel ranks that run on any device."""
+"""Collectives over tensor- and expert-parallel ranks that run on any device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
@@ -151,6 +152,37 @@ def sum_gradient_of_copies(parameter: nn.Parameter, group: dist.ProcessGroup) ->
         return gradient
 
     parameter.register_hook(add_other_ranks)
+
+
+def all_to_all(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send consecutive rows of `x` to each rank; returns the rows from each rank, in rank order.
+
+    Differentiable: gradients travel back. All ranks call it, those without rows too.
+
+    Args:
+        x: [sum(sent), ...].
+        sent: rows for each rank of the group.
+        received: rows from each rank.
+    """
+    return _AllToAll.apply(x, list(sent), list(received), group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return all_to_all(gradient, received, sent, ctx.group), None, None, None
 
 
 def sum_gradient_over_ranks(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,34 +38,77 @@ def check_process_groups(config: HybridConfig, groups: ProcessGroupCollection) -
     Raises:
         ValueError: a size differs from the config, or a group splits what HybridModel cannot split.
     """
-    for field, group in (
-        ("tensor_model_parallel_size", groups.tp),
-        ("pipeline_model_parallel_size", groups.pp),
+    experts = ExpertGroups.of(groups)
+    for field, size in (
+        ("tensor_model_parallel_size", groups.tp.size()),
+        ("pipeline_model_parallel_size", groups.pp.size()),
+        ("expert_model_parallel_size", experts.num_parts),
+        ("expert_tensor_parallel_size", experts.tp.size()),
     ):
-        if group.size() != getattr(config, field):
+        if size != getattr(config, field):
             raise ValueError(
                 f"{field} is {getattr(config, field)}, but the process group that is set up has "
-                f"{group.size()} ranks. Make them agree, or call "
+                f"{size} ranks. Make them agree, or call "
                 "megatron.core.parallel_state.destroy_model_parallel() first."
             )
-    for name, (field, accepted) in {
-        "cp": ("context_parallel_size", 1),
-        "ep": ("expert_model_parallel_size", 1),
-        "expt_tp": ("expert_tensor_parallel_size", config.tensor_model_parallel_size),
-        "gtp_remat": ("gtp_weight_remat_size", 1),
-        "expt_gtp_remat": ("expert_gtp_weight_remat_size", 1),
+    for name, field in {
+        "cp": "context_parallel_size",
+        "gtp_remat": "gtp_weight_remat_size",
+        "expt_gtp_remat": "expert_gtp_weight_remat_size",
     }.items():
         group = getattr(groups, name, None)
-        if group is not None and group.size() != accepted:
+        if group is not None and group.size() != 1:
             remedy = (
                 CONTEXT_PARALLEL
                 if name == "cp"
-                else "shard by tensor_model_parallel_size and pipeline_model_parallel_size"
+                else "shard by tensor_model_parallel_size, pipeline_model_parallel_size and "
+                "expert_model_parallel_size"
             )
             raise ValueError(
                 f"the process group {name} has {group.size()} ranks, but HybridModel supports "
-                f"{field}={accepted} alone: set up the groups with that, and {remedy}."
+                f"{field}=1 alone: set up the groups with that, and {remedy}."
             )
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The ranks among which the experts of a layer are split."""
+
+    ep: dist.ProcessGroup | None
+    """Ranks with other experts each; None: one rank."""
+    tp: dist.ProcessGroup
+    """Ranks with pieces of the same experts."""
+    tp_ep: dist.ProcessGroup
+    """Ranks with all experts among them: both groups together."""
+    replica: int
+    """Which of the ranks with the same pieces of the same experts this one is, from 0."""
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection) -> ExpertGroups:
+        """The groups of a collection. One without groups of experts splits them as all else."""
+        tp = getattr(groups, "expt_tp", None) or groups.tp
+        replicas = getattr(groups, "expt_dp", None) or getattr(groups, "dp", None)
+        return cls(
+            getattr(groups, "ep", None),
+            tp,
+            getattr(groups, "tp_ep", None) or tp,
+            0 if replicas is None else replicas.rank(),
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the experts."""
+        return 1 if self.ep is None else self.ep.size()
+
+    @property
+    def part(self) -> int:
+        """This rank's part."""
+        return 0 if self.ep is None else self.ep.rank()
+
+    def own(self, num_experts: int) -> range:
+        """Numbers of the experts of this rank, of `num_experts` of a layer."""
+        size = num_experts // self.num_parts
+        return range(self.part * size, (self.part + 1) * size)
 
 
 def _initialize_distributed() -> None:
@@ -83,14 +128,22 @@ def _destroy_distributed() -> None:
 
 
 def _initialize_model_parallel(config: HybridConfig) -> None:
-    needed = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    sizes = {
+        name: getattr(config, name)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    }
+    tp, pp, ep, expert_tp = sizes.values()
+    # core carves the ranks of the experts out of those of each pipeline stage.
+    needed = pp * math.lcm(tp, ep * expert_tp)
     if dist.get_world_size() % needed:
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size} times "
-            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} needs a multiple "
-            f"of {needed} processes, but there are {dist.get_world_size()}. "
+            f"{said} need a multiple of {needed} processes, but there are {dist.get_world_size()}. "
             f"Start with `torchrun --nproc-per-node {needed}`."
         )
-    parallel_state.initialize_model_parallel(
-        config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    )
+    parallel_state.initialize_model_parallel(**sizes)

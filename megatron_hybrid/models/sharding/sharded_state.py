@@ -8,20 +8,24 @@ name of the transformer_engine spec, as in core's local specs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,
 )
-from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
+from megatron_hybrid.models.sharding.gathering import num_experts_of
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, cut_of
 
 
@@ -34,15 +38,20 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
         metadata: core's; `dp_cp_group` and `singleton_local_shards` are used.
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)
-    groups = {"tp_group": model.pg_collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-    replica_id = (0, groups["tp_group"].rank(), groups["dp_cp_group"].rank())
+    tp, data_parallel = model.pg_collection.tp, metadata["dp_cp_group"]
+    replica_id = (0, tp.rank(), data_parallel.rank())
     singletons = metadata.get("singleton_local_shards", False)
     state: ShardedStateDict = {}
     values = model.state_dict(keep_vars=True)
     for name, key in distributed_keys(model).items():
         value, key = values[name], prefix + key
-        if is_parameter(name):
-            state[prefix + name] = _sharded_tensor(key, value, groups, singletons)
+        if EXPERTS in key:
+            state[prefix + name] = _stacked_experts(key, value, model.pg_collection, singletons)
+        elif is_parameter(name):
+            # Core has one axis more for copies on pipeline stages: the first one is written.
+            number = model.stage_copies.number(canonical_name(name, model.layer_offset))
+            copy = (number, 0, data_parallel.rank())
+            state[prefix + name] = _sharded_tensor(key, value, tp, copy, singletons)
         else:
             state[prefix + name] = make_sharded_object_for_checkpoint(
                 value, key, replica_id=replica_id
@@ -62,7 +71,7 @@ def distributed_keys(model: Any) -> dict[str, str]:
     """
     fused_norms, keys = _fused_norms(model), {}
     for name in model.state_dict(keep_vars=True):
-        key = canonical_name(name, model.layer_offset)
+        key = model.canonical_name(name)
         owner, _, which = key.rpartition(".")
         if owner in fused_norms:
             key = f"{fused_norms[owner]}.layer_norm_{which}"
@@ -87,40 +96,57 @@ def _fused_norms(model: Any) -> dict[str, str]:
 
 
 def _sharded_tensor(
-    key: str, parameter: Tensor, groups: dict[str, Any], singletons: bool
+    key: str,
+    parameter: Tensor,
+    tp: dist.ProcessGroup,
+    replica_id: tuple[int, int, int],
+    singletons: bool,
 ) -> ShardedTensor | ShardedTensorFactory:
     """The pieces of a parameter on this rank, at the places of core's own models."""
-    tp, data_parallel = groups["tp_group"], groups["dp_cp_group"]
-    cut, is_stack = cut_of(parameter), EXPERTS in key
-    if cut is None and not is_stack:
-        return make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+    cut = cut_of(parameter)
+    if cut is None:
+        stage_copy, _, replica = replica_id
+        return ShardedTensor.from_rank_offsets(
+            key, parameter, replica_id=(stage_copy, tp.rank(), replica)
+        )
+
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
+        return _pieces(key, tensor, cut, tp.rank(), replica_id, singletons)
+
+    if len(pieces := build(key, parameter, replica_id, None)) == 1:
+        return replace(pieces[0], data=parameter)  # by which core finds an optimizer's states
+    merge = partial(torch.cat, dim=cut.dim)
+    return ShardedTensorFactory(key, parameter, build, merge, replica_id)
+
+
+def _stacked_experts(
+    key: str, parameter: Tensor, groups: ProcessGroupCollection, singletons: bool
+) -> ShardedTensorFactory:
+    """The same of the stacked experts of this rank: a tensor per expert, or one with a leading
+    dimension of all experts."""
+    ranks = ExpertGroups.of(groups)
+    tp, num_experts = ranks.tp, num_experts_of(parameter)
+    cut = cut_of(parameter)
     if cut is None:
         cut = Cut(0, parameter.shape[1:2], tp.size(), copies=(tp.size(),))
-    elif is_stack:  # one tensor per expert, which has no leading dimension
+    else:
         cut = replace(cut, dim=cut.dim - 1)
 
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
-        if not is_stack:
-            return _pieces(key, tensor, cut, tp.rank(), replica_id, singletons)
         pieces = []
-        for i, expert in enumerate(tensor.unbind(0)):
-            name, lead = key, ((0, i, len(tensor)),)
+        for number, expert in zip(ranks.own(num_experts), tensor.unbind(0), strict=True):
+            name, lead = key, ((0, number, num_experts),)
             if singletons:
-                name, lead = key.replace(EXPERTS, f"{EXPERTS}{i}."), ()
+                name, lead = key.replace(EXPERTS, f"{EXPERTS}{number}."), ()
             pieces += _pieces(name, expert, cut, tp.rank(), replica_id, singletons, lead)
         return pieces
 
     def merge(pieces: list[Tensor]) -> Tensor:
-        if not is_stack:
-            return torch.cat(pieces, cut.dim)
         per_expert = len(pieces) // len(parameter)
         starts = range(0, len(pieces), per_expert)
         return torch.stack([torch.cat(pieces[i : i + per_expert], cut.dim) for i in starts])
 
-    replica_id = (0, 0, data_parallel.rank())
-    if not is_stack and len(pieces := build(key, parameter, replica_id, None)) == 1:
-        return replace(pieces[0], data=parameter)  # by which core finds an optimizer's states
-    return ShardedTensorFactory(key, parameter, build, merge, replica_id)
+    return ShardedTensorFactory(key, parameter, build, merge, (0, 0, ranks.replica))
 
 
 def _pieces(

@@ -6,51 +6,38 @@ h hidden, f the width of an expert, g the outputs of its first layer: 2f where i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.experts import reference
+from megatron_hybrid.ops.experts.pairs import ExpertPairs as ExpertPairs
 from megatron_hybrid.ops.experts.reference import PerExpert
 
-_routed_experts = Op("routed_experts", reference.routed_experts)
+_expert_mlps = Op("expert_mlps", reference.expert_mlps)
 
 
-def routed_experts(
-    hidden_nh: torch.Tensor,
-    weights_nE: torch.Tensor,
-    chosen_nE: torch.Tensor,
+def expert_mlps(
+    x_mh: torch.Tensor,
+    counts: Sequence[int],
     fc1_Egh: PerExpert,
     fc1_bias_Eg: PerExpert | None,
     fc2_Ehf: PerExpert,
     fc2_bias_Eh: PerExpert | None,
     activate: Callable[[torch.Tensor], torch.Tensor],
-    weigh_inputs: bool = False,
 ) -> torch.Tensor:
-    """Every token's weighted sum of its experts: y_n = sum_e w_ne fc2_e(activate(fc1_e(x_n))).
+    """The MLP of each row's expert: y_m = fc2_e(activate(fc1_e(x_m))).
 
     Args:
-        hidden_nh: tokens `[n, h]`, at least one.
-        weights_nE: of each expert, fp32 `[n, E]`.
-        chosen_nE: which experts, bool `[n, E]`, the same number k for each token.
+        x_mh: `[m, h]`, expert by expert; m may be 0.
+        counts: the rows of each of the E experts.
         fc1_Egh, fc1_bias_Eg: the first layers, `[E, g, h]` and `[E, g]` or None; stacked in one
             tensor, or one tensor an expert.
         fc2_Ehf, fc2_bias_Eh: the second layers, `[E, h, f]` and `[E, h]` or None; likewise.
         activate: `[m, g]` -> `[m, f]`.
-        weigh_inputs: w_ne is a factor of the expert's input, not of its output.
 
     Returns:
-        `[n, h]` in the dtype of hidden. Differentiable. A row's bits do not depend on other rows.
+        `[m, h]`. Differentiable. A row's bits do not depend on other rows.
     """
-    return _routed_experts(
-        hidden_nh,
-        weights_nE,
-        chosen_nE,
-        fc1_Egh,
-        fc1_bias_Eg,
-        fc2_Ehf,
-        fc2_bias_Eh,
-        activate,
-        weigh_inputs,
-    )
+    return _expert_mlps(x_mh, counts, fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh, activate)

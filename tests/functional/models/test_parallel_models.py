@@ -128,8 +128,6 @@ def run_pipeline_parallel(folder):
 
 UNSUPPORTED_GROUPS = {
     "cp": {"context_parallel_size": RANKS},
-    "ep": {"expert_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1},
-    "expt_tp": {"tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1},
 }
 
 
@@ -138,10 +136,8 @@ def refusals():
     messages = {}
     for name, sizes in UNSUPPORTED_GROUPS.items():
         parallel_state.initialize_model_parallel(**sizes)
-        tp_size = sizes.get("tensor_model_parallel_size", 1)
-        config = HybridConfig.from_dict(CONFIG.to_dict(), tensor_model_parallel_size=tp_size)
         try:
-            build_hybrid_model(config)
+            build_hybrid_model(HybridConfig.from_dict(CONFIG.to_dict()))
         except ValueError as error:
             messages[name] = str(error)
         parallel_state.destroy_model_parallel()
@@ -211,8 +207,9 @@ def test_groups_that_split_what_is_not_supported_are_refused(outcome):
     for rank in ranks:
         assert rank["refusals"].keys() == UNSUPPORTED_GROUPS.keys()
         for name, message in rank["refusals"].items():
-            size = 1 if name == "expt_tp" else RANKS
-            assert f"the process group {name} has {size} ranks, but HybridModel supports" in message
+            assert (
+                f"the process group {name} has {RANKS} ranks, but HybridModel supports" in message
+            )
 
 
 def test_pipeline_parallel_forward(outcome):

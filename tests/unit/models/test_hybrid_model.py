@@ -147,12 +147,16 @@ def test_groups_of_another_size_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("cp", "context_parallel_size"), ("ep", "expert_model_parallel_size")]
+    ("name", "message"),
+    [
+        ("cp", "cp has 2 ranks, but HybridModel supports context_parallel_size=1"),
+        ("ep", "expert_model_parallel_size is 1, but the process group that is set up has 2 ranks"),
+    ],
 )
-def test_groups_that_split_what_is_not_supported_are_refused(name, field):
+def test_groups_that_do_not_fit_are_refused(name, message):
     groups = copy.copy(small_model().pg_collection)
     setattr(groups, name, SimpleNamespace(size=lambda: 2))
-    with pytest.raises(ValueError, match=f"{name} has 2 ranks, but HybridModel supports {field}=1"):
+    with pytest.raises(ValueError, match=message):
         HybridModel(small_config(), groups)
     setattr(groups, name, None)  # as where the caller made none
     HybridModel(small_config(), groups)

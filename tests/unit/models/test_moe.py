@@ -312,7 +312,15 @@ def test_a_model_learns_through_its_router():
         ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff is 0.01"),
         ({"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff is 0.1"),
         ({"moe_router_dtype": None}, "moe_router_dtype is None"),
-        ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "every bias on one rank"),
+        ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+            "expert_tensor_parallel_size is 4, which does not divide tensor_model_parallel_size=2",
+        ),
+        (
+            {"expert_model_parallel_size": 3},
+            "num_moe_experts is 8, which does not divide evenly over expert_model_parallel_size=3",
+        ),
         ({"moe_ffn_hidden_size": 21, "tensor_model_parallel_size": 2}, "moe_ffn_hidden_size is 21"),
     ],
 )

@@ -148,8 +148,6 @@ def test_equals_zamba2():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, "lie whole on one rank"),
-        ({"tensor_model_parallel_size": 2}, "lie whole on one rank"),
         ({"num_shared_blocks": 0}, "num_shared_blocks is 0"),
         ({"gated_linear_unit": False}, "need True"),
         ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0, but shared blocks"),

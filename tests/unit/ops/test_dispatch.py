@@ -110,7 +110,7 @@ def test_the_environment_forces_and_info_tells():
 
     told = info("reference")
     assert told.returncode == 0
-    for name in ("ssd_scan", "paged_attention", "routed_experts"):
+    for name in ("ssd_scan", "paged_attention", "expert_mlps"):
         assert any(line.split() == [name, "reference"] for line in told.stdout.splitlines())
     refused = info("cuda")
     assert refused.returncode != 0

@@ -122,7 +122,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"external_cuda_graph": True}, "external_cuda_graph is True, which HybridModel does not"),
         (
             {"expert_tensor_parallel_size": 2},
-            "expert_tensor_parallel_size is 2, but experts are sharded by tensor_model_parallel_si",
+            "expert_tensor_parallel_size is 2, which does not divide tensor_model_parallel_size=1",
         ),
         ({"linear_attention_freq": 4}, "linear_attention_freq is 4, which HybridModel does not"),
         ({"mrope_section": [4, 2, 2]}, "mrope_section is [4, 2, 2], which HybridModel does not"),
@@ -177,14 +177,6 @@ def test_a_pattern_without_attention_needs_no_heads():
             "most 5 stages.",
         ),
         ({"pipeline_model_parallel_size": 2}, "5 layers, which do not divide evenly over 2 pipe"),
-        (
-            {
-                "pattern": "MG",
-                "pipeline_model_parallel_size": 2,
-                "share_embeddings_and_output_weights": True,
-            },
-            "needs embedding and output layer on one pipeline stage, but there are 2",
-        ),
     ],
 )
 def test_one_clear_error(fields, message):

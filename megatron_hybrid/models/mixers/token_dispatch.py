@@ -1,0 +1,100 @@
+"""Token dispatchers: which rows come to the experts of this rank, and how their outputs return.
+
+Shape suffixes: as in `ops.experts`; m counts the rows that this rank's experts take.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.sharding.collectives import all_to_all
+from megatron_hybrid.ops import ExpertPairs
+
+
+class TokenDispatcher(Protocol):
+    """The way of one forward's tokens to their experts and back."""
+
+    def dispatch(
+        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """Rows [m, h] for this rank's experts, expert by expert, and the rows of each.
+
+        Args:
+            hidden_nh: this rank's tokens.
+            weights_nE: weight of each of all experts, fp32.
+            chosen_nE: the chosen experts, bool, the same number for each token.
+        """
+
+    def combine(self, y_mh: Tensor) -> Tensor:
+        """Each token's weighted sum [n, h] of the outputs of its experts, in their dtype."""
+
+
+class LocalDispatcher:
+    """No token travels: the result is the part of the sums that this rank's experts give.
+
+    Args:
+        config: the fields of routing are used.
+        experts: numbers of this rank's experts.
+    """
+
+    def __init__(self, config: HybridConfig, experts: range):
+        self._config = config
+        self._experts = experts
+
+    def dispatch(
+        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """See `TokenDispatcher`."""
+        self._pairs = ExpertPairs(chosen_nE, self._config.moe_router_topk, self._experts)
+        self._weights_m1 = self._pairs.weights(weights_nE)
+        x_mh = self._pairs.tokens(hidden_nh)
+        if self._config.moe_apply_probs_on_input:
+            x_mh = (x_mh * self._weights_m1).to(x_mh.dtype)
+        return x_mh, self._pairs.counts_E.tolist()
+
+    def combine(self, y_mh: Tensor) -> Tensor:
+        """See `TokenDispatcher`."""
+        weighted_mh = y_mh.float()
+        if not self._config.moe_apply_probs_on_input:
+            weighted_mh = weighted_mh * self._weights_m1
+        return self._pairs.sum(weighted_mh).to(y_mh.dtype)
+
+
+class AllToAllDispatcher:
+    """Rows travel to the ranks of their experts, and the outputs back, by a plain all-to-all.
+
+    Args:
+        config: the fields of routing are used.
+        group: the expert-parallel ranks; the i-th has the i-th part of the experts.
+    """
+
+    def __init__(self, config: HybridConfig, group: dist.ProcessGroup):
+        self._group = group
+        self._local = LocalDispatcher(config, range(config.num_moe_experts))
+
+    def dispatch(
+        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """See `TokenDispatcher`."""
+        x_mh, counts = self._local.dispatch(hidden_nh, weights_nE, chosen_nE)
+        # [ranks, experts of each]: the rows for other ranks, and from them.
+        for_ranks = torch.tensor(counts, device=x_mh.device).view(self._group.size(), -1)
+        from_ranks = torch.empty_like(for_ranks)
+        dist.all_to_all_single(from_ranks, for_ranks, group=self._group)
+        self._sent, self._received = for_ranks.sum(1).tolist(), from_ranks.sum(1).tolist()
+        x_mh = all_to_all(x_mh, self._sent, self._received, self._group)
+        # From rank by rank to expert by expert.
+        expert = torch.arange(from_ranks.shape[1], device=x_mh.device).repeat(len(from_ranks))
+        order_m = expert.repeat_interleave(from_ranks.flatten()).argsort(stable=True)
+        self._by_rank_m = order_m.argsort()
+        return x_mh[order_m], from_ranks.sum(0).tolist()
+
+    def combine(self, y_mh: Tensor) -> Tensor:
+        """See `TokenDispatcher`."""
+        y_mh = all_to_all(y_mh[self._by_rank_m], self._received, self._sent, self._group)
+        return self._local.combine(y_mh)

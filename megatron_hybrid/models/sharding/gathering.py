@@ -1,0 +1,69 @@
+"""Whole tensors of a model and this rank's pieces of them, over all groups that split tensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_hybrid.models.parameter_names import separate_expert
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of, full_shape, shard, unshard
+
+
+def mark_experts(parameter: Tensor, num_experts: int) -> None:
+    """Mark `parameter` as part of a layer with `num_experts` experts on all ranks together, which
+    are split over ranks of their own: those of this rank stacked, or one of them."""
+    parameter.num_experts = num_experts
+
+
+def num_experts_of(tensor: Tensor) -> int | None:
+    """Experts on all ranks of the layer of a tensor; None: it is no expert's."""
+    return getattr(tensor, "num_experts", None)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of the whole tensor that a parameter or buffer is a piece of. No separate expert."""
+    num_experts, shape = num_experts_of(tensor), full_shape(tensor)
+    return shape if num_experts is None else (num_experts, *shape[1:])
+
+
+def own_piece(whole: Tensor, tensor: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """The piece of `whole` that lies in `tensor`."""
+    if (num_experts := num_experts_of(tensor)) is None:
+        return shard(whole, tensor, groups.tp.rank())
+    experts = ExpertGroups.of(groups)
+    own = experts.own(num_experts)
+    return shard(whole[own.start : own.stop], tensor, experts.tp.rank())
+
+
+def gather_whole(name: str, tensor: Tensor, groups: ProcessGroupCollection) -> dict[str, Tensor]:
+    """The whole tensor that `tensor` is a piece of, by its name; on every rank. Where the name is
+    that of a separate expert of this rank, there is one for each expert-parallel rank. Call it on
+    all ranks of a pipeline stage."""
+    piece = tensor.detach().contiguous()
+    if (num_experts := num_experts_of(tensor)) is None:
+        return {name: unshard(_gather(piece, groups.tp, tensor), tensor)}
+    experts = ExpertGroups.of(groups)
+    whole = unshard(_gather(piece, experts.tp, tensor), tensor).contiguous()
+    parts = [whole] if experts.ep is None else _all_gather(whole, experts.ep)
+    if (expert := separate_expert(name)) is None:
+        return {name: torch.cat(parts)}
+    stacked, number = expert
+    return {
+        f"{stacked}{number + part * num_experts // len(parts)}": whole
+        for part, whole in enumerate(parts)
+    }
+
+
+def _gather(piece: Tensor, group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    return [piece] if cut_of(tensor) is None else _all_gather(piece, group)
+
+
+def _all_gather(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [piece]
+    pieces = [torch.empty_like(piece) for _ in range(group.size())]
+    dist.all_gather(pieces, piece, group=group)
+    return pieces

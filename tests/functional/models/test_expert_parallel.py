@@ -1,0 +1,240 @@
+"""Four processes on gloo that split the experts give what one process gives, with the same tokens
+on all ranks and with different ones."""
+
+import pytest
+import torch
+from cpu_seam import run_ranks
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import validation
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from sharded_tensors import pieces, whole
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_megatron
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.models.sharding.gathering import gather_whole
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+RANKS, LENGTH, VOCAB_SIZE = 4, 23, 61
+TP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+FIELDS = dict(
+    hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB_SIZE,
+    ffn_hidden_size=40,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_router_score_function="sigmoid",
+    moe_ffn_hidden_size=20,
+    init_method_std=0.15,
+)
+MODELS = {
+    "cut": dict(
+        layer_pattern="*EBE",
+        layer_overrides={
+            "2": {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 28},
+            "4": {"moe_router_topk": 1, "moe_apply_probs_on_input": True},
+        },
+    ),
+    "biased": dict(layer_pattern="*E", layer_overrides={"E": {"add_bias_linear": True}}),
+}
+LAYOUTS = {
+    "ep2": ("cut", {EP: 2}),
+    "ep4": ("biased", {EP: 4}),
+    "tp2_ep2": ("cut", {TP: 2, EP: 2}),
+    "tp2_whole_ep2": ("biased", {TP: 2, EP: 2, ETP: 1}),  # among the tensor-parallel ranks
+    "tp2_whole_ep4": ("biased", {TP: 2, EP: 4, ETP: 1}),
+    "tp2_whole": ("cut", {TP: 2, ETP: 1}),
+}
+"""{name: (model, sizes)}"""
+
+
+def batch(number):
+    """(input ids, labels), each [1, LENGTH], of a data-parallel rank."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCAB_SIZE, (1, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+class EngineContext(UncachedContext):
+    """All ranks run the same tokens."""
+
+    same_tokens_on_expert_ranks = True
+
+    def last_token_logits(self, hidden_1Th):
+        return hidden_1Th[0]
+
+
+def load(folder, **sizes):
+    model = build_hybrid_model(read_config(folder, **sizes))
+    load_checkpoint(model, folder)
+    return model
+
+
+def gradients(model, inputs, labels):
+    """Loss, and whole gradients by name under core's data parallelism."""
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+    loss = wrapped(inputs, labels=labels).mean()
+    loss.backward()
+    finalize_model_grads([wrapped])
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.main_grad.clone()
+        for mark in ("cut", "num_experts"):
+            if hasattr(parameter, mark):
+                setattr(gradient, mark, getattr(parameter, mark))
+        found |= gather_whole(name, gradient, model.pg_collection)
+    return loss.detach(), found
+
+
+def run_layout(folder, name, sizes):
+    """What this rank computes, and its pieces of the model."""
+    parallel_state.initialize_model_parallel(**sizes)
+    model = load(folder, **sizes)
+    save_checkpoint(model, folder / name)
+    sharded = model.sharded_state_dict()
+    built = [getattr(value, "build", lambda own=value: own)() for value in sharded.values()]
+    validation.validate_sharding_integrity(validation.determine_global_metadata({0: built})[1])
+    number = model.pg_collection.dp.rank()
+    inputs, labels = batch(number)
+    with torch.no_grad():
+        logits = model(inputs, runtime_gather_output=True)
+        context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
+        same = model(batch(0)[0], inference_context=context)
+    loss, found = gradients(model, inputs, labels)
+    parallel_state.destroy_model_parallel()
+    return {
+        "number": number,
+        "pieces": pieces(sharded),
+        "experts": len(model.decoder.layers[1].mlp.experts.linear_fc1.weight),
+        "logits": logits[..., :VOCAB_SIZE],
+        "same_tokens": same,
+        "loss": loss,
+        "gradients": found,
+    }
+
+
+def run_all(folder):
+    results = {
+        name: run_layout(folder / model, name, sizes) for name, (model, sizes) in LAYOUTS.items()
+    }
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
+    sizes = {TP: 2, EP: 2}
+    model = load_megatron(folder / "megatron", **sizes)
+    save_megatron(model, folder / "megatron_of_ranks")
+    results["megatron"] = full_state_dict(model)
+    pretrained, _ = load_pretrained(folder / "cut", **sizes)
+    results["pretrained"] = full_state_dict(pretrained)
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def single_process(folder, name):
+    torch.manual_seed(3)
+    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # biases
+                parameter.normal_(std=0.1)
+    save_checkpoint(model, folder / name)
+    result = {"logits": [], "loss": [], "pieces": pieces(model.sharded_state_dict())}
+    for number in range(RANKS):
+        inputs, labels = batch(number)
+        loss = model(inputs, labels=labels)
+        result["loss"].append(loss.mean().detach())
+        result["logits"].append(model(inputs).detach())
+        loss.mean().backward()
+        result[number + 1] = {  # of so many data-parallel ranks
+            key: parameter.grad / (number + 1) for key, parameter in model.named_parameters()
+        }
+    return result
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """({model: of one process}, [of each rank], folder)."""
+    folder = tmp_path_factory.mktemp("experts")
+    single = {name: single_process(folder, name) for name in MODELS}
+    (folder / "ranks").mkdir()
+    fields = {**FIELDS, "layer_pattern": "*EE"}
+    torch.manual_seed(4)
+    save_megatron(build_hybrid_model(HybridConfig(**fields)), folder / "megatron")
+    ranks = [result for result, _ in run_ranks(run_all, RANKS, folder / "ranks", folder)]
+    return single, ranks, folder
+
+
+def assert_close(value, expected, name=""):
+    bound = 1e-5 * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(
+        value, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_different_tokens_on_the_ranks(outcome, layout):
+    single, ranks, _ = outcome
+    model, sizes = LAYOUTS[layout]
+    for rank in ranks:
+        own = rank[layout]
+        assert own["experts"] == 4 // sizes.get(EP, 1)
+        assert_close(own["logits"], single[model]["logits"][own["number"]])
+        assert_close(own["loss"], single[model]["loss"][own["number"]])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_the_concatenated_batch(outcome, layout):
+    single, ranks, _ = outcome
+    model, sizes = LAYOUTS[layout]
+    for name, expected in single[model][RANKS // sizes.get(TP, 1)].items():
+        for rank in ranks:
+            assert_close(rank[layout]["gradients"][name], expected, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_tokens_on_all_ranks(outcome, layout):
+    single, ranks, _ = outcome
+    for rank in ranks:
+        assert_close(rank[layout]["same_tokens"], single[LAYOUTS[layout][0]]["logits"][0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_are_those_of_one_process(outcome, layout):
+    single, ranks, folder = outcome
+    model = LAYOUTS[layout][0]
+    for file in ("config.json", "model.safetensors"):
+        path = folder / model
+        assert (path / file).read_bytes() == (path / layout / file).read_bytes()
+    expected = whole(single[model]["pieces"])
+    joined = whole(*(rank[layout]["pieces"] for rank in ranks))
+    assert joined.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(joined[key][: len(tensor)], tensor), key
+
+
+def test_folders_of_megatron_and_of_load_pretrained(outcome):
+    _, ranks, folder = outcome
+    for result, path in (("megatron", "megatron"), ("pretrained", "cut")):
+        read = load_megatron if path == "megatron" else lambda at: load_pretrained(at)[0]
+        expected = full_state_dict(read(folder / path))
+        assert ranks[0][result].keys() == expected.keys()
+        assert all(torch.equal(ranks[0][result][name], expected[name]) for name in expected)
+    again = full_state_dict(load_megatron(folder / "megatron_of_ranks"))
+    assert all(torch.equal(again[name], ranks[0]["megatron"][name]) for name in again)
