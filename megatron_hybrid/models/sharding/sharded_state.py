@@ -39,19 +39,18 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     tp, data_parallel = model.pg_collection.tp, metadata["dp_cp_group"]
-    replica_id = (0, tp.rank(), data_parallel.rank())
     singletons = metadata.get("singleton_local_shards", False)
     state: ShardedStateDict = {}
     values = model.state_dict(keep_vars=True)
     for name, key in distributed_keys(model).items():
         value, key = values[name], prefix + key
+        # Of copies, core writes the first in all three ways.
+        stage_copy = model.stage_copies.number(canonical_name(name, model.layer_offset))
+        replica_id = (stage_copy, tp.rank(), data_parallel.rank())
         if EXPERTS in key:
             state[prefix + name] = _stacked_experts(key, value, model.pg_collection, singletons)
         elif is_parameter(name):
-            # Core has one axis more for copies on pipeline stages: the first one is written.
-            number = model.stage_copies.number(canonical_name(name, model.layer_offset))
-            copy = (number, 0, data_parallel.rank())
-            state[prefix + name] = _sharded_tensor(key, value, tp, copy, singletons)
+            state[prefix + name] = _sharded_tensor(key, value, tp, replica_id, singletons)
         else:
             state[prefix + name] = make_sharded_object_for_checkpoint(
                 value, key, replica_id=replica_id
@@ -105,10 +104,8 @@ def _sharded_tensor(
     """The pieces of a parameter on this rank, at the places of core's own models."""
     cut = cut_of(parameter)
     if cut is None:
-        stage_copy, _, replica = replica_id
-        return ShardedTensor.from_rank_offsets(
-            key, parameter, replica_id=(stage_copy, tp.rank(), replica)
-        )
+        return ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
+    replica_id = (replica_id[0], 0, replica_id[2])
 
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list:
         return _pieces(key, tensor, cut, tp.rank(), replica_id, singletons)

@@ -45,31 +45,23 @@ class StageCopies:
     """
 
     def __init__(self, model: Any):
-        config, pp = model.config, model.pg_collection.pp
+        config, self._pp = model.config, model.pg_collection.pp
         self._owners: dict[str, str] = {}  # names of copies start with the key, of their owner with
         self._numbers: dict[str, int] = {}
-        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
-        if pp.size() == 1:
+        self._blocks: list[tuple[list[nn.Parameter], int]] = []
+        """Of each block that several stages have: this stage's parameters, if it is one of them,
+        and the number of their elements."""
+        if self._pp.size() == 1:
             return
-        start_equal = config.perform_initialization
-        ends = model.pre_process or model.post_process
-        if config.share_embeddings_and_output_weights and ends:
+        if config.share_embeddings_and_output_weights and (model.pre_process or model.post_process):
             weight = model.shared_embedding_or_output_weight()
-            if not model.pre_process:
-                self._add(OUTPUT_LAYER, EMBEDDING, 1)
-            self._share(model.pg_collection.embd, [weight], int(not model.pre_process), start_equal)
+            number = 0 if model.pre_process else 1
+            self._mark([weight], number, OUTPUT_LAYER, EMBEDDING)
+            if config.perform_initialization and not weight.is_meta:
+                _send_first(weight.data, model.pg_collection.embd, 0)
         for owners in shared_block_owners(config):
-            stages = list(owners)
-            if len(stages) < 2 or pp.rank() not in owners:
-                continue
-            own, number = owners[pp.rank()], stages.index(pp.rank())
-            if number:
-                name = "decoder.layers.{}.mixer.block."
-                self._add(name.format(own), name.format(owners[stages[0]]), number)
-            block = model.decoder.layers[own - model.layer_offset].mixer.block
-            group = _group(pp, stages)
-            self._share(group, list(block.parameters()), number, start_equal)
-            self._shared.append((group, list(block.parameters())))
+            if len(owners) > 1:
+                self._add_block(model, owners)
 
     def name(self, name: str) -> str:
         """The canonical name of a parameter of this stage, or of the one that it is a copy of."""
@@ -85,44 +77,63 @@ class StageCopies:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """See `HybridModel.sum_shared_gradients`."""
-        for group, parameters in self._shared:
-            learning = [one for one in parameters if one.requires_grad]
-            gradients = [_gradient(parameter) for parameter in learning]
-            if not gradients:
-                continue
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            sums = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, total in zip(gradients, sums):
-                gradient.copy_(total.view_as(gradient))
+        for parameters, numel in self._blocks:
+            gradients = [_gradient(one) for one in parameters]
+            # In fp32 on all stages, also those without the block, which only pass the sums on.
+            total = _flat(gradients, numel, self._pp)
+            dist.all_reduce(total, group=self._pp)
+            _unflatten(total, gradients)
 
-    def _add(self, own: str, owner: str, number: int) -> None:
-        self._owners[own] = owner
-        self._numbers[own] = number
+    def _add_block(self, model: Any, owners: dict[int, int]) -> None:
+        """Mark the copies of a block, and give all of them the values of the first one."""
+        stages, parameters = list(owners), []
+        if self._pp.rank() in owners:
+            own = owners[self._pp.rank()]
+            block = model.decoder.layers[own - model.layer_offset].mixer.block
+            parameters = list(block.parameters())
+            name = "decoder.layers.{}.mixer.block."
+            names = (name.format(own), name.format(owners[stages[0]]))
+            self._mark(parameters, stages.index(self._pp.rank()), *names)
+        numels: list[int] = [0] * self._pp.size()
+        dist.all_gather_object(numels, sum(one.numel() for one in parameters), group=self._pp)
+        self._blocks.append((parameters, max(numels)))
+        if model.config.perform_initialization and not next(model.parameters()).is_meta:
+            values = [one.data for one in parameters]
+            first = _flat(values, max(numels), self._pp)
+            _send_first(first, self._pp, stages[0])
+            _unflatten(first, values)
 
-    @staticmethod
-    def _share(
-        group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], number: int, equal: bool
-    ) -> None:
-        """Mark the copies for core, and give all of them the values of the first one."""
+    def _mark(self, parameters: Sequence[nn.Parameter], number: int, own: str, owner: str) -> None:
         for parameter in parameters:
             # Core's distributed optimizer keeps it in a bucket of its own, so that each rank has
             # the same part of it on all stages, and counts one copy in norms of gradients.
             parameter.shared_embedding = True
             if number:
                 parameter.shared = True
-            if equal and not parameter.is_meta:
-                values = parameter.data.to(_device_of(group))
-                dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
-                parameter.data.copy_(values)
+        if number:
+            self._owners[own] = owner
+            self._numbers[own] = number
 
 
-def _group(pp: dist.ProcessGroup, stages: list[int]) -> dist.ProcessGroup:
-    """The group of some ranks of a pipeline; only these call it."""
-    if len(stages) == pp.size():
-        return pp
-    ranks = [dist.get_global_rank(pp, stage) for stage in stages]
-    return dist.new_group(ranks, use_local_synchronization=True)
+def _send_first(values: Tensor, group: dist.ProcessGroup, first: int) -> None:
+    """Put the values of the group's rank `first` in place of those of the others."""
+    on_device = values.to(_device_of(group))
+    dist.broadcast(on_device, dist.get_global_rank(group, first), group=group)
+    values.copy_(on_device)
+
+
+def _flat(tensors: Sequence[Tensor], numel: int, group: dist.ProcessGroup) -> Tensor:
+    """The elements of tensors one after the other, in fp32; zeros without any tensor."""
+    if not tensors:
+        return torch.zeros(numel, device=_device_of(group))
+    return torch.cat([tensor.float().flatten() for tensor in tensors])
+
+
+def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Inverse of `_flat`, in place."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, values in zip(tensors, flat.split(sizes) if sizes else ()):
+        tensor.copy_(values.view_as(tensor))
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -132,9 +143,12 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Where a parameter's gradient is summed up: in core's buffer, where there is one."""
+    """Where a parameter's gradient is summed up, in core's buffer or in `grad`; zeros to be thrown
+    away, if it does not learn."""
     if hasattr(parameter, "main_grad"):
         return parameter.main_grad
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

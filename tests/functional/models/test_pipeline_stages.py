@@ -1,0 +1,264 @@
+"""Four processes on gloo whose pipeline stages share parameters, or have layers of few kinds, give
+what one process gives under core's own schedule."""
+
+import pytest
+import torch
+from cpu_seam import run_ranks
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import validation
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from sharded_tensors import pieces, whole
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    own_tensors,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.sharding.gathering import gather_whole
+
+RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 19, 61, 4
+TP, PP, EP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+FIELDS = dict(
+    hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB_SIZE,
+    ffn_hidden_size=40,
+    mamba_head_dim=16,
+    mamba_state_dim=12,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    num_shared_blocks=2,
+    shared_block_adapter_rank=6,
+    shared_block_attention_adapters=True,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=20,
+    init_method_std=0.15,
+    pipeline_dtype=torch.float32,
+)
+TIED = {"share_embeddings_and_output_weights": True}
+MODELS = {
+    "two": dict(layer_pattern="ZMZ|Z-Z", embedding_multiplier=3.0, **TIED),
+    # Block 0 on the first and last stage, block 1 on the third; the second passes the embedding on.
+    "four": dict(layer_pattern="Z|M|Z*|Z", **TIED),
+    "few_kinds": dict(layer_pattern="MM-|*E", **TIED),
+}
+LAYOUTS = {
+    "pp2": ("two", {PP: 2}),
+    "pp2_tp2": ("two", {PP: 2, TP: 2}),
+    "pp4": ("four", {PP: 4}),
+    "pp2_ep2": ("few_kinds", {PP: 2, EP: 2}),
+}
+"""{name: (model, sizes)}"""
+
+
+def micro_batches():
+    """(input ids, labels), each [1, LENGTH]."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(0, VOCAB_SIZE, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
+    return [(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
+
+
+def build(config):
+    return build_hybrid_model(
+        config,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def logits_step(batches, model):
+    inputs, _ = next(batches)
+    return model(inputs, runtime_gather_output=True), lambda logits, non_loss_data: logits
+
+
+def loss_step(batches, model):
+    inputs, labels = next(batches)
+
+    def loss(losses):
+        mean = losses.mean()
+        return mean, {"loss": mean.detach().clone()}  # core divides `mean` in place
+
+    return model(inputs, labels=labels), loss
+
+
+def finalize(chunks, *args, **kwargs):
+    finalize_model_grads(chunks, *args, **kwargs)
+    for chunk in chunks:
+        chunk.module.sum_shared_gradients()
+
+
+def run_layout(folder, name, sizes):
+    """What this rank computes, and its pieces of the model."""
+    parallel_state.initialize_model_parallel(**sizes)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    config = read_config(folder, pipeline_dtype=torch.float32, **sizes)
+    torch.manual_seed(stage)  # stages draw different numbers
+    model = build(config)
+    initial = {key: tensor.detach().clone() for key, tensor in own_tensors(model).items()}
+    load_checkpoint(model, folder)
+    save_checkpoint(model, folder / name)
+    sharded = model.sharded_state_dict()
+    built = [getattr(value, "build", lambda own=value: own)() for value in sharded.values()]
+    validation.validate_sharding_integrity(validation.determine_global_metadata({0: built})[1])
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+    config.finalize_model_grads_func = finalize
+    group = parallel_state.get_data_parallel_group()
+    own = micro_batches()[group.rank() :: group.size()]
+    schedule = dict(
+        model=[wrapped],
+        num_microbatches=len(own),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        adjust_tensor_shapes_fn=model.adjust_tensor_shapes,
+    )
+    run = get_forward_backward_func()
+    logits = run(
+        forward_step_func=logits_step,
+        data_iterator=iter(own),
+        forward_only=True,
+        collect_non_loss_data=True,
+        **schedule,
+    )
+    losses = run(
+        forward_step_func=loss_step, data_iterator=iter(own), forward_only=False, **schedule
+    )
+    gradients = {}
+    for key, parameter in model.named_parameters():
+        gradient = parameter.main_grad.clone()
+        for mark in ("cut", "num_experts"):
+            if hasattr(parameter, mark):
+                setattr(gradient, mark, getattr(parameter, mark))
+        gradients |= gather_whole(model.canonical_name(key), gradient, model.pg_collection)
+    result = {
+        "place": (stage, model.pg_collection.tp.rank(), group.rank()),
+        "size": group.size(),
+        "initial": initial,
+        "pieces": pieces(sharded),
+        "logits": [one[..., :VOCAB_SIZE] for one in logits],
+        "losses": [one["loss"] for one in losses],
+        "gradients": gradients,
+        "state": full_state_dict(model),
+    }
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def run_all(folder):
+    results = {
+        name: run_layout(folder / model, name, sizes) for name, (model, sizes) in LAYOUTS.items()
+    }
+    return results
+
+
+def single_process(folder, name):
+    torch.manual_seed(3)
+    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name]))
+    save_checkpoint(model, folder / name)
+    losses, logits = [], []
+    for inputs, labels in micro_batches():
+        loss = model(inputs, labels=labels).mean()
+        (loss / MICRO_BATCHES).backward()
+        losses.append(loss.detach())
+        logits.append(model(inputs).detach())
+    return {
+        "losses": losses,
+        "logits": logits,
+        "gradients": {key: parameter.grad for key, parameter in model.named_parameters()},
+        "state": full_state_dict(model),
+        "pieces": pieces(model.sharded_state_dict()),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """({model: of one process}, [of each rank], folder)."""
+    folder = tmp_path_factory.mktemp("stages")
+    single = {name: single_process(folder, name) for name in MODELS}
+    (folder / "ranks").mkdir()
+    ranks = [result for result, _ in run_ranks(run_all, RANKS, folder / "ranks", folder)]
+    return single, ranks, folder
+
+
+def assert_close(value, expected, name=""):
+    bound = 1e-5 * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(
+        value, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_losses(outcome, layout):
+    single, ranks, _ = outcome
+    model, sizes = LAYOUTS[layout]
+    for rank in ranks:
+        stage, _, replica = rank[layout]["place"]
+        for what in ("logits", "losses"):
+            found = rank[layout][what]
+            if stage < sizes[PP] - 1:
+                assert found == []
+                continue
+            expected = single[model][what][replica :: rank[layout]["size"]]
+            for one, other in zip(found, expected, strict=True):
+                assert_close(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_shared_parameters_are_summed(outcome, layout):
+    single, ranks, _ = outcome
+    expected = single[LAYOUTS[layout][0]]["gradients"]
+    found = set()
+    for rank in ranks:
+        for name, gradient in rank[layout]["gradients"].items():
+            assert_close(gradient, expected[name], name)
+            found.add(name)
+    assert found == expected.keys()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_start_equal(outcome, layout):
+    _, ranks, _ = outcome
+    held = {}
+    for rank in ranks:
+        stage, tp_rank, _ = rank[layout]["place"]
+        for name, tensor in rank[layout]["initial"].items():
+            held.setdefault((name, tp_rank), {})[stage] = tensor
+    copied = {name for (name, _), stages in held.items() if len(stages) > 1}
+    for stages in held.values():
+        first, *others = stages.values()
+        assert all(torch.equal(first, other) for other in others)
+    blocks = {name.partition(".block.")[0] for name in copied if ".block." in name}
+    layers = {"pp4": (0,), "pp2_ep2": ()}.get(layout, (0, 2))
+    assert blocks == {f"decoder.layers.{layer}.mixer" for layer in layers}
+    assert "embedding.word_embeddings.weight" in copied
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_are_saved_once(outcome, layout):
+    single, ranks, folder = outcome
+    model = LAYOUTS[layout][0]
+    for file in ("config.json", "model.safetensors"):
+        path = folder / model
+        assert (path / file).read_bytes() == (path / layout / file).read_bytes()
+    state = ranks[0][layout]["state"]
+    assert state.keys() == single[model]["state"].keys()
+    expected = whole(single[model]["pieces"])
+    joined = whole(*(rank[layout]["pieces"] for rank in ranks))
+    assert joined.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(joined[key][: len(tensor)], tensor), key
