@@ -453,6 +453,7 @@ class DynamicInferenceEngine:
             "%d requests are computed anew; tokens that they have generated stay",
             len(self.scheduler.running) - len(self.scheduler.closing),
         )
+        self._weights.note_change()  # perhaps seen on another rank only
         self._drop_old_weights()
 
     def _drop_old_weights(self) -> None:
@@ -865,6 +866,7 @@ class DynamicInferenceEngine:
         Raises:
             OSError: the folder could not be rewritten; it is unused from here on.
         """
+        is_new_epoch = any(self.ranks.maximum([self._weights.has_changed()]))
         try:
             self.offload.clear()  # first: it waits for the loads into the pool
         finally:
@@ -873,7 +875,6 @@ class DynamicInferenceEngine:
         self._fingerprint = None
         disk = self.offload.disk
         made_for = self._made_for() if disk is not None else {}
-        is_new_epoch = self._weights.has_changed()
         self._weights.accept()
         self.output.epoch += is_new_epoch
         if disk is not None:

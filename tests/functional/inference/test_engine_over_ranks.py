@@ -29,6 +29,8 @@ MODEL = dict(
 )
 LAYOUTS = {
     "TP 2": dict(tensor_model_parallel_size=2),
+    "TP 4": dict(tensor_model_parallel_size=4),
+    "EP 2": dict(expert_model_parallel_size=2),
     "PP 2": dict(pipeline_model_parallel_size=2),
     "TP 2 x PP 2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
 }
