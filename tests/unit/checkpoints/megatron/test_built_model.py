@@ -246,7 +246,7 @@ def test_wrapped_models_are_unwrapped(build, monkeypatch):
     stock = build("M*-", core_config(**GATED))
     with stock_megatron.on_cpu(monkeypatch):
         wrapped = DistributedDataParallel(stock.config, DistributedDataParallelConfig(), stock)
-    for model in (wrapped, Wrapper(wrapped), Wrapper(Wrapper(stock))):
+    for model in (wrapped, [wrapped], Wrapper(wrapped), Wrapper(Wrapper(stock))):
         assert_shares_all(mh.from_megatron(model), stock)
 
 

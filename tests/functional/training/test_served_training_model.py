@@ -1,0 +1,67 @@
+"""The model that megatron-core's own optimizer trains is served between its steps."""
+
+import pytest
+import torch
+from cpu_seam import cpu_seam
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.transformer.module import Float16Module
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+
+PROMPT = random_tokens(100)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def copy_of(model):
+    other = tiny_model.__wrapped__("MG*-", params_dtype=model.config.params_dtype)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_distributed"), [("fp32", False), ("fp32", True), ("bf16", True)]
+)
+def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
+    """A distributed one writes into views of the parameters, and steps on copies of bf16 ones."""
+    model = tiny_model.__wrapped__("MG*-", params_dtype=DTYPES[dtype])
+    inner = Float16Module(model.config, model) if dtype == "bf16" else model
+    with cpu_seam():
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
+        wrapped = DistributedDataParallel(model.config, ddp_config, inner)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=3e-2,
+            bf16=dtype == "bf16",
+            use_distributed_optimizer=is_distributed,
+            params_dtype=DTYPES[dtype],
+        )
+        overrides = get_standard_config_overrides(config)
+        optimizer = get_megatron_optimizer(config, [wrapped], overrides)
+        engine = tiny_engine([wrapped])
+        for epoch in range(3):
+            first, again = (engine.generate([PROMPT], greedy(4))[0] for _ in range(2))
+            assert first.epochs == [(epoch, 0)]
+            assert [first.prefix.skipped_tokens, again.prefix.skipped_tokens] == [0, len(PROMPT)]
+            assert first.generated_tokens == again.generated_tokens
+            expected = tiny_engine(copy_of(model)).generate([PROMPT], greedy(4))[0]
+            assert first.generated_tokens == expected.generated_tokens
+            if dtype == "fp32":
+                assert is_greedy(copy_of(model), PROMPT, first.generated_tokens)
+            wrapped.train()
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            before = next(model.parameters()).clone()
+            wrapped(torch.tensor([PROMPT])).float().square().mean().backward()
+            wrapped.finish_grad_sync()
+            optimizer.step()
+            assert not torch.equal(before, next(model.parameters()))
+            if is_told:
+                engine.update_weights()
+            else:
+                wrapped.eval()
