@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Path
 from megatron_hybrid.cache.lazy_heap import MAX_STALE, Key, LazyHeap
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.protocol import Policy
@@ -103,17 +103,6 @@ class PinnedItems:
         self._heap.clear()
 
 
-class EvictionListener(Protocol):
-    """Called before an eviction, while the pages still hold the data."""
-
-    def on_evict_state(self, checkpoint: Checkpoint) -> None:
-        """A stored state is evicted."""
-
-    def on_evict_blocks(self, edge: Edge, end: int) -> None:
-        """In pure attention: blocks at the end of an edge, which holds KV up to `end`, are
-        evicted."""
-
-
 class Evictor:
     """Frees pages by evicting the victims that the policy chooses. Implements `Evictable`."""
 
@@ -133,7 +122,7 @@ class Evictor:
         self.checkpoints = LazyHeap(self._key, MAX_RISEN)
         # The heaps whose values change with time and learning.
         self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
-        self.listener: EvictionListener | None = None
+        self.listeners: list[CacheListener] = []
         self._spec = spec
         self._index = index
         self._allocator = allocator
@@ -250,8 +239,8 @@ class Evictor:
             return True
         if not force and self._allocator.ref_counts[self._last_page(checkpoint)]:
             return False  # a request holds all of its pages or none
-        if self.listener is not None:
-            self.listener.on_evict_state(checkpoint)
+        for listener in self.listeners:
+            listener.on_evict_state(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
         self._policy.on_change(checkpoint)
         previous = checkpoint.previous()
@@ -278,9 +267,11 @@ class Evictor:
             if held.size:
                 drop -= int(held[-1]) // per_block + 1
         if drop:
-            if self.listener is not None and not self._spec.needs_state:
-                self.listener.on_evict_blocks(edge, edge.held_end)
+            new_end = max((end - drop) * size, edge.start)
+            if not self._spec.needs_state:
+                for listener in self.listeners:
+                    listener.on_evict_blocks(edge, new_end)
             self._record(EVICTED_TAIL, edge.start, edge.end, drop)
-            self._index.drop_kv(edge, (end - drop) * size)
+            self._index.drop_kv(edge, new_end)
             self._stats.kv_blocks_evicted += drop
         return drop > 0

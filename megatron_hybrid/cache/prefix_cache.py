@@ -20,11 +20,12 @@ from functools import wraps
 
 import numpy as np
 
-from megatron_hybrid.cache.eviction import EvictionListener, Evictor
+from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import Lease, Match, Reservation
@@ -489,6 +490,8 @@ class PrefixCache:
                 self.policy.on_change(previous)  # it is covered from now on
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
             self._evictor.on_store(checkpoint)
+            for listener in self._evictor.listeners:
+                listener.on_publish_state(lease, checkpoint)
             self._stats.checkpoints_saved += 1
             lease.report.checkpoints_saved += 1
         else:
@@ -538,16 +541,20 @@ class PrefixCache:
         self._saving.pop(lease, None)
         lease.released = True
 
-    # ---- tiers ----
+    # ---- tiers and routers ----
 
     @property
     def num_evicted(self) -> int:
         """Number of evicted states and blocks so far."""
         return self._stats.checkpoints_evicted + self._stats.kv_blocks_evicted
 
-    def watch_evictions(self, listener: EvictionListener | None) -> None:
-        """Call `listener` before each eviction; None: no listener."""
-        self._evictor.listener = listener
+    def watch(self, listener: CacheListener) -> None:
+        """Tell a listener of all that is published and evicted from now on."""
+        self._evictor.listeners.append(listener)
+
+    def unwatch(self, listener: CacheListener) -> None:
+        """Tell a listener nothing more. Raises ValueError if it was not told anything."""
+        self._evictor.listeners.remove(listener)
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
@@ -580,6 +587,8 @@ class PrefixCache:
         """Forget everything cached. Leases keep their pages."""
         self._evictor.clear()
         self._salts.clear()
+        for listener in self._evictor.listeners:
+            listener.on_clear()
         self._is_miscounted = True
         with suppress(MemoryError):  # else pages are recounted before the next operation
             self._index.clear()
@@ -750,7 +759,11 @@ class PrefixCache:
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
+        held = self._index.num_held_tokens
         path = self._index.insert(lease.salt, tokens, rows, self._tick, lease.path)
+        if new := self._index.num_held_tokens - held:
+            for listener in self._evictor.listeners:
+                listener.on_publish_blocks(lease, num_tokens - new, num_tokens)
         if path.known >= lease.path.known:
             lease.path = path
         last = path.edges[-1]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -41,7 +42,7 @@ _TIER_COUNTS = (
 )
 
 
-class Offload:
+class Offload(CacheListener):
     """Moves cached states and blocks between the pool and the tiers.
 
     Args:
@@ -83,7 +84,7 @@ class Offload:
             host = Tier("host", self.spec, host_bytes, HostStore(), on_evict, None, keeps_lost)
             self.tiers.insert(0, host)
         if self.tiers:
-            cache.watch_evictions(self)
+            cache.watch(self)
         # The store's threads keep the store and the lock of its folder alive: release them even if
         # nobody closes the engine.
         self._close_disk = weakref.finalize(self, disk.close_from_anywhere) if disk else None
@@ -136,8 +137,9 @@ class Offload:
             self.disk.store.close()
             self._close_disk.detach()
         self._closed_counts = self._tier_counts()
+        if self.tiers:
+            self.cache.unwatch(self)
         self.tiers.clear()
-        self.cache.watch_evictions(None)
 
     def _accepts(self) -> bool:
         return self._disk_accepts
@@ -172,15 +174,15 @@ class Offload:
     # ---- down ----
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
-        """The pool evicts a state (`eviction.EvictionListener`)."""
+        """The pool evicts a state."""
         if self.spec.needs_state:
             with self._optional():
                 self._offer_state(checkpoint, self.tiers)
 
-    def on_evict_blocks(self, edge: Edge, end: int) -> None:
-        """The pool evicts KV, in pure attention (`eviction.EvictionListener`)."""
+    def on_evict_blocks(self, edge: Edge, start: int) -> None:
+        """The pool evicts KV, in pure attention."""
         with self._optional():
-            self._offer_blocks(edge, end, self.tiers)
+            self._offer_blocks(edge, edge.held_end, self.tiers)
 
     def _optional(self) -> AbstractContextManager[None]:
         """Context of keeping an item in a tier: a lack of memory is only counted."""

@@ -18,6 +18,7 @@ from valued_edges import (
 from megatron_hybrid.cache.eviction import Evictor, tail_start
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy import protocol
@@ -275,15 +276,15 @@ class TestEvictor:
         if force:
             room.pool.retain(room.walk(part(96, 0)).deepest_checkpoint().pages)
 
-        class Failing:
+        class Failing(CacheListener):
             def on_evict_state(self, checkpoint):
                 raise OSError("no space left")
 
-        room.evictor.listener = Failing()
+        room.evictor.listeners.append(Failing())
         for _ in range(2):
             with pytest.raises(OSError, match="no space left"):
                 room.make_room(8, force=force)
-        room.evictor.listener = None
+        room.evictor.listeners.clear()
         if force:
             room.pool.release(room.walk(part(96, 0)).deepest_checkpoint().pages)
         assert room.make_room(8)
@@ -607,13 +608,13 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     first, second, _ = edges = sorted(held, key=held.get)
     gone = []
 
-    class Again:
-        def on_evict_blocks(self, edge, end):
+    class Again(CacheListener):
+        def on_evict_blocks(self, edge, start):
             gone.append(edge)
             if edge is first:
                 evictor.add(second)
 
-    cache.watch_evictions(Again())
+    cache.watch(Again())
     assert not evictor.make_room(99, force=True)  # the requests keep their pages
     assert gone == edges
     assert not evictor._pinned.entries
