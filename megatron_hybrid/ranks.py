@@ -142,15 +142,15 @@ class Ranks:
             raise RankError(f"{what} failed on other ranks. {'; '.join(failed)}")
 
     def require_equal(self, named: dict[str, object], where: str) -> None:
-        """Raise ValueError on all ranks if one has another value under a name.
+        """Raise ValueError on all ranks if two have different values under a name.
 
-        named: picklable values, under the same names in the same order on all ranks.
+        named: picklable values, of which a rank may lack some.
         """
         ranks = self.gather(named)
-        for name in named:
-            values = [each.get(name) for each in ranks]
-            if any(value != values[0] for value in values):
-                listed = ", ".join(f"rank {i} has {value!r}" for i, value in enumerate(values))
+        for name in dict.fromkeys(name for each in ranks for name in each):
+            values = {rank: each[name] for rank, each in enumerate(ranks) if name in each}
+            if any(value != next(iter(values.values())) for value in values.values()):
+                listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in values.items())
                 raise ValueError(f"{name} {where} differs between ranks: {listed}; make it equal")
 
     def close(self) -> None:

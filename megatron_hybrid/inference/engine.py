@@ -118,7 +118,8 @@ class DynamicInferenceEngine:
             )
         self.config = config
         self.ranks = ranks_of(model.pg_collection)
-        self.ranks.require_equal(what_must_be_equal(config, model.config), "of the engine")
+        stage = model.pg_collection.pp.rank()
+        self.ranks.require_equal(what_must_be_equal(config, model.config, stage), "of the engine")
         self.model = model.eval()
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
@@ -139,7 +140,7 @@ class DynamicInferenceEngine:
             full_bytes(layers, own_spec, dtype),
             *token_flops(model),
             self.ranks,
-            model.pg_collection.pp.rank(),
+            stage,
         )
         num_pages = self.ranks.minimum(config.cache_bytes // spec.page_bytes)
         if num_pages < 2:

@@ -17,10 +17,14 @@ from megatron_hybrid.version import __version__
 
 _OF_EACH_RANK = ("cache_bytes", "cache_dir")
 """Fields of InferenceConfig that may differ: ranks use what the smallest one has."""
+_OF_ALL_STAGES = ("hidden_size", "vocab_size", "params_dtype")
 
 
-def what_must_be_equal(config: InferenceConfig, model: HybridConfig) -> dict[str, object]:
-    """Versions and settings on which decisions depend, by name."""
+def what_must_be_equal(
+    config: InferenceConfig, model: HybridConfig, stage: int
+) -> dict[str, object]:
+    """Versions and settings on which decisions depend, by name. Of the architecture all stages of a
+    pipeline have some in common; the ranks of one stage all of it."""
     named: dict[str, object] = {
         "the version of megatron_hybrid": __version__,
         "the version of torch": torch.__version__,
@@ -30,7 +34,11 @@ def what_must_be_equal(config: InferenceConfig, model: HybridConfig) -> dict[str
         if field.name not in _OF_EACH_RANK:
             named[f"InferenceConfig.{field.name}"] = str(getattr(config, field.name))
     named["the use of InferenceConfig.cache_dir"] = config.cache_dir is not None
-    named |= {f"HybridConfig.{name}": str(value) for name, value in model.to_dict().items()}
+    for name, value in model.to_dict().items():
+        if name in _OF_ALL_STAGES:
+            named[f"HybridConfig.{name}"] = value
+        else:  # a stage that megatron-core built does not tell the sizes of layers that it lacks
+            named[f"HybridConfig.{name} of stage {stage}"] = str(value)
     return named
 
 

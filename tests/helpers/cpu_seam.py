@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import rank_processes
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid.compat import MEGATRON_CORE_VERSION
@@ -216,7 +216,7 @@ def run_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[
         folder: an empty one, for the rendezvous and the results.
         args: what can be pickled.
     """
-    mp.spawn(_run_rank, (num_ranks, folder, work, args), nprocs=num_ranks)
+    rank_processes.run_ranks(_run_rank, (num_ranks, folder, work, args), num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 

@@ -4,8 +4,8 @@ import pytest
 import stock_megatron
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
+from rank_processes import run_ranks
 
 import megatron_hybrid as mh
 
@@ -36,8 +36,8 @@ def build(pattern, fields, **arguments):
     return stock_megatron.hybrid_model(config, pattern, **arguments).eval()
 
 
-def serve_stage(rank):
-    """The layers and parameter names of a pipeline stage, and why it makes no engine."""
+def serve_stage(rank, folder):
+    """The layers and parameter names of a pipeline stage, and the answers of all stages."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     fields = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": RANKS}
@@ -51,10 +51,14 @@ def serve_stage(rank):
     served = mh.from_megatron(stock)
     names = {name for name, parameter in served.named_parameters()}
     assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
-    try:
-        mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
-    except ValueError as error:
-        return "".join(served.decoder.layer_type_list), names, str(error)
+    mh.save_checkpoint(served, f"{folder}/stages")
+    return "".join(served.decoder.layer_type_list), names, answer(served)
+
+
+def answer(served):
+    engine = mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
+    greedy = mh.SamplingParams(num_tokens_to_generate=5, temperature=0.0)
+    return [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
 
 
 def one_group_error():
@@ -83,13 +87,11 @@ def run_rank(rank, folder):
         assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
         with torch.no_grad():
             logits = served(TOKENS)
-        engine = mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
-        greedy = mh.SamplingParams(num_tokens_to_generate=5, temperature=0.0)
-        answers = [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
+        answers = answer(served)
         mh.save_checkpoint(served, f"{folder}/{name}")
         given[name] = expected, logits, answers
     given["one group"] = one_group_error()
-    given["stages"] = serve_stage(rank)
+    given["stages"] = serve_stage(rank, folder)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -99,7 +101,7 @@ def run_rank(rank, folder):
 def given(tmp_path_factory):
     """Folder of the checkpoints, and by model what both ranks computed."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run_rank, args=(folder,), nprocs=RANKS)
+    run_ranks(run_rank, (folder,), RANKS)
     ranks = [torch.load(f"{folder}/rank{rank}.pt") for rank in range(RANKS)]
     return folder, {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -123,12 +125,13 @@ def test_both_ranks_answer_and_save_the_whole_model(given, name):
     assert [row[0] for row in answers[0]] == logits[:, -1].argmax(-1).tolist()
 
 
-def test_pipeline_stages_keep_their_layers(given):
-    (first, names, error), (last, last_names, _) = given[1]["stages"]
+def test_pipeline_stages_keep_their_layers_and_answer_together(given):
+    folder, models = given
+    (first, names, answers), (last, last_names, last_answers) = models["stages"]
     assert (first, last) == ("M-", "*E")
     assert "embedding.word_embeddings.weight" in names - last_names
     assert "decoder.final_norm.weight" in last_names - names
-    assert "split into 2 pipeline stages; inference runs one" in error
+    assert answers == last_answers == answer(mh.load_pretrained(f"{folder}/stages")[0])
 
 
 def test_a_key_value_head_that_core_cuts_is_refused(given):

@@ -1,14 +1,12 @@
 """`torch_dist` folders that megatron-core saved on four ranks load in any layout of ours."""
 
-from functools import partial
-
 import pytest
 import stock_megatron
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
+from rank_processes import run_ranks
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
@@ -84,7 +82,7 @@ def run_rank(rank, folder):
 def folder(tmp_path_factory):
     """The folders by layout, and beside each what two ranks of ours read from it."""
     path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(partial(run_rank, folder=path), nprocs=RANKS)
+    run_ranks(run_rank, (path,), RANKS)
     return path
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -180,7 +180,7 @@ def by_rank(request, folder):
     size = 1
     for ranks in LAYOUTS[request.param].values():
         size *= ranks
-    mp.spawn(run_rank, (size, request.param, str(folder)), nprocs=size)
+    run_ranks(run_rank, (size, request.param, str(folder)), size)
     return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
 
 

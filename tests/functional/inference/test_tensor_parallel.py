@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
+from rank_processes import run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -149,7 +149,7 @@ def run_rank(rank: int, folder: str) -> None:
 def by_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensor_parallel")
     save_checkpoint(tiny_model(**TWO_GROUPS), folder)
-    mp.spawn(run_rank, (str(folder),), nprocs=RANKS)
+    run_ranks(run_rank, (str(folder),), RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 

@@ -7,13 +7,13 @@ The weights come from one checkpoint that a single process wrote.
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
+from rank_processes import run_ranks
 from reference import greedy
 from sharded_tensors import pieces, whole
 from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
@@ -193,7 +193,7 @@ def outcomes(tmp_path_factory):
     """For each model (one process, the ranks, folder)."""
     folder = tmp_path_factory.mktemp("four")
     single = {name: single_process(config, folder / name) for name, config in MODELS.items()}
-    mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    run_ranks(worker, (folder,), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
     return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
 
@@ -272,4 +272,4 @@ def test_a_rank_keeps_the_keys_and_values_of_its_own_heads(outcomes, model):
 def test_a_world_that_does_not_divide_is_refused(outcomes):
     _, ranks, _ = outcomes["two"]
     for rank in ranks:
-        assert "needs a multiple of 3 processes, but there are 4" in rank["error"]
+        assert "need a multiple of 3 processes, but there are 4" in rank["error"]

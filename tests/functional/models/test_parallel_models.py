@@ -6,8 +6,8 @@ The weights come from one checkpoint that a single process wrote.
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
+from rank_processes import run_ranks
 from sharded_tensors import pieces, whole
 from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
 
@@ -167,7 +167,7 @@ def outcomes(tmp_path_factory):
     """For each model (one process, [rank 0, rank 1], folder)."""
     folder = tmp_path_factory.mktemp("parallel")
     single = {name: single_process(config, folder / name) for name, config in MODELS.items()}
-    mp.spawn(worker, args=(folder,), nprocs=RANKS)
+    run_ranks(worker, (folder,), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
     return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
 

@@ -1,0 +1,380 @@
+"""What one rank alone meets: the others decide as it does, or the job ends on all of them."""
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from rank_processes import rank_context, run_ranks
+from reference import greedy, is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.scheduler import RestoreFailedError
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.ranks import RankError
+
+RANKS = 2
+MODEL = dict(layer_pattern="M*S-W*", mamba_num_groups=2, sliding_window=20)
+PROMPTS = [random_tokens(90, seed=seed) for seed in range(4)]
+LIMIT_SECONDS = 30.0
+
+
+def make_engine(model, **fields):
+    settings = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160, verify_ranks=True)
+    return DynamicInferenceEngine(model, None, InferenceConfig(**{**settings, **fields}))
+
+
+@contextmanager
+def failing(target, name, error, *, on=True, times=10**9):
+    """Calls of a method raise, the first `times` of them."""
+    original, left = getattr(target, name), [times]
+
+    def fail(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return original(*args, **kwargs)
+
+    if not on:
+        yield
+        return
+    with mock.patch.object(target, name, fail):
+        yield
+
+
+def ask(engine, *prompts):
+    results = engine.generate(list(prompts), greedy(5))
+    return [(r.generated_tokens, r.prefix.skipped_tokens, r.prefix.fetched_tokens) for r in results]
+
+
+def refusal():
+    """The failing rank's own error, and on the other rank a RankError with its text."""
+    return pytest.raises((MemoryError, OSError, RankError), match="there is no more")
+
+
+NO_MEMORY = MemoryError("there is no more")
+
+
+def no_room_for_states(model, rank, folder):
+    engine = make_engine(model)
+    with failing(engine.memory, "save_checkpoint", NO_MEMORY, on=rank == 1):
+        found = ask(engine, PROMPTS[0])
+    return engine, found + ask(engine, PROMPTS[0]) + ask(engine, PROMPTS[0])
+
+
+def no_room_to_park(model, rank, folder):
+    pages = make_engine(model).cache.spec.page_bytes
+    engine = make_engine(model, cache_bytes=30 * pages, max_tokens=32, max_sequence_length=80)
+    prompts = [prompt[:30] for prompt in PROMPTS[:3]]
+    with failing(engine.memory, "park", NO_MEMORY, on=rank == 1):
+        results = engine.generate(prompts, greedy(40))
+    assert engine.stats()["preemptions"] > 0
+    return engine, [(r.generated_tokens, 0, 0) for r in results]
+
+
+def no_room_to_restore(model, rank, folder):
+    engine = make_engine(model)
+    found = ask(engine, PROMPTS[0])
+    with failing(engine.memory, "load_checkpoint", NO_MEMORY, on=rank == 1):
+        beside = engine.add_request(PROMPTS[1], greedy(5))
+        engine.step()
+        found += ask(engine, PROMPTS[0])
+    found.append((beside.generated_tokens, 0, 0))
+    with failing(engine.memory, "load_checkpoint", NO_MEMORY, on=rank == 1):
+        alone = engine.add_request(PROMPTS[0], greedy(5))
+        with pytest.raises(RestoreFailedError):
+            engine.step()
+    while not alone.closed:
+        engine.step()
+    return engine, [*found, (alone.generated_tokens, 0, 0)]
+
+
+def no_room_to_fetch(model, rank, folder):
+    engine = make_engine(model, host_cache_bytes=1 << 20)
+    found = ask(engine, PROMPTS[0])
+    engine.cache.evict(10**6)
+    with failing(engine.offload._mover, "to_pool", NO_MEMORY, on=rank == 1):
+        return engine, found + ask(engine, PROMPTS[0])
+
+
+def no_room_in_host_memory(model, rank, folder):
+    engine = make_engine(model, host_cache_bytes=1 << 20)
+    found = ask(engine, PROMPTS[0]) + ask(engine, PROMPTS[1])
+    with failing(engine.offload._mover, "to_host", NO_MEMORY, on=rank == 1, times=1):
+        engine.cache.evict(10**6)
+    found += ask(engine, PROMPTS[0], PROMPTS[1])
+    engine.cache.evict(10**6)
+    return engine, found + ask(engine, PROMPTS[0], PROMPTS[1])
+
+
+def full_disk(model, rank, folder):
+    engine = make_engine(model, cache_dir=folder)
+    full = OSError(errno.ENOSPC, "there is no more")
+    with failing(os, "pwrite", full, on=rank == 1):
+        found = ask(engine, PROMPTS[0])
+        engine.cache.evict(10**6)
+        engine.offload.disk.store._wait_for_jobs()
+        found += ask(engine, PROMPTS[0], PROMPTS[1])
+    return engine, found + ask(engine, PROMPTS[0])
+
+
+def save_to_a_full_disk(model, rank, folder):
+    engine = make_engine(model, cache_dir=folder)
+    found = ask(engine, PROMPTS[0])
+    full = OSError(errno.ENOSPC, "there is no more")
+    with (
+        failing(os, "pwrite", full, on=rank == 1),
+        pytest.raises((OSError, RuntimeError)) as raised,
+    ):
+        engine.save_cache()
+    assert "there is no more" in str(raised.value)
+    return engine, found + ask(engine, PROMPTS[0]) + ask(engine, PROMPTS[1])
+
+
+def damaged_disk(model, rank, folder):
+    engine = make_engine(model, cache_dir=folder)
+    found = ask(engine, PROMPTS[0])
+    engine.cache.evict(10**6)
+    engine.offload.disk.store.flush()
+    if rank == 1:
+        store = engine.offload.disk.store
+        size = os.fstat(store._pages).st_size
+        os.pwrite(store._pages, b"\xff" * size, 0)
+    found += ask(engine, PROMPTS[0])
+    return engine, found + ask(engine, PROMPTS[0])
+
+
+def slow_disk(model, rank, folder):
+    engine = make_engine(model, cache_dir=folder)
+    found = ask(engine, PROMPTS[0])
+    engine.cache.evict(10**6)
+    store = engine.offload.disk.store
+    store.flush()
+    read = store._read
+    with mock.patch.object(store, "_read", lambda r: (time.sleep(0.2 * rank), read(r))[1]):
+        return engine, found + ask(engine, PROMPTS[0], PROMPTS[1])
+
+
+def lost_folder(model, rank, folder):
+    engine = make_engine(model, cache_dir=folder)
+    found = ask(engine, PROMPTS[0], PROMPTS[1])
+    engine.save_cache()
+    engine.close()
+    if rank == 1:
+        shutil.rmtree(f"{folder}/rank-1-of-2")
+    engine = make_engine(model, cache_dir=folder)
+    return engine, found + ask(engine, PROMPTS[0]) + ask(engine, PROMPTS[1])
+
+
+def changed_weights(model, rank, folder):
+    engine = make_engine(model)
+    found = ask(engine, PROMPTS[0])
+    if rank == 1:  # by a write that changes nothing, so that the answer is known
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0)
+    found += ask(engine, PROMPTS[0])
+    assert engine.epoch == 1
+    return engine, found
+
+
+def no_room_to_suspend(model, rank, folder):
+    engine = make_engine(model)
+    found = ask(engine, PROMPTS[0])
+    with failing(engine.memory, "keep", NO_MEMORY, on=rank == 1, times=1), refusal():
+        engine.suspend("host")
+    assert not engine.is_suspended
+    engine.suspend("host")
+    with failing(engine.memory, "reacquire", NO_MEMORY, on=rank == 1, times=1), refusal():
+        engine.resume()
+    assert engine.is_suspended
+    engine.resume()
+    return engine, found + ask(engine, PROMPTS[0])
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        no_room_for_states,
+        no_room_to_park,
+        no_room_to_restore,
+        no_room_to_fetch,
+        no_room_in_host_memory,
+        full_disk,
+        save_to_a_full_disk,
+        damaged_disk,
+        slow_disk,
+        lost_folder,
+        changed_weights,
+        no_room_to_suspend,
+    )
+}
+SKIPPED = {
+    "no_room_for_states": [0, 0, 90],
+    "no_room_to_restore": [0, 90, 0, 0],  # the report of the first attempt
+    "no_room_to_fetch": [0, 0],
+    "no_room_in_host_memory": None,
+    "full_disk": [0, 0, 0, 90],
+    "save_to_a_full_disk": [0, 90, 0],
+    "damaged_disk": [0, 0, 90],
+    "slow_disk": [0, 90, 0],
+    "lost_folder": [0, 0, 0, 0],
+    "changed_weights": [0, 0],
+    "no_room_to_suspend": [0, 90],
+}
+"""Skipped tokens of each answer: what the failure costs, and no more."""
+
+
+def start(rank, folder, name):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}.rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=RANKS))
+    load_checkpoint(model, folder)
+    return model.eval()
+
+
+def run_rank(rank, folder):
+    model, given = start(rank, folder, "cases"), {}
+    for name, case in CASES.items():
+        engine, answers = case(model, rank, f"{folder}/{name}")
+        engine.check_integrity()
+        stats = engine.stats()
+        keys = ("checkpoints", "pages_free", "host_states", "disk_states", "disk_kv_blocks")
+        given[name] = answers, [stats[key] for key in keys], str(engine.cache.digest())
+        engine.close()
+    torch.save(given, f"{folder}/cases.{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rank_failures")
+    save_checkpoint(tiny_model(**MODEL), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder):
+    run_ranks(run_rank, (str(folder),), RANKS)
+    return [torch.load(folder / f"cases.{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_invariant_7_ranks_stay_alike_where_one_fails(by_rank, name):
+    answers, *state = by_rank[0][name]
+    assert by_rank[1][name] == (answers, *state)
+    model = tiny_model(**MODEL)
+    for tokens, _, _ in answers:
+        prompts = [p for p in (*PROMPTS, *(p[:30] for p in PROMPTS)) if is_greedy(model, p, tokens)]
+        assert prompts, tokens
+    if SKIPPED.get(name) is not None:
+        assert [skipped for _, skipped, _ in answers] == SKIPPED[name]
+
+
+# Failures that end the job ----------------------------------------------------------------------
+
+
+def raises(*_):
+    raise RuntimeError("a part of the machine is on fire")
+
+
+def dies(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ENDS = {
+    # Name: (rank that fails, how, whether its process lives on, whether the first rank is idle)
+    "a following rank raises": (1, raises, False, False),
+    "a following rank raises and stays": (1, raises, True, False),
+    "a following rank dies": (1, dies, False, False),
+    "a following rank dies while nothing runs": (1, dies, False, True),
+    "the leading rank raises": (0, raises, False, False),
+    "the leading rank dies": (0, dies, False, False),
+}
+
+
+def run_to_the_end(rank, folder, name):
+    os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
+    failing_rank, fail, stays, idle = ENDS[name]
+    model = start(rank, folder, name)
+    engine = make_engine(model)
+    if rank == 0:
+        with engine.lead():
+            ask(engine, PROMPTS[0])
+            if idle:
+                time.sleep(2 * LIMIT_SECONDS)
+            if failing_rank == 0:
+                model.register_forward_pre_hook(fail)
+            ask(engine, PROMPTS[1])
+        return
+    if idle:
+        threading.Timer(1.0, fail).start()
+    elif failing_rank == 1:
+        steps = iter(range(100))
+        model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)
+    try:
+        engine.follow()
+    finally:
+        if stays:
+            time.sleep(2 * LIMIT_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
+    """By name: exit codes and what the ranks wrote to stderr; all have ended in time."""
+    context = rank_context()
+    jobs = {
+        name: [
+            context.Process(target=run_to_the_end, args=(rank, str(folder), name))
+            for rank in range(RANKS)
+        ]
+        for name in ENDS
+    }
+    found = {}
+    for processes in jobs.values():
+        for process in processes:
+            process.start()
+    for name, processes in jobs.items():
+        failing_rank, _, stays, _ = ENDS[name]
+        other = processes[1 - failing_rank]
+        other.join(LIMIT_SECONDS + 30.0)  # with the time to start
+        has_ended = not other.is_alive()
+        if stays:
+            processes[failing_rank].kill()
+        for process in processes:
+            process.join(LIMIT_SECONDS)
+        alive = [process.is_alive() for process in processes]
+        for process in processes:
+            process.kill()
+        logs = [(folder / f"{name}.{rank}.log").read_text() for rank in range(RANKS)]
+        found[name] = has_ended and not any(alive), [p.exitcode for p in processes], logs
+    return found
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_failed_rank_ends_the_job_on_all_ranks(ended, name):
+    failing_rank, fail, _, _ = ENDS[name]
+    in_time, codes, logs = ended[name]
+    assert in_time
+    assert codes[1 - failing_rank] == 1
+    message = f"rank {failing_rank} has "
+    assert message in logs[1 - failing_rank]
+    if fail is raises:
+        assert "a part of the machine is on fire" in logs[1 - failing_rank]

@@ -1,0 +1,20 @@
+"""Processes for the ranks of a test, forked from one that has imported everything."""
+
+import multiprocessing
+
+import torch.multiprocessing as mp
+
+PRELOADED = ["megatron_hybrid.inference.engine", "megatron_hybrid.checkpoints.pretrained"]
+
+
+def rank_context():
+    """The `multiprocessing` context of rank processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def run_ranks(worker, arguments: tuple, num_ranks: int) -> None:
+    """Run `worker(rank, *arguments)` on all ranks; if one fails, this fails with its error."""
+    rank_context()
+    mp.start_processes(worker, arguments, num_ranks, start_method="forkserver")
