@@ -62,11 +62,12 @@ class SharedBlockMixer(Mixer):
         owner = shared_block_owners(config)[self.block_number][stage]
         self.block = SharedBlock(config, submodules, pg_collection) if owner == layer else None
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        self.num_groups = max(1, config.num_query_groups // pg_collection.tp.size())
         heads = [config.num_attention_heads] + [config.num_query_groups] * config.num_kv_projections
-        widths = [count * config.kv_channels for count in heads]
         self.qkv_adapters = (
             nn.ModuleList(
-                LowRank(config, submodules, 2 * hidden, (width,), pg_collection) for width in widths
+                LowRank(config, submodules, 2 * hidden, (config.kv_channels,), pg_collection, count)
+                for count in heads
             )
             if config.shared_block_attention_adapters
             else None
@@ -75,7 +76,6 @@ class SharedBlockMixer(Mixer):
         self.linear = ReplicatedLinear(config, hidden, hidden)
         self.norm = submodules.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
-        self.num_groups = config.num_query_groups // pg_collection.tp.size()
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
@@ -160,6 +160,8 @@ class LowRank(nn.Module):
 
     Args:
         sections: full sizes of the outputs, concatenated, each cut separately.
+        num_heads: how often the sections are repeated, for ranks with an equal part each, or
+            sharing one with as many others; None: once, and all ranks have a part.
     """
 
     def __init__(
@@ -169,14 +171,27 @@ class LowRank(nn.Module):
         input_size: int,
         sections: tuple[int, ...],
         pg_collection: ProcessGroupCollection,
+        num_heads: int | None = None,
     ):
         super().__init__()
-        rank = config.shared_block_adapter_rank
+        rank, repeats, copies = config.shared_block_adapter_rank, 1, None
+        if num_heads is not None:
+            tp_size = pg_collection.tp.size()
+            repeats = min(tp_size, num_heads)
+            sections = tuple(size * num_heads // repeats for size in sections)
+            copies = (tp_size // repeats,) * len(sections)
         self.down = ReplicatedLinear(config, input_size, rank)
         self.up = build_input_projection(
-            submodules.column, config, sections, pg_collection, comm_buffer="fc1", input_size=rank
+            submodules.column,
+            config,
+            sections,
+            pg_collection,
+            comm_buffer="fc1",
+            copies=copies,
+            repeats=repeats,
+            input_size=rank,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., this rank's part of sum(sections)]."""
+        """[..., input_size] -> [..., this rank's part of the outputs]."""
         return self.up(self.down(x))[0]

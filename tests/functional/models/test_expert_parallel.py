@@ -27,11 +27,12 @@ from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.ops.ragged import RaggedLayout
 
-RANKS, LENGTH, VOCAB_SIZE = 4, 23, 61
-TP, EP, ETP = (
+RANKS, LENGTH, VOCAB_SIZE = 4, 24, 61
+TP, EP, ETP, ROWS = (
     "tensor_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "sequence_parallel",
 )
 FIELDS = dict(
     hidden_size=48,
@@ -62,6 +63,7 @@ LAYOUTS = {
     "tp2_whole_ep2": ("biased", {TP: 2, EP: 2, ETP: 1}),  # among the tensor-parallel ranks
     "tp2_whole_ep4": ("biased", {TP: 2, EP: 4, ETP: 1}),
     "tp2_whole": ("cut", {TP: 2, ETP: 1}),
+    "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }
 """{name: (model, sizes)}"""
 
@@ -107,7 +109,9 @@ def gradients(model, inputs, labels):
 
 def run_layout(folder, name, sizes):
     """What this rank computes, and its pieces of the model."""
-    parallel_state.initialize_model_parallel(**sizes)
+    parallel_state.initialize_model_parallel(
+        **{field: size for field, size in sizes.items() if field != ROWS}
+    )
     model = load(folder, **sizes)
     save_checkpoint(model, folder / name)
     sharded = model.sharded_state_dict()

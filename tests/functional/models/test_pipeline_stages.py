@@ -25,11 +25,12 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.gathering import gather_whole
 
-RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 19, 61, 4
-TP, PP, EP = (
+RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 20, 61, 4
+TP, PP, EP, ROWS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "sequence_parallel",
 )
 FIELDS = dict(
     hidden_size=48,
@@ -37,7 +38,8 @@ FIELDS = dict(
     num_query_groups=2,
     vocab_size=VOCAB_SIZE,
     ffn_hidden_size=40,
-    mamba_head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
     mamba_state_dim=12,
     mamba_num_groups=2,
     mamba_chunk_size=8,
@@ -61,6 +63,8 @@ LAYOUTS = {
     "pp2": ("two", {PP: 2}),
     "pp2_tp2": ("two", {PP: 2, TP: 2}),
     "pp4": ("four", {PP: 4}),
+    "pp2_tp2_rows": ("two", {PP: 2, TP: 2, ROWS: True}),
+    "tp4": ("two", {PP: 1, TP: 4}),  # more ranks than key/value heads
     "pp2_ep2": ("few_kinds", {PP: 2, EP: 2}),
 }
 """{name: (model, sizes)}"""
@@ -104,7 +108,8 @@ def finalize(chunks, *args, **kwargs):
 
 def run_layout(folder, name, sizes):
     """What this rank computes, and its pieces of the model."""
-    parallel_state.initialize_model_parallel(**sizes)
+    groups = {field: size for field, size in sizes.items() if field != ROWS}
+    parallel_state.initialize_model_parallel(**groups)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     config = read_config(folder, pipeline_dtype=torch.float32, **sizes)
     torch.manual_seed(stage)  # stages draw different numbers
@@ -125,7 +130,7 @@ def run_layout(folder, name, sizes):
         num_microbatches=len(own),
         seq_length=LENGTH,
         micro_batch_size=1,
-        adjust_tensor_shapes_fn=model.adjust_tensor_shapes,
+        adjust_tensor_shapes_fn=model.adjust_tensor_shapes if sizes[PP] > 1 else None,
     )
     run = get_forward_backward_func()
     logits = run(
@@ -239,6 +244,9 @@ def test_copies_start_equal(outcome, layout):
         for name, tensor in rank[layout]["initial"].items():
             held.setdefault((name, tp_rank), {})[stage] = tensor
     copied = {name for (name, _), stages in held.items() if len(stages) > 1}
+    if layout == "tp4":
+        assert not copied
+        return
     for stages in held.values():
         first, *others = stages.values()
         assert all(torch.equal(first, other) for other in others)
