@@ -20,6 +20,8 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from megatron_hybrid.compat import parallel_state
+
 T = TypeVar("T")
 CONNECT_SECONDS = 60.0
 """Time for all ranks to connect."""
@@ -241,3 +243,40 @@ def _own_address() -> str:
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
+
+
+@contextmanager
+def fail_together(error: type[Exception]) -> Iterator[None]:
+    """Local work that succeeds on all ranks of a model or on none, such as reading files. Before
+    there is a model, all ranks of the job take part. No collective may run inside.
+
+    Raises:
+        error: on a rank whose work succeeded; the message is that of the first rank that failed,
+            which raises its own exception.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        own = raised
+    groups = _groups()
+    failure = f"rank {dist.get_rank()}: {own}" if groups and own is not None else None
+    for group in groups:
+        failures: list[str | None] = [None] * group.size()
+        dist.all_gather_object(failures, failure, group=group)
+        failure = next(filter(None, failures), None)
+    if own is not None:
+        raise own
+    if failure is not None:
+        raise error(failure)
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Groups that together connect all ranks with parts of one model."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    if not parallel_state.model_parallel_is_initialized():
+        return [dist.group.WORLD]
+    dense = parallel_state.get_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group(False)
+    return [group for group in (dense, experts) if group is not None and group.size() > 1]

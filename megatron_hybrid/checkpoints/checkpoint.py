@@ -37,6 +37,7 @@ from megatron_hybrid.models.parameter_names import (
 )
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
+from megatron_hybrid.ranks import fail_together
 
 CONFIG_FILE = "config.json"
 
@@ -144,12 +145,18 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = 
             are rounded, as in transformers, except those that the model keeps in fp32.
 
     Raises:
-        CheckpointError: unreadable, or not of this model.
+        CheckpointError: unreadable, or not of this model; on all ranks, if one of them finds it so.
     """
-    values, config = read_json(Path(folder) / CONFIG_FILE), model.config
+    with fail_together(CheckpointError):
+        _load_checkpoint(model, Path(folder), cast)
+
+
+def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
+    """`load_checkpoint` on this rank alone."""
+    values, config = read_json(folder / CONFIG_FILE), model.config
     with TensorFiles.open(folder) as files:
         if _is_huggingface(values):
-            adapter = _adapter(values, str(Path(folder) / CONFIG_FILE))
+            adapter = _adapter(values, str(folder / CONFIG_FILE))
             given = {adapter.text_name(name): name for name in files.names()}
             for name in adapter.ignored_names(given, config):
                 del given[name]

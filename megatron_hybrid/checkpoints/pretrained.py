@@ -11,6 +11,8 @@ import torch
 
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_config
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
+from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 
 DEMO = "demo"
@@ -35,25 +37,29 @@ def load_pretrained(
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
 
     Raises:
-        CheckpointError: the folder is not a checkpoint, or a broken one.
+        CheckpointError: the folder is not a checkpoint, or a broken one; on all ranks, if one of
+            them finds it so.
         ValueError: this machine has no such device.
     """
-    device = checked_device(device)
     path = model_folder(folder)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
-            f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
-            f"{hub_advice(folder)}"
-        )
-    if dtype is not None:
-        overrides["params_dtype"] = dtype
-    # Random initialization would take longer than reading the file.
-    config = read_config(path, perform_initialization=False, **overrides)
+    initialize_distributed()
+    with fail_together(CheckpointError):
+        device = checked_device(device)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
+                f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
+                f"{hub_advice(folder)}"
+            )
+        if dtype is not None:
+            overrides["params_dtype"] = dtype
+        # Random initialization would take longer than reading the file.
+        config = read_config(path, perform_initialization=False, **overrides)
+        tokenizer = load_tokenizer(path, config.vocab_size)
     with device:
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
-    return model.eval(), load_tokenizer(path, config.vocab_size)
+    return model.eval(), tokenizer
 
 
 def model_folder(name: str | os.PathLike) -> Path:

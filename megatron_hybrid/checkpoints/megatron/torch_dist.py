@@ -55,9 +55,11 @@ from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
+from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
+from megatron_hybrid.ranks import fail_together
 
 logger = logging.getLogger(__name__)
 
@@ -101,23 +103,26 @@ def load_megatron(
 
     Raises:
         CheckpointError: not such a folder, a broken one, or a model that HybridModel does not
-            implement.
+            implement; on all ranks, if one of them finds it so.
         ValueError: this machine has no such device, or an override is not possible.
     """
-    device = checked_device(device)
-    files = DistributedTensors(folder)
-    if dtype is not None:
-        overrides["params_dtype"] = dtype
-    # Random initialization would take longer than reading the files.
-    config = files.config(perform_initialization=False, **overrides)
+    initialize_distributed()
+    with fail_together(CheckpointError):
+        device = checked_device(device)
+        files = DistributedTensors(folder)
+        if dtype is not None:
+            overrides["params_dtype"] = dtype
+        # Random initialization would take longer than reading the files.
+        config = files.config(perform_initialization=False, **overrides)
     with device:
         model = build_hybrid_model(config)
-    given = files.given()
-    source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
-    maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
-    drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
-    with progress(f"loading {files.path}", drawn) as advance:
-        load_tensors(model, maps, source, FLOATS if dtype is not None else (), advance)
+    with fail_together(CheckpointError):
+        given = files.given()
+        source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
+        maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
+        drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
+        with progress(f"loading {files.path}", drawn) as advance:
+            load_tensors(model, maps, source, FLOATS if dtype is not None else (), advance)
     return model.eval()
 
 

@@ -25,7 +25,7 @@ def process_groups(
     launcher's environment under torchrun, else for this one process.
     """
     if given is None:
-        _initialize_distributed()
+        initialize_distributed()
         if not parallel_state.model_parallel_is_initialized():
             _initialize_model_parallel(config)
         given = ProcessGroupCollection.use_mpu_process_groups()
@@ -111,7 +111,9 @@ class ExpertGroups:
         return range(self.part * size, (self.part + 1) * size)
 
 
-def _initialize_distributed() -> None:
+def initialize_distributed() -> None:
+    """Initialise torch.distributed from the launcher's environment, else for this one process,
+    unless the caller has."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -143,7 +145,7 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
     if dist.get_world_size() % needed:
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"{said} need a multiple of {needed} processes, but there are {dist.get_world_size()}. "
-            f"Start with `torchrun --nproc-per-node {needed}`."
+            f"the layout {said} needs a multiple of {needed} processes, but there are "
+            f"{dist.get_world_size()}. Start with `torchrun --nproc-per-node {needed}`."
         )
     parallel_state.initialize_model_parallel(**sizes)

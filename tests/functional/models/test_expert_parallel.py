@@ -3,6 +3,7 @@ on all ranks and with different ones."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from cpu_seam import run_ranks
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
@@ -14,6 +15,7 @@ from megatron.core.distributed import (
 from sharded_tensors import pieces, whole
 
 from megatron_hybrid.checkpoints.checkpoint import (
+    CheckpointError,
     full_state_dict,
     load_checkpoint,
     read_config,
@@ -136,10 +138,36 @@ def run_layout(folder, name, sizes):
     }
 
 
+def refusals(folder):
+    """Error by name: of work that is impossible, or that one rank alone cannot do."""
+
+    def there(path, missing_on):
+        return folder / ("nowhere" if dist.get_rank() == missing_on else path)
+
+    def of(call, *args, **sizes):
+        with pytest.raises(ValueError) as raised:
+            call(*args, **sizes)
+        return type(raised.value), str(raised.value)
+
+    config = HybridConfig(**{**FIELDS, "num_moe_experts": 3}, layer_pattern="E", **{EP: 3})
+    found = {
+        "world size": of(build_hybrid_model, config),
+        "no folder": of(load_pretrained, there("cut", 1), **{EP: 4}),
+        "no folder of Megatron": of(load_megatron, there("megatron", 2), **{EP: 4}),
+    }
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
+    model = build_hybrid_model(read_config(folder / "cut", **{EP: 4}))
+    found["no weights"] = of(load_checkpoint, model, there("cut", 3))
+    found["another model"] = of(load_checkpoint, model, folder / "biased")
+    parallel_state.destroy_model_parallel()
+    return found
+
+
 def run_all(folder):
     results = {
         name: run_layout(folder / model, name, sizes) for name, (model, sizes) in LAYOUTS.items()
     }
+    results["refusals"] = refusals(folder)
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     sizes = {TP: 2, EP: 2}
     model = load_megatron(folder / "megatron", **sizes)
@@ -242,3 +270,21 @@ def test_folders_of_megatron_and_of_load_pretrained(outcome):
         assert all(torch.equal(ranks[0][result][name], expected[name]) for name in expected)
     again = full_state_dict(load_megatron(folder / "megatron_of_ranks"))
     assert all(torch.equal(again[name], ranks[0]["megatron"][name]) for name in again)
+
+
+def test_what_one_rank_cannot_do_is_an_error_on_all(outcome):
+    _, ranks, _ = outcome
+    said = {
+        "world size": (None, "needs a multiple of 3 processes, but there are 4"),
+        "no folder": (1, "nowhere is not a folder"),
+        "no folder of Megatron": (2, "nowhere has neither"),
+        "no weights": (3, "config.json does not exist"),
+        "another model": (None, "weights"),
+    }
+    for rank, results in enumerate(ranks):
+        for name, (failing, text) in said.items():
+            kind, message = results["refusals"][name]
+            assert text in message
+            assert kind is (ValueError if name == "world size" else CheckpointError)
+            if failing is not None:
+                assert message.startswith(f"rank {failing}: ") == (rank != failing)
