@@ -32,7 +32,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -167,12 +167,24 @@ def l2norm(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def on_host(tensor, as_numpy=False, record_stream=False):
+    """core's maybe_move_tensor_to_cpu, which leaves tensors of the CPU as they are."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 @contextlib.contextmanager
 def on_cpu(monkeypatch):
     """Within it, megatron-core's hybrid modules build and run on the CPU."""
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
     with monkeypatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        # Core's token dispatchers copy sizes to the host on a stream of their own.
+        event = SimpleNamespace(synchronize=lambda: None)
+        stream = SimpleNamespace(record_event=lambda: event)
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
+        patch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", on_host)
         for module in (mamba_mixer, gdn_module):
             patch.setattr(module, "get_cuda_rng_tracker", lambda: tracker)
         patch.setattr(mamba_mixer, "HAVE_MAMBA_SSM", True)

@@ -18,6 +18,8 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.models.mixers.experts import SeparateLinear
 from megatron_hybrid.models.mixers.rotary import frequencies
 from megatron_hybrid.models.parameter_names import canonical_name, group_experts, is_parameter
+from megatron_hybrid.models.sharding.gathering import mark_experts, num_experts_of
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
             "megatron-core cuts a key/value head over the ranks, where HybridModel gives each rank "
             f"a copy. Build the model on at most {groups} ranks, or save it and use load_megatron."
         )
+    experts = ExpertGroups.of(stock.pg_collection)
     weight = next(p for p in stock.decoder.parameters() if p.dim() > 1)
     return hybrid_config_fields(
         core,
@@ -90,6 +93,8 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
         params_dtype=weight.dtype,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=stock.pg_collection.pp.size(),
+        expert_model_parallel_size=experts.num_parts,
+        expert_tensor_parallel_size=experts.tp.size(),
         layer_spec="local",
         **_head_norm_fields(stock.decoder),
         **_mamba_fields(stock.decoder),
@@ -238,14 +243,17 @@ def _adopt_experts(served: HybridModel, path: str, experts: Mapping[str, list[Te
         name, old = f"{path}.{kind}", getattr(stacked, kind)
         given = experts.get(name, [])
         if len(given) != (0 if old is None else len(old)):
+            config = served.config
             raise ValueError(
-                f"the model has {len(given)} tensors {name}, but num_moe_experts is "
-                f"{served.config.num_moe_experts}: shard by tensor_model_parallel_size alone."
+                f"the model has {len(given)} tensors {name} on this rank, but num_moe_experts is "
+                f"{config.num_moe_experts} and expert_model_parallel_size "
+                f"{config.expert_model_parallel_size}: give each rank an equal part."
             )
         for tensor in given:
             one = old[0]
             copy_marks(old, one, dropped_dims=1)
             tensors.append(_checked(name, tensor, one))
+            mark_experts(tensor, num_experts_of(old))
     parent, _, name = path.rpartition(".")
     setattr(served.get_submodule(parent), name, SeparateLinear(*adopted.values()))
 
@@ -260,7 +268,7 @@ def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
         raise ValueError(
             f"{name} has shape {list(given.shape)} on this rank, but a HybridModel of the same "
             f"sizes has {list(old.shape)}. Models of megatron-core's own layer specs, sharded by "
-            "tensor_model_parallel_size, can be served."
+            "tensor_model_parallel_size and expert_model_parallel_size, can be served."
         )
     if type(given) not in (Tensor, nn.Parameter):
         raise ValueError(

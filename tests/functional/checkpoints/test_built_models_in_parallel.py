@@ -61,6 +61,29 @@ def answer(served):
     return [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
 
 
+def serve_experts(rank, dispatcher, folder):
+    """Logits of other tokens on each rank, of core's model and of ours over its parameters, and the
+    answers to the same prompts."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    fields = {
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": RANKS,
+        "moe_token_dispatcher_type": dispatcher,
+    }
+    tokens = TOKENS[rank : rank + 1]
+    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
+        stock = build("M*-E", fields)
+        positions = torch.arange(tokens.shape[1])[None]
+        expected = stock(tokens, position_ids=positions, attention_mask=None)
+    served = mh.from_megatron(stock)
+    with torch.no_grad():
+        logits = served(tokens)
+    answers = answer(served)
+    mh.save_checkpoint(served, f"{folder}/experts")
+    return expected, logits, answers
+
+
 def one_group_error():
     """Why a model with fewer key/value heads than ranks is refused."""
     with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
@@ -92,6 +115,8 @@ def run_rank(rank, folder):
         given[name] = expected, logits, answers
     given["one group"] = one_group_error()
     given["stages"] = serve_stage(rank, folder)
+    for dispatcher in ("allgather", "alltoall"):
+        given[dispatcher] = serve_experts(rank, dispatcher, folder)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -125,9 +150,21 @@ def test_both_ranks_answer_and_save_the_whole_model(given, name):
     assert [row[0] for row in answers[0]] == logits[:, -1].argmax(-1).tolist()
 
 
-def test_pipeline_stages_keep_their_layers_and_answer_together(given):
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_experts_of_core_on_two_ranks(given, dispatcher):
     folder, models = given
-    (first, names, answers), (last, last_names, last_answers) = models["stages"]
+    expected, logits, answers = zip(*models[dispatcher])
+    torch.testing.assert_close(torch.cat(logits), torch.cat(expected), atol=2e-5, rtol=1e-5)
+    assert answers[0] == answers[1]
+    loaded, _ = mh.load_pretrained(f"{folder}/experts")
+    with torch.no_grad():
+        whole = loaded(TOKENS)
+    torch.testing.assert_close(whole, torch.cat(expected), atol=2e-5, rtol=1e-5)
+    assert [row[0] for row in answers[0]] == whole[:, -1].argmax(-1).tolist()
+
+
+def test_pipeline_stages_keep_their_layers(given):
+    (first, names, error), (last, last_names, _) = given[1]["stages"]
     assert (first, last) == ("M-", "*E")
     assert "embedding.word_embeddings.weight" in names - last_names
     assert "decoder.final_norm.weight" in last_names - names

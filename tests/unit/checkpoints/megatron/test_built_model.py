@@ -385,7 +385,7 @@ def pipeline_pieces(stock):
         (a_parameter_less, "it lacks decoder.layers.1.self_attention.linear_proj.weight"),
         (another_shape, r"decoder.layers.0.mixer.D has shape \[96\] on this rank"),
         (quantized, "linear_fc1.weight is a Float8Parameter; only plain parameters"),
-        (fewer_experts, "has 5 tensors .*linear_fc1.weight, but num_moe_experts is 6"),
+        (fewer_experts, "has 5 tensors .*linear_fc1.weight on this rank, but num_moe_experts is 6"),
         (another_embedding, "rotary_pos_emb.inv_freq does not follow"),
         (pipeline_pieces, "virtual_pipeline_model_parallel_size is 2"),
     ],
