@@ -18,7 +18,7 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
     """
     weights = pairs = 0.0
     for number, layer in enumerate(model.decoder.layers, start=1):
-        config = model.config.for_layer(number)
+        config = model.config.for_layer(model.layer_offset + number)
         for name, parameter in layer.named_parameters():
             is_matrix = parameter.dim() == 2
             if is_matrix and separate_expert(name) is None:

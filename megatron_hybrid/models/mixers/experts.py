@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.mlp import activated
-from megatron_hybrid.models.mixers.token_dispatch import (
-    AllToAllDispatcher,
-    LocalDispatcher,
-    TokenDispatcher,
-)
+from megatron_hybrid.models.mixers.token_dispatch import build_dispatcher
 from megatron_hybrid.models.sharding.gathering import mark_experts
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel, shard
@@ -110,6 +106,7 @@ class Experts(nn.Module):
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__()
         self.config = config
+        self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.groups = ExpertGroups.of(pg_collection)
         num_experts, width = config.num_moe_experts, config.moe_ffn_hidden_size
@@ -142,15 +139,14 @@ class Experts(nn.Module):
             same_tokens_on_expert_ranks: see `MixerContext`.
         """
         num_tokens, num_rows = len(weights_nE), len(hidden_Th)
-        dispatcher: TokenDispatcher
-        if same_tokens_on_expert_ranks or self.groups.num_parts == 1:
-            dispatcher = LocalDispatcher(self.config, self.groups.own(self.config.num_moe_experts))
-        else:
-            dispatcher = AllToAllDispatcher(self.config, self.groups.ep)
+        dispatcher = build_dispatcher(
+            self.config, self.pg_collection, hidden_Th, same_tokens_on_expert_ranks
+        )
         if same_tokens_on_expert_ranks:
             group, start, end = self.groups.tp_ep, 0, num_tokens
         else:
-            group, (start, end) = self.tp_group, self._share(num_tokens)
+            group = self.tp_group
+            start, end = self._share(num_tokens)
         # Each rank weighs its own part of every sum, so the gradients of both add up over ranks.
         hidden_nh = copy_to_tensor_model_parallel_region(hidden_Th[:num_tokens], group)
         weights_nE = copy_to_tensor_model_parallel_region(weights_nE, group)
@@ -170,8 +166,9 @@ class Experts(nn.Module):
         return reduce_from_tensor_model_parallel_region(y_Th, group)
 
     def _share(self, num_tokens: int) -> tuple[int, int]:
-        """The tokens that this rank brings to the experts. The tensor-parallel ranks, which all
-        have the same ones, take equal shares; those with pieces of the same experts the same."""
+        """(start, end) of the tokens that this rank brings to the experts. The tensor-parallel
+        ranks, which all have the same ones, take equal shares; those with pieces of the same
+        experts the same."""
         num_shares = self.tp_group.size() // self.groups.tp.size()
         share = self.tp_group.rank() // self.groups.tp.size()
         return num_tokens * share // num_shares, num_tokens * (share + 1) // num_shares

@@ -9,10 +9,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import all_to_all
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.ops import ExpertPairs
 
 
@@ -98,3 +101,59 @@ class AllToAllDispatcher:
         """See `TokenDispatcher`."""
         y_mh = all_to_all(y_mh[self._by_rank_m], self._received, self._sent, self._group)
         return self._local.combine(y_mh)
+
+
+class CoreDispatcher:
+    """core's all-to-all, which runs on CUDA alone, for experts that are not cut (of others it
+    would gather and sum the pieces, as Experts does). It weighs outputs where the experts are.
+
+    Args:
+        config: that of the model.
+        pg_collection: `ep`, `expt_tp` and `tp_ep` are used.
+    """
+
+    def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
+        self._config = config
+        own = ExpertGroups.of(pg_collection).own(config.num_moe_experts)
+        self._core = MoEAlltoAllTokenDispatcher(
+            len(own), list(own), config=config, pg_collection=pg_collection
+        )
+
+    def dispatch(
+        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """See `TokenDispatcher`."""
+        rows = self._core.dispatch_preprocess(hidden_nh, chosen_nE, weights_nE)
+        x_mh, counts, weights_m = self._core.dispatch_postprocess(*self._core.token_dispatch(*rows))
+        self._weights_m1 = weights_m.unsqueeze(-1)
+        if self._config.moe_apply_probs_on_input:
+            x_mh = (x_mh * self._weights_m1).to(x_mh.dtype)
+        return x_mh, counts.tolist()
+
+    def combine(self, y_mh: Tensor) -> Tensor:
+        """See `TokenDispatcher`."""
+        if not self._config.moe_apply_probs_on_input:
+            y_mh = (y_mh.float() * self._weights_m1).to(y_mh.dtype)
+        y_mh = self._core.token_combine(self._core.combine_preprocess(y_mh))
+        return self._core.combine_postprocess(y_mh)
+
+
+def build_dispatcher(
+    config: HybridConfig,
+    pg_collection: ProcessGroupCollection,
+    hidden_nh: Tensor,
+    same_tokens_on_expert_ranks: bool,
+) -> TokenDispatcher:
+    """The dispatcher of one forward. core's serves whole experts on CUDA where
+    `config.moe_token_dispatcher_type` is "alltoall"."""
+    groups = ExpertGroups.of(pg_collection)
+    if same_tokens_on_expert_ranks or groups.ep is None or groups.num_parts == 1:
+        return LocalDispatcher(config, groups.own(config.num_moe_experts))
+    asked = config.moe_token_dispatcher_type == "alltoall" and groups.tp.size() == 1
+    if asked and _runs_core(hidden_nh):
+        return CoreDispatcher(config, pg_collection)
+    return AllToAllDispatcher(config, groups.ep)
+
+
+def _runs_core(hidden_nh: Tensor) -> bool:
+    return hidden_nh.is_cuda

@@ -1,7 +1,10 @@
 """Four processes on gloo that split the experts give what one process gives, with the same tokens
 on all ranks and with different ones."""
 
+import contextlib
+
 import pytest
+import stock_megatron
 import torch
 import torch.distributed as dist
 from cpu_seam import run_ranks
@@ -25,6 +28,7 @@ from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.mixers import token_dispatch
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -36,6 +40,7 @@ TP, EP, ETP, ROWS = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
+CORE = {"moe_token_dispatcher_type": "alltoall"}
 FIELDS = dict(
     hidden_size=48,
     num_attention_heads=4,
@@ -65,6 +70,8 @@ LAYOUTS = {
     "tp2_whole_ep2": ("biased", {TP: 2, EP: 2, ETP: 1}),  # among the tensor-parallel ranks
     "tp2_whole_ep4": ("biased", {TP: 2, EP: 4, ETP: 1}),
     "tp2_whole": ("cut", {TP: 2, ETP: 1}),
+    "core_ep4": ("biased", {EP: 4, **CORE}),
+    "core_tp2_whole_ep2": ("cut", {TP: 2, EP: 2, ETP: 1, **CORE}),
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }
 """{name: (model, sizes)}"""
@@ -112,7 +119,7 @@ def gradients(model, inputs, labels):
 def run_layout(folder, name, sizes):
     """What this rank computes, and its pieces of the model."""
     parallel_state.initialize_model_parallel(
-        **{field: size for field, size in sizes.items() if field != ROWS}
+        **{field: sizes[field] for field in (TP, EP, ETP) if field in sizes}
     )
     model = load(folder, **sizes)
     save_checkpoint(model, folder / name)
@@ -121,14 +128,21 @@ def run_layout(folder, name, sizes):
     validation.validate_sharding_integrity(validation.determine_global_metadata({0: built})[1])
     number = model.pg_collection.dp.rank()
     inputs, labels = batch(number)
-    with torch.no_grad():
-        logits = model(inputs, runtime_gather_output=True)
-        context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
-        same = model(batch(0)[0], inference_context=context)
-    loss, found = gradients(model, inputs, labels)
+    used_core = []
+    with contextlib.ExitStack() as stack:
+        if "core" in name:  # which runs on CUDA alone
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            stack.enter_context(stock_megatron.on_cpu(patch))
+            patch.setattr(token_dispatch, "_runs_core", lambda hidden: used_core.append(1) or True)
+        with torch.no_grad():
+            logits = model(inputs, runtime_gather_output=True)
+            context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
+            same = model(batch(0)[0], inference_context=context)
+        loss, found = gradients(model, inputs, labels)
     parallel_state.destroy_model_parallel()
     return {
         "number": number,
+        "used_core": bool(used_core),
         "pieces": pieces(sharded),
         "experts": len(model.decoder.layers[1].mlp.experts.linear_fc1.weight),
         "logits": logits[..., :VOCAB_SIZE],
@@ -226,6 +240,7 @@ def test_different_tokens_on_the_ranks(outcome, layout):
     model, sizes = LAYOUTS[layout]
     for rank in ranks:
         own = rank[layout]
+        assert own["used_core"] == ("core" in layout)
         assert own["experts"] == 4 // sizes.get(EP, 1)
         assert_close(own["logits"], single[model]["logits"][own["number"]])
         assert_close(own["loss"], single[model]["loss"][own["number"]])
