@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -144,11 +145,14 @@ class AsyncEngine:
 
     `close` it, or use `async with`. Otherwise the program's exit ends it after the running step.
 
+    Of a model that is split over ranks, the first rank has the AsyncEngine; each other one makes a
+    `DynamicInferenceEngine` and calls its `follow()`, which returns when this one is closed.
+
     Args:
         model, tokenizer, config: as for `DynamicInferenceEngine`.
 
     Raises:
-        ValueError: the model is split over ranks, which would have to step together.
+        RuntimeError: this is not the first rank of the model.
         TypeError, ValueError, MemoryError: as `DynamicInferenceEngine`.
     """
 
@@ -162,7 +166,7 @@ class AsyncEngine:
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
         try:
-            make = partial(_make, model, tokenizer, config)
+            make = partial(self._make, model, tokenizer, config)
             self._engine = self._thread.submit(make).result()
         except BaseException:
             self._thread.end(lambda: None)
@@ -237,11 +241,22 @@ class AsyncEngine:
 
     # In the engine's thread ----------------------------------------------------------------------
 
+    def _make(
+        self, model: HybridModel, tokenizer, config: InferenceConfig | None
+    ) -> DynamicInferenceEngine:
+        with ExitStack() as undo:
+            engine = undo.enter_context(DynamicInferenceEngine(model, tokenizer, config))
+            undo.enter_context(engine.lead())
+            use_device_of(engine)
+            self._leading = undo.pop_all()
+        return engine
+
     def _between_steps(self, job: Callable[[], R]) -> R:
         while self._abandoned:
             call = self._abandoned.popleft()
             if call.samples and call.samples[0].request_id in self._calls:
                 self._cancel(call)
+                self._go_on()  # with other ranks a cancellation is a part of the next step
         try:
             return job()
         except StopIteration as error:  # no future can hold it
@@ -326,17 +341,12 @@ class AsyncEngine:
 
     def _shut(self) -> None:
         self._end_all()
-        self._engine.close()
+        self._leading.close()
 
 
 def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> DynamicInferenceEngine:
     """Make the engine, in its thread."""
     model = unwrap(model)
-    if isinstance(model, HybridModel) and (num_ranks := model.pg_collection.tp.size()) > 1:
-        raise ValueError(
-            f"the model is split over {num_ranks} ranks, which step together only where all of "
-            "them add the same requests between the same steps: use DynamicInferenceEngine"
-        )
     engine = DynamicInferenceEngine(model, tokenizer, config)
     use_device_of(engine)
     return engine

@@ -163,8 +163,9 @@ def test_experts_of_core_on_two_ranks(given, dispatcher):
     assert [row[0] for row in answers[0]] == whole[:, -1].argmax(-1).tolist()
 
 
-def test_pipeline_stages_keep_their_layers(given):
-    (first, names, error), (last, last_names, _) = given[1]["stages"]
+def test_pipeline_stages_keep_their_layers_and_answer_together(given):
+    folder, models = given
+    (first, names, answers), (last, last_names, last_answers) = models["stages"]
     assert (first, last) == ("M-", "*E")
     assert "embedding.word_embeddings.weight" in names - last_names
     assert "decoder.final_norm.weight" in last_names - names

@@ -272,4 +272,4 @@ def test_a_rank_keeps_the_keys_and_values_of_its_own_heads(outcomes, model):
 def test_a_world_that_does_not_divide_is_refused(outcomes):
     _, ranks, _ = outcomes["two"]
     for rank in ranks:
-        assert "need a multiple of 3 processes, but there are 4" in rank["error"]
+        assert "needs a multiple of 3 processes, but there are 4" in rank["error"]

@@ -652,7 +652,7 @@ def test_close_completes_the_cache_folder(tmp_path):
         assert engine.generate([PROMPTS[0]], greedy(5))[0].prefix.skipped_tokens > 0
 
 
-def test_errors_of_the_constructor_are_those_of_the_engine(monkeypatch):
+def test_errors_of_the_constructor_are_those_of_the_engine():
     config = tiny_engine(MODEL).config
     with pytest.raises(TypeError, match="config must be an InferenceConfig"):
         AsyncEngine(MODEL, None, 3)
@@ -660,10 +660,6 @@ def test_errors_of_the_constructor_are_those_of_the_engine(monkeypatch):
         AsyncEngine(3, None, config)
     with pytest.raises(ValueError, match="raise cache_bytes"):
         AsyncEngine(MODEL, None, replace(config, cache_bytes=1000))
-    split = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
-    monkeypatch.setattr(MODEL, "pg_collection", split)
-    with pytest.raises(ValueError, match="split over 2 ranks"):
-        AsyncEngine(MODEL, None, config)
     wait_until_threads_are_gone()
 
 
