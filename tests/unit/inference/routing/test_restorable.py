@@ -138,7 +138,7 @@ class RestorableMachine(RuleBasedStateMachine):
 
 
 TestRestorableMachine = RestorableMachine.TestCase
-TestRestorableMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestRestorableMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_the_first_delta_has_the_pages_and_nothing_else():
