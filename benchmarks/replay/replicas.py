@@ -1,0 +1,266 @@
+"""`python -m benchmarks.replay.replicas`: requests split over replicas, against one cache with all
+of their memory.
+
+Each replica is a `PrefixCache` with its part of the pool, called as by its engine: docs/replay.md,
+"More than one replica".
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
+from statistics import mean
+
+import numpy as np
+
+from benchmarks.replay.__main__ import whole_number
+from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.sweep import GB
+from benchmarks.replay.table import header
+from benchmarks.replay.workloads import WORKLOADS, draw_tokens
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.routing.restorable import RestorableIndex
+from megatron_hybrid.inference.routing.router import Route, Router
+from megatron_hybrid.tools.replay.ours import Ours, Running
+from megatron_hybrid.tools.replay.request import Request
+
+GEOMETRY = "nemotron-h-8b"
+BUDGETS = slice(2)
+"""Of each workload's sizes; the ample one tells nothing."""
+SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Speed of one replica, which computes one prompt after the other, beside all its decodes."""
+
+    prompt_tokens_per_second: float = inf
+    answer_tokens_per_second: float = inf
+    """Of each request."""
+
+
+Rule = Callable[[Route, int], int]
+"""Replica of a request, from the router's route and the request's number."""
+
+
+def by_router(route: Route, number: int) -> int:
+    """As the router chose."""
+    return route.replica
+
+
+def in_turn(route: Route, number: int) -> int:
+    """Round robin."""
+    return number % len(route.restorable)
+
+
+def by_prefix(route: Route, number: int) -> int:
+    """To the deepest restorable position, whatever the load; else in turn."""
+    best = max(route.restorable)
+    return route.restorable.index(best) if best else in_turn(route, number)
+
+
+RULES: dict[str, Rule] = {"router": by_router, "round robin": in_turn, "prefix only": by_prefix}
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request on its way."""
+
+    number: int
+    request: Request
+    session: deque[Request]
+    """The turns after this one."""
+    handle: Running | None = None
+
+
+@dataclass(eq=False)
+class Server:
+    """One replica."""
+
+    engine: Ours
+    index: RestorableIndex
+    queue: deque[Sent] = field(default_factory=deque)
+    prefilling: Sent | None = None
+    decoding: int = 0
+    computed_tokens: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.prefilling is None and not self.queue and not self.decoding
+
+
+@dataclass
+class Result:
+    prompt_tokens: int = 0
+    skipped_tokens: int = 0
+    computed_tokens: list[int] = field(default_factory=list)
+    """Per replica."""
+    seconds: float = 0.0
+    unfair_seconds: float = 0.0
+    """While a request waited on one replica and another one had nothing to do."""
+
+    @property
+    def skipped_percent(self) -> float:
+        return 100 * self.skipped_tokens / self.prompt_tokens
+
+    @property
+    def imbalance(self) -> float:
+        """Most computed tokens of a replica, over the mean."""
+        return max(self.computed_tokens) / max(1, mean(self.computed_tokens))
+
+
+class Fleet:
+    """Replicas behind a router, under a simulated clock. Without one a request ends before the
+    next begins.
+
+    Args:
+        budget_bytes: of all replicas together.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, budget_bytes: float, num_replicas: int, rule: Rule, clock: Clock
+    ):
+        engines = [Ours(spec, budget_bytes / num_replicas) for _ in range(num_replicas)]
+        self.servers = [Server(engine, RestorableIndex(engine.cache)) for engine in engines]
+        self.router = Router(num_replicas)
+        self._rule = rule
+        self._clock = clock
+        self._events: list[tuple[float, int, Callable, tuple]] = []
+        self._order, self._numbers = count(), count()
+        self._now = 0.0
+        self._result = Result()
+
+    def run(self, requests: Sequence[Request]) -> Result:
+        """A turn of a session arrives when it is due and the turn before has ended."""
+        sessions: dict[int | str, deque[Request]] = {}
+        for request in requests:
+            sessions.setdefault(request.session, deque()).append(request)
+        for session in sessions.values():
+            self._at(session[0].arrival, self._arrive, session)
+        result = self._result
+        while self._events:
+            then, _, happens, arguments = heapq.heappop(self._events)
+            if any(server.queue for server in self.servers) and any(
+                server.is_idle for server in self.servers
+            ):
+                result.unfair_seconds += then - self._now
+            self._now = then
+            happens(*arguments)
+        result.seconds = self._now
+        result.computed_tokens = [server.computed_tokens for server in self.servers]
+        return result
+
+    def _at(self, when: float, happens: Callable, *arguments: object) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happens, arguments))
+
+    def _arrive(self, session: deque[Request]) -> None:
+        sent = Sent(next(self._numbers), session.popleft(), session)
+        route = self.router.choose(sent.request.prompt)
+        number = self._rule(route, sent.number)
+        self.router.note_sent(sent.number, replace(route, replica=number))
+        self.servers[number].queue.append(sent)
+        self._start(number)
+
+    def _start(self, number: int) -> None:
+        """Begin the next prompt, if none is being computed and there is room for it."""
+        server = self.servers[number]
+        if server.prefilling is not None or not server.queue:
+            return
+        sent = server.queue[0]
+        prompt = sent.request.prompt
+        sent.handle = server.engine.begin(prompt)
+        if sent.handle is None:
+            if server.is_idle:
+                raise RuntimeError(f"no room for request {sent.number}, which is alone")
+            return
+        server.prefilling = server.queue.popleft()
+        computed = len(prompt) - sent.handle.skipped_tokens
+        server.computed_tokens += computed
+        self._result.prompt_tokens += len(prompt)
+        self._result.skipped_tokens += sent.handle.skipped_tokens
+        duration = computed / self._clock.prompt_tokens_per_second
+        self._at(self._now + duration, self._prefilled, number)
+
+    def _prefilled(self, number: int) -> None:
+        server = self.servers[number]
+        sent, server.prefilling = server.prefilling, None
+        server.decoding += 1
+        self.router.note_prefilled(sent.number)
+        self.router.apply(number, server.index.delta())
+        duration = len(sent.request.output) / self._clock.answer_tokens_per_second
+        self._at(self._now + duration, self._ended, number, sent)
+        self._start(number)
+
+    def _ended(self, number: int, sent: Sent) -> None:
+        server, request = self.servers[number], sent.request
+        server.decoding -= 1
+        server.engine.finish(sent.handle, np.concatenate([request.prompt, request.output]))
+        self.router.note_done(sent.number, request.output)
+        self.router.apply(number, server.index.delta())
+        if sent.session:
+            self._at(max(self._now, sent.session[0].arrival), self._arrive, sent.session)
+        self._start(number)
+
+
+def serve(
+    requests: Sequence[Request],
+    budget_gb: float,
+    num_replicas: int = 2,
+    rule: Rule = by_router,
+    clock: Clock | None = None,
+) -> Result:
+    """Replay requests through replicas with a pool of budget_gb together. clock: default: none, one
+    request at a time."""
+    spec = GEOMETRIES[GEOMETRY].spec("exact")
+    return Fleet(spec, budget_gb * GB, num_replicas, rule, clock or Clock()).run(requests)
+
+
+def hot_prefix(
+    per_second: float, limit: int = 600, seed: int = 10, length: int = 8000
+) -> list[Request]:
+    """Independent requests behind one prefix, each with 50 to 400 tokens of its own and an answer
+    of 20 to 100, at random moments."""
+    rng = np.random.default_rng(seed)
+    prefix, arrival, requests = draw_tokens(rng, length), 0.0, []
+    for i in range(limit):
+        arrival += rng.exponential(1 / per_second)
+        prompt = np.concatenate([prefix, draw_tokens(rng, rng.integers(50, 401))])
+        requests.append(Request(prompt, draw_tokens(rng, rng.integers(20, 101)), i, 0, arrival))
+    return requests
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay.replicas",
+        description="Requests split over replicas, against one cache with all of their memory.",
+    )
+    add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
+    add("--workloads", choices=WORKLOADS, default=["chat", "agent"], help="default: both", **names)
+    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
+    add("--replicas", type=whole_number, default=2, metavar="N", help="default: %(default)s")
+    add("--speed", type=float, default=inf, metavar="TOKENS", help="prompt tokens a second of each")
+    add("--answer-speed", type=float, default=inf, metavar="TOKENS", help="answer tokens a second")
+    options = parser.parse_args(arguments)
+    clock, number = Clock(options.speed, options.answer_speed), options.replicas
+    faster = Clock(number * options.speed, options.answer_speed)
+    print(
+        header("workload, GB, seed", ["one cache, %", *RULES, *(f"{r}: max/mean" for r in RULES)])
+    )
+    for name in options.workloads:
+        for budget in WORKLOADS[name].budgets_gb[BUDGETS]:
+            for seed in options.seeds:
+                requests = list(WORKLOADS[name].generate(seed=seed))
+                one = serve(requests, budget, 1, clock=faster).skipped_percent
+                split = [serve(requests, budget, number, rule, clock) for rule in RULES.values()]
+                columns = [f"{one:.1f}", *(f"{r.skipped_percent - one:+.1f}" for r in split)]
+                columns += [f"{result.imbalance:.2f}" for result in split]
+                print(f"| {name}, {budget:g}, {seed} | {' | '.join(columns)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
