@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
+    from megatron_hybrid.inference.rank_watch import RankFailedError
+    from megatron_hybrid.inference.replicas import Replicas
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+    from megatron_hybrid.ranks import RankError
 
 __all__ = [
     "AsyncEngine",
@@ -41,6 +44,9 @@ __all__ = [
     "InferenceConfig",
     "MissReason",
     "PrefixReport",
+    "RankError",
+    "RankFailedError",
+    "Replicas",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -65,6 +71,9 @@ _MODULES = {
     "InferenceConfig": "inference.config",
     "MissReason": "cache.report",
     "PrefixReport": "cache.report",
+    "RankError": "ranks",
+    "RankFailedError": "inference.rank_watch",
+    "Replicas": "inference.replicas",
     "Request": "inference.request",
     "RequestOutput": "inference.request",
     "SamplingParams": "inference.sampling_params",

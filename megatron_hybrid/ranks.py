@@ -52,7 +52,7 @@ class Ranks:
         watched: dict[int, Connection] | None = None,
     ):
         self.rank, self.size = rank, size
-        self._connections = connections
+        self.connections = connections
         self.watched = watched or {}
         self.sent_bytes = 0
         """Bytes that this rank has sent."""
@@ -72,12 +72,12 @@ class Ranks:
             return list(values)
         own = np.array(values, dtype=np.int64)
         if self.is_first:
-            for connection in self._connections:
+            for connection in self.connections:
                 np.maximum(own, np.frombuffer(connection.recv_bytes(), np.int64), out=own)
             self._send_all(own.tobytes())
         else:
             self._send_all(own.tobytes())
-            own = np.frombuffer(self._connections[0].recv_bytes(), np.int64)
+            own = np.frombuffer(self.connections[0].recv_bytes(), np.int64)
         return own.tolist()
 
     def minimum(self, value: int) -> int:
@@ -91,7 +91,7 @@ class Ranks:
         if not self.is_first:
             self.send(value)
             return self.receive()
-        values = [value, *(pickle.loads(each.recv_bytes()) for each in self._connections)]
+        values = [value, *(pickle.loads(each.recv_bytes()) for each in self.connections)]
         self.send(values)
         return values
 
@@ -103,7 +103,7 @@ class Ranks:
             if self.rank == source:
                 self.send(value)
             elif self.is_first:
-                value = pickle.loads(self._connections[source - 1].recv_bytes())
+                value = pickle.loads(self.connections[source - 1].recv_bytes())
         if self.is_first:
             self.send(value)
             return value
@@ -115,10 +115,10 @@ class Ranks:
 
     def receive(self) -> object:
         """Wait for what the first rank sends."""
-        return pickle.loads(self._connections[0].recv_bytes())
+        return pickle.loads(self.connections[0].recv_bytes())
 
     def _send_all(self, message: bytes) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             connection.send_bytes(message)
             self.sent_bytes += len(message)
 
@@ -157,7 +157,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the other ranks. What they wait for from this one raises EOFError."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close()
 
 
@@ -177,20 +177,36 @@ def ranks_of(groups: object) -> Ranks:
     """
     joined = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
     joined = [group for group in joined if group is not None and group.size() > 1]
-    if not joined:
+    # Twice, since a group may reach the members of another one.
+    return _connected(joined * 2) if joined else ONE_RANK
+
+
+def leaders_of(ranks: Ranks) -> Ranks | None:
+    """Connect the first ranks of all models of the job, which are replicas of one. Call it on all
+    processes of the job. None: this rank is not the first one of its model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return ONE_RANK
+    return _connected([dist.group.WORLD], takes_part=ranks.is_first)
+
+
+def _connected(groups: Sequence[dist.ProcessGroup], *, takes_part: bool = True) -> Ranks | None:
+    """Connect the ranks that gathers over these groups, one after the other, reach. None: this one
+    does not take part."""
     server = socket.create_server(("", 0), backlog=128)
     with server:
         server.settimeout(CONNECT_SECONDS)
         port = server.getsockname()[1]
         own = socket.gethostname(), _own_address(), port, secrets.token_bytes(32)
-        known = {dist.get_rank(): own}
-        for _ in range(2):  # a group may reach the members of another one
-            for group in joined:
-                reached: list = [None] * group.size()
-                dist.all_gather_object(reached, known, group=group)
-                known = {rank: value for each in reached for rank, value in each.items()}
+        known = {dist.get_rank(): own} if takes_part else {}
+        for group in groups:
+            reached: list = [None] * group.size()
+            dist.all_gather_object(reached, known, group=group)
+            known = {rank: value for each in reached for rank, value in each.items()}
+        if not takes_part:
+            return None
         members = sorted(known)
+        if len(members) == 1:
+            return ONE_RANK
         rank = members.index(dist.get_rank())
         if rank == 0:
             control, watched = _accept(server, own[-1], len(members) - 1)

@@ -60,7 +60,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
-from megatron_hybrid.ranks import RankError, ranks_of
+from megatron_hybrid.ranks import RankError, Ranks, ranks_of
 from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class DynamicInferenceEngine:
             only `stop_token_ids` and the length end them. An optional `generation_config` holds the
             model's values for `SamplingParams`.
         config: sizes and the prefix-caching mode.
+        ranks: those of the model, connected; None: connect them.
 
     Raises:
         ValueError, TypeError: the model cannot be served with this configuration; the message
@@ -100,7 +101,14 @@ class DynamicInferenceEngine:
         MemoryError: the device has no room for the pool.
     """
 
-    def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
+    def __init__(
+        self,
+        model,
+        tokenizer=None,
+        config: InferenceConfig | None = None,
+        *,
+        ranks: Ranks | None = None,
+    ):
         if config is None:
             config = InferenceConfig()
         if not isinstance(config, InferenceConfig):
@@ -117,7 +125,7 @@ class DynamicInferenceEngine:
                 f"detokenize(), or None; got {type(tokenizer).__name__}"
             )
         self.config = config
-        self.ranks = ranks_of(model.pg_collection)
+        self.ranks = ranks_of(model.pg_collection) if ranks is None else ranks
         stage = model.pg_collection.pp.rank()
         self.ranks.require_equal(what_must_be_equal(config, model.config, stage), "of the engine")
         self.model = model.eval()
@@ -254,6 +262,13 @@ class DynamicInferenceEngine:
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
+        self._add(samples)
+        return samples[0]
+
+    @exclusive
+    def add_spec(self, spec: RequestSpec) -> Request:
+        """As `add_request`, of a prompt that the builder of an equal engine has checked."""
+        samples = self.request_builder.make(spec)
         self._add(samples)
         return samples[0]
 
@@ -405,15 +420,16 @@ class DynamicInferenceEngine:
             )
         return changed or control.told_change
 
-    def _tell(self, name: str, *args, **kwargs) -> None:
-        """Tell the following ranks to cancel what is abandoned, and then to make a call."""
+    def _tell(self, name: str | None = None, *args, **kwargs) -> None:
+        """Tell the following ranks to cancel what is abandoned, and then to make a call, if any."""
         cancelled = []
         while self._abandoned and not self.is_suspended:
             request = self._abandoned.popleft()
             if not all(sample.closed for sample in request.samples):
                 cancelled.append(request)
                 self._control.queue("_cancel_told", request.request_id)
-        self._control.queue(name, *args, **kwargs)
+        if name is not None:
+            self._control.queue(name, *args, **kwargs)
         self._control.send()
         for request in cancelled:
             self._cancel(request)
@@ -652,7 +668,11 @@ class DynamicInferenceEngine:
                 f"lead() was called on rank {self.ranks.rank} of the model: call follow() there"
             )
         with self._control.lead(self._state()):
-            yield
+            try:
+                yield
+            finally:
+                if self._abandoned and self._control.leads and not self._control.has_failed:
+                    self._tell()
 
     @exclusive
     def follow(self) -> None:
