@@ -33,6 +33,9 @@ GEOMETRY = "nemotron-h-8b"
 BUDGETS = slice(2)
 """Of each workload's sizes; the ample one tells nothing."""
 SEEDS = (1, 2)
+HOT_PER_SECOND = (25, 50, 75)
+"""Requests behind one hot prefix: they keep two replicas busy for 3, 6 and 8 tenths of the time."""
+HOT_GB = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Clock:
     answer_tokens_per_second: float = inf
     """Of each request."""
 
+
+HOT_CLOCK = Clock(prompt_tokens_per_second=10_000)
+"""Answers take no time, so that a replica without a prompt is idle."""
 
 Rule = Callable[[Route, int], int]
 """Replica of a request, from the router's route and the request's number."""
@@ -260,6 +266,12 @@ def main(arguments: list[str] | None = None) -> None:
                 columns = [f"{one:.1f}", *(f"{r.skipped_percent - one:+.1f}" for r in split)]
                 columns += [f"{result.imbalance:.2f}" for result in split]
                 print(f"| {name}, {budget:g}, {seed} | {' | '.join(columns)} |", flush=True)
+    print(f"\n{header('one hot prefix, requests a second', RULES)}")
+    for per_second in HOT_PER_SECOND:
+        requests = hot_prefix(per_second)
+        split = [serve(requests, HOT_GB, number, rule, HOT_CLOCK) for rule in RULES.values()]
+        columns = [f"{r.unfair_seconds:.2f} of {r.seconds:.1f} s" for r in split]
+        print(f"| {per_second} | {' | '.join(columns)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,21 +44,23 @@ def test_two_replicas_skip_within_three_points_of_one_cache(name):
 
 
 @pytest.mark.parametrize(
-    "speed", [Clock(10_000), Clock(10_000, 50)], ids=["prompts alone", "with answers"]
+    "speed", [replicas.HOT_CLOCK, Clock(10_000, 50)], ids=["prompts alone", "with answers"]
 )
 def test_with_a_hot_prefix_no_replica_waits_while_the_other_is_idle(speed):
     requests = hot_prefix(per_second=50, limit=300)
-    found = serve(requests, 8, 2, clock=speed)
+    found = serve(requests, replicas.HOT_GB, 2, clock=speed)
     assert found.unfair_seconds < 0.03 * found.seconds
     assert found.imbalance < 1.1
-    alone = serve(requests, 8, 2, RULES["prefix only"], clock=speed)
+    alone = serve(requests, replicas.HOT_GB, 2, RULES["prefix only"], clock=speed)
     assert alone.unfair_seconds > 0.5 * alone.seconds
 
 
 def test_the_table(capsys, monkeypatch):
     few = Workload(lambda seed: iter(small("chat")[:40]), (4,))
     monkeypatch.setitem(WORKLOADS, "chat", few)
+    monkeypatch.setattr(replicas, "hot_prefix", lambda per_second: hot_prefix(per_second, 5))
     replicas.main(["--workloads", "chat", "--seeds", "1", "--replicas", "3"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[2].startswith("| chat, 4, 1 | ")
-    assert {line.count("|") for line in lines} == {9}
+    assert lines[2].startswith("| chat, 4, 1 | ") and lines[3] == ""
+    assert {line.count("|") for line in lines[:3]} == {9}
+    assert {line.count("|") for line in lines[4:]} == {5} and len(lines) == 6 + 3
