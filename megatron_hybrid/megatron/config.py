@@ -209,8 +209,8 @@ WITHOUT_EFFECT = {
     "async_sched_mode": "a step is planned, then run",
     "request_metadata_types": "the engine keeps a request's own parameters",
     "use_synchronous_zmq_collectives": "there is no coordinator",
-    "disable_ep_consensus": "there is no expert parallelism at inference yet",
-    "ep_consensus_interval": "there is no expert parallelism at inference yet",
+    "disable_ep_consensus": "all expert-parallel ranks run the same steps",
+    "ep_consensus_interval": "all expert-parallel ranks run the same steps",
 }
 """Fields that are warned of where they differ from their defaults, and why they do nothing."""
 

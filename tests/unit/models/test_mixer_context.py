@@ -14,6 +14,8 @@ CONTEXT_BLOCKS = 16
 class DictContext:
     """The plainest context: states in a dict per sequence, one run of KV blocks per sequence."""
 
+    same_tokens_on_expert_ranks = True
+
     def __init__(self, requirements: list[LayerCache], num_sequences: int):
         self.pools = {
             (layer, state.name): torch.zeros(num_sequences, *state.shape, dtype=state.dtype)
