@@ -22,6 +22,7 @@ def main() -> None:
         host_cost,
         latency,
         memory,
+        ranks,
         tiers,
     )
 
@@ -34,6 +35,7 @@ def main() -> None:
         "memory": memory,
         "encodings": encodings,
         "tiers": tiers,
+        "ranks": ranks,
         "batch_bits": batch_bits,
     }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
