@@ -389,8 +389,8 @@ def unwrap(model: object) -> object:
 def build_hybrid_model(
     config: HybridConfig,
     pg_collection: ProcessGroupCollection | None = None,
-    pre_process: bool = True,
-    post_process: bool = True,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
 ) -> HybridModel:
     """A model with random weights (of torch's generator) on torch's default device.
 
@@ -400,14 +400,18 @@ def build_hybrid_model(
     Args:
         config: the architecture, and the sizes of the parallel groups.
         pg_collection: process groups to use; None: megatron-core's own.
-        pre_process: whether this pipeline stage embeds.
-        post_process: whether this pipeline stage computes logits.
+        pre_process: whether this pipeline stage embeds; None: if it is the first one.
+        post_process: whether this pipeline stage computes logits; None: if it is the last one.
 
     Raises:
         ValueError: the process groups do not fit the config, or split what is not supported.
         ImportError: `config.layer_spec` needs Transformer Engine, which is missing.
     """
     groups = process_groups(config, pg_collection)
+    if pre_process is None:
+        pre_process = groups.pp.rank() == 0
+    if post_process is None:
+        post_process = groups.pp.rank() == groups.pp.size() - 1
     if config.use_cpu_initialization:
         device = torch.get_default_device()
     else:

@@ -18,7 +18,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 MODEL = dict(
-    layer_pattern="MG*-S|E*W-",
+    layer_pattern="MG*S|E*W-",
     mamba_num_groups=2,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -42,7 +42,7 @@ PROMPTS = [
     BASE[:100] + random_tokens(20, seed=2),
     BASE[:100] + random_tokens(20, seed=3),
 ]
-LOGGED = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
+LOGGED = greedy(4, return_log_probs=True, skip_prompt_log_probs=True)
 CHUNKS = {"chunked": 64, "whole": 1024}
 CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
 

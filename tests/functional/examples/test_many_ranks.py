@@ -1,0 +1,30 @@
+"""The example of many ranks, under torchrun."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "many_ranks.py"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"), [(["--tp", "2"], "1 replicas of 2"), ([], "2 replicas of 1")]
+)
+def test_second_turns_skip_the_first_ones(sizes, layout):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, str(EXAMPLE), *sizes],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    turns = re.findall(r"(\w+) turns on (.*) ranks: (\d+) of (\d+) prompt", result.stdout)
+    assert [(turn, where) for turn, where, *_ in turns] == [("first", layout), ("second", layout)]
+    (*_, none, _), (*_, skipped, total) = turns
+    assert int(none) == 0 and int(skipped) >= 0.95 * int(total)
