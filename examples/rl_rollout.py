@@ -25,6 +25,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
 
 HALF = 30
 LOW, HIGH, GOOD, BAD = range(2 * HALF, 2 * HALF + 4)
@@ -80,6 +84,7 @@ def build_model() -> mh.HybridModel:
         mamba_head_dim=16,
         mamba_state_dim=16,
         mamba_num_groups=2,
+        qk_layernorm=True,
         init_method_std=0.1,
         tensor_model_parallel_size=world,
     )
@@ -149,9 +154,21 @@ def answer_log_probs(model: mh.HybridModel, turns: list[Turn]) -> torch.Tensor:
     starts = torch.tensor([len(turn.prompt) for turn in turns])
     at = starts[:, None] + torch.arange(ANSWER_TOKENS)
     row = torch.arange(len(turns))[:, None]
-    logits = model(tokens.to(next(model.parameters()).device), runtime_gather_output=True).cpu()
+    device = next(model.parameters()).device
+    # Each rank has the logits of a part of the vocabulary, and gathers those of the others.
+    logits = model(tokens.to(device), runtime_gather_output=True).cpu()
     log_probs = (logits[row, at - 1] / TEMPERATURE).log_softmax(dim=-1)
     return log_probs.gather(2, tokens[row, at][..., None])[..., 0]
+
+
+def sum_partial_gradients(model: mh.HybridModel) -> None:
+    """Sum the gradients of replicated parameters that each tensor-parallel rank applies to its own
+    heads or rows only: here, the norms of queries and keys. A model in core's
+    DistributedDataParallel has it from core's `finalize_model_grads`, which does this, too."""
+    tp = model.pg_collection.tp
+    if tp.size() > 1:
+        model.ddp_config = DistributedDataParallelConfig()
+        _allreduce_non_tensor_model_parallel_grads([model], model.config, tp)
 
 
 def train_step(model: mh.HybridModel, optimizer: torch.optim.Optimizer, turns: list[Turn]) -> float:
@@ -163,6 +180,7 @@ def train_step(model: mh.HybridModel, optimizer: torch.optim.Optimizer, turns: l
     loss = -(advantages[:, None] * log_probs).mean()
     optimizer.zero_grad()
     loss.backward()
+    sum_partial_gradients(model)
     optimizer.step()
     drawn_with = torch.tensor([turn.log_probs for turn in turns])
     return (log_probs.detach() - drawn_with).abs().max().item()

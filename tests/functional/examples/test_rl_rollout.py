@@ -1,18 +1,21 @@
-"""The example of reinforcement learning: it learns, on exact log-probabilities and few tokens."""
+"""The example of reinforcement learning: it learns, on exact log-probabilities and few tokens, on
+one rank and on two."""
 
 import importlib.util
+import io
+import os
+import socket
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from cpu_seam import run_ranks
-from megatron.core import parallel_state
+from rank_processes import run_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rl_rollout.py"
-RANKS = 2
 
 
 @cache
@@ -23,14 +26,73 @@ def example():
     return module
 
 
-def two_updates_on_a_rank():
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    return [vars(update) for update in example().run(2)]
+def run_main():
+    """What `main` prints, its updates, the samples of each, and the replicated parameters."""
+    module, updates, samples, models = example(), [], [], []
+    run, train_step = module.run, module.train_step
+
+    def noted_run():
+        for update in run():
+            updates.append(update)
+            yield update
+
+    def noted_step(model, optimizer, turns):
+        models[:] = [model]
+        samples.append([turn.answer for turn in turns])
+        return train_step(model, optimizer, turns)
+
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        mock.patch.multiple(module, run=noted_run, train_step=noted_step),
+    ):
+        module.main()
+    parameters = models[0].named_parameters()
+    replicated = {
+        name: parameter.detach()
+        for name, parameter in parameters
+        if not getattr(parameter, "tensor_model_parallel", False)
+    }
+    return {
+        "printed": printed.getvalue(),
+        "updates": [vars(update) for update in updates],
+        "samples": samples,
+        "replicated": replicated,
+    }
+
+
+def run_rank(rank, size, port, folder):
+    """As torchrun starts it."""
+    torch.set_num_threads(1)
+    torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in torchrun.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.save(run_main(), f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def updates():
-    return list(example().run())
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run_ranks(run_rank, (2, port, str(folder)), 2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank():
+    return run_main()
+
+
+@pytest.fixture(scope="module", params=["one rank", "two ranks"])
+def ran(request):
+    if request.param == "one rank":
+        return request.getfixturevalue("on_one_rank")
+    return request.getfixturevalue("on_two_ranks")[0]
+
+
+@pytest.fixture(scope="module")
+def updates(ran):
+    return [example().Update(**update) for update in ran["updates"]]
 
 
 def test_the_reward_improves(updates):
@@ -60,13 +122,21 @@ def test_each_update_begins_an_epoch(updates):
     assert [update.epoch for update in updates] == list(range(20))
 
 
-def test_lines_fit_in_80_columns(updates):
-    assert all(len(str(update)) <= 80 for update in updates)
+def test_a_line_of_each_update_fits_in_80_columns(ran, updates):
+    *lines, last = ran["printed"].splitlines()
+    assert lines == [str(update) for update in updates] and "differ by at most" in last
+    assert all(len(line) <= 80 for line in (*lines, last))
 
 
-def test_two_ranks_agree(tmp_path):
-    first, second = (result for result, _ in run_ranks(two_updates_on_a_rank, RANKS, tmp_path))
-    assert first == second and len(first) == 2
-    assert [update["epoch"] for update in first] == [0, 1]
-    assert max(update["log_prob_error"] for update in first) < 1e-5
-    assert torch.tensor([update["skipped_percent"] for update in first]).min() > 90
+def test_two_ranks_draw_and_learn_alike(on_two_ranks):
+    first, second = on_two_ranks
+    assert first["samples"] == second["samples"] and first["updates"] == second["updates"]
+    of_own_heads = [n for n in first["replicated"] if "q_layernorm" in n or "k_layernorm" in n]
+    assert len(of_own_heads) == 2
+    for name, parameter in first["replicated"].items():
+        assert torch.equal(parameter, second["replicated"][name]), name
+
+
+def test_only_the_first_rank_prints(on_two_ranks):
+    first, second = on_two_ranks
+    assert first["printed"] and not second["printed"]
