@@ -1,0 +1,144 @@
+"""Engines over two ranks whose parts have little in common, or are copies: answers are those of
+one rank."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from rank_processes import run_ranks
+from reference import greedy, random_tokens, tiny_model
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.ranks import RankError
+
+RANKS = 2
+STAGES, SPLIT = {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+TIED = {"share_embeddings_and_output_weights": True}
+SHARED = {"layer_pattern": "ZM|Z*-", "num_shared_blocks": 1, "gated_linear_unit": True, **TIED}
+MODELS = {
+    # Name: (fields of the model, layout, fields of the engine)
+    "a stage without attention": ({"layer_pattern": "MG-|*W-"}, STAGES, {}),
+    "a stage without recurrent layers": ({"layer_pattern": "*W|KM"}, STAGES, {}),
+    "stages of other sizes": ({"layer_pattern": "M|*L*+S"}, STAGES, {}),
+    "pure attention": ({"layer_pattern": "*-|**-"}, STAGES, {}),
+    "rounded states": ({"layer_pattern": "M*|GK"}, STAGES, {"state_encoding": "int8"}),
+    "shared blocks over stages": (SHARED, STAGES, {}),
+    "shared blocks over heads": (SHARED, SPLIT, {}),
+    "one key/value head": ({"layer_pattern": "*W", "num_query_groups": 1}, SPLIT, {}),
+    "one Mamba group": ({"layer_pattern": "M*", "mamba_num_groups": 1}, SPLIT, {}),
+    "norms over all heads": (
+        {"layer_pattern": "*S", "qk_layernorm": True, "qk_layernorm_scope": "all_heads"},
+        SPLIT,
+        {},
+    ),
+    "rows over ranks": (
+        {"layer_pattern": "M*-"},
+        {**SPLIT, "sequence_parallel": True},
+        {},
+    ),
+}
+PROMPTS = [random_tokens(70, seed=seed) for seed in range(2)]
+TURNS = [*PROMPTS, PROMPTS[0], [*PROMPTS[0][:50], *random_tokens(9, seed=7)]]
+
+
+def answers(model, fields):
+    settings = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160)
+    params = greedy(4, return_log_probs=True)
+    with DynamicInferenceEngine(model, None, InferenceConfig(**settings, **fields)) as engine:
+        results = [engine.generate([prompt], params)[0] for prompt in TURNS]
+        results += engine.generate(TURNS, greedy(4), salt="side by side")
+        engine.check_integrity()
+    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+
+
+def refusals(model, rank):
+    """What all ranks are told, by what differs between them."""
+    found = {}
+    config = InferenceConfig(cache_bytes=1 << 20, max_requests=2)
+    for name, fields in {
+        "block size": {"block_size_tokens": 16 << rank},
+        "disk": {"cache_dir": "/tmp/not-made"} if rank else {},
+    }.items():
+        try:
+            DynamicInferenceEngine(model, None, InferenceConfig(cache_bytes=1 << 20, **fields))
+        except ValueError as error:
+            found[name] = str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_hybrid.inference.rank_checks.__version__", f"0.{rank}")
+        try:
+            DynamicInferenceEngine(model, None, config)
+        except ValueError as error:
+            found["version"] = str(error)
+    with DynamicInferenceEngine(model, None, config) as engine:
+        try:
+            if rank == 0:
+                with engine.lead():
+                    pass
+            else:
+                engine.add_request(PROMPTS[0])
+                engine.follow()
+        except RankError as error:
+            found["requests"] = str(error)
+    return found
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    given = {}
+    for name, (_, layout, fields) in MODELS.items():
+        sizes = {key: value for key, value in layout.items() if key.endswith("_size")}
+        parallel_state.initialize_model_parallel(**sizes)
+        model = build_hybrid_model(read_config(f"{folder}/{name}", **layout))
+        load_checkpoint(model, f"{folder}/{name}")
+        given[name] = answers(model.eval(), fields)
+        if name == "one Mamba group":
+            given["refusals"] = refusals(model, rank)
+        parallel_state.destroy_model_parallel()
+    torch.save(given, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """What one rank answers, and both ranks of the split models."""
+    folder = str(tmp_path_factory.mktemp("uneven").resolve())
+    alone = {}
+    for name, (fields, _, engine_fields) in MODELS.items():
+        model = tiny_model(**fields)
+        save_checkpoint(model, f"{folder}/{name}")
+        alone[name] = answers(model, engine_fields)
+    run_ranks(run_rank, (folder,), RANKS)
+    return alone, [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_uneven_ranks_answer_as_one(given, name):
+    alone, ranks = given
+    for rank in ranks:
+        for own, expected in zip(rank[name], alone[name], strict=True):
+            assert own[0] == expected[0]
+            if expected[1] is not None:
+                assert torch.allclose(torch.tensor(own[1]), torch.tensor(expected[1]), atol=1e-5)
+            assert own[2] == expected[2]
+
+
+def test_ranks_that_differ_are_refused_on_all(given):
+    for rank in given[1]:
+        told = rank["refusals"]
+        assert "InferenceConfig.block_size_tokens of the engine differs" in told["block size"]
+        assert "rank 0 has '16', rank 1 has '32'" in told["block size"]
+        assert "the use of InferenceConfig.cache_dir" in told["disk"]
+        assert "the version of megatron_hybrid" in told["version"]
+        assert "cached or queued different things" in told["requests"]
