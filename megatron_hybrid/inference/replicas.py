@@ -20,13 +20,14 @@ import numpy as np
 
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.request_builder import Prompt, RequestBuilder, RequestSpec
 from megatron_hybrid.inference.routing.restorable import Delta, RestorableIndex
 from megatron_hybrid.inference.routing.router import Router
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import use_device_of
-from megatron_hybrid.ranks import RankError, leaders_of, ranks_of
+from megatron_hybrid.ranks import leaders_of, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,6 @@ class Replicas:
             config = replace(config, cache_dir=Path(config.cache_dir) / f"replica-{self.number}")
         self.engine = DynamicInferenceEngine(model, tokenizer, config, ranks=ranks)
         self._index = None if self._leaders is None else RestorableIndex(self.engine.cache)
-        self._front: Front | None = None
 
     @property
     def is_first(self) -> bool:
@@ -117,7 +117,7 @@ class Replicas:
                     if self.engine.has_work:
                         front.send(self._step(running))
         except (EOFError, BrokenPipeError):
-            raise RankError("rank 0 of the job has ended") from None
+            raise RankFailedError("rank 0 of the job has ended") from None
         except Exception as error:
             front.send(error)
             raise
@@ -142,7 +142,9 @@ class Replicas:
         failed: dict[int, Exception] = {}
         try:
             outputs = self.engine.step()
-        except MemoryError as error:  # all ranks go on: those that it ran, or the first, get it
+        except RankFailedError:
+            raise
+        except Exception as error:  # those that it ran, or the first one, get it
             outputs = self.engine.take_outputs()
             ran = [i for i, request in running.items() if request.report is not None]
             failed = dict.fromkeys(ran or list(running)[:1], error)
@@ -257,7 +259,7 @@ class Front:
                 try:
                     news = replica.recv()
                 except (OSError, EOFError):
-                    news = RankError(f"the first rank of replica {numbers[replica]} has ended")
+                    news = RankFailedError(f"replica {numbers[replica]} has lost its first rank")
                 if isinstance(news, _News):
                     self._note(numbers[replica], news)
                     continue
