@@ -292,8 +292,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     seed = getattr(model_config, "inference_sampling_seed", DEFAULT_SEED)
     is_deterministic = getattr(model_config, "deterministic_mode", False)
     if config.offset_sampling_seed_by_dp_rank and not is_deterministic:
-        data_parallel = getattr(model.pg_collection, "dp", None)
-        seed += 0 if data_parallel is None else data_parallel.rank()
+        seed += replica_of(model.pg_collection)[0]
     return EngineConfig(
         prefix_caching=prefix_caching_mode(config),
         block_size_tokens=config.block_size_tokens,
@@ -304,6 +303,22 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         logprobs_mode=config.logprobs_mode,
         random_seed=seed,
     )
+
+
+def replica_of(groups: Any) -> tuple[int, int]:
+    """Which data-parallel replica this rank serves, and how many there are. Expert-parallel ranks
+    are data-parallel ones, too, and serve together.
+
+    groups: megatron-core's ProcessGroupCollection of the model.
+    """
+    if (dp := getattr(groups, "dp", None)) is None:
+        return 0, 1
+    ep, expert_tp, tp = (
+        1 if (group := getattr(groups, name, None)) is None else group.size()
+        for name in ("ep", "expt_tp", "tp")
+    )
+    together = max(1, ep * expert_tp // tp)
+    return dp.rank() // together, dp.size() // together
 
 
 def _derived_requests(

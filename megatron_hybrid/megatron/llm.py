@@ -7,15 +7,16 @@ import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.megatron.config import InferenceConfig
+from megatron_hybrid.megatron.config import InferenceConfig, replica_of
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
 from megatron_hybrid.megatron.engine import DynamicInferenceEngine, EngineState
@@ -66,43 +67,61 @@ def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
 
 
 class _Replica:
-    """One engine in a thread of its own, in place of a coordinator's replicas.
+    """One engine in a thread of its own, in place of a coordinator's replicas. Of a model over
+    several ranks the first one leads, and the threads of the others follow it until it shuts down.
 
     Args:
         model, tokenizer, config: of the engine.
 
     Raises:
-        ValueError: the model has several ranks, which would have to step together.
+        ValueError: there are several data-parallel replicas.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
         self._thread = StepThread("megatron-llm", "it was shut down: make another one")
         self._futures: dict[int, Future[DynamicInferenceRequest]] = {}
+        self._leading = ExitStack()
         self.submit = self._thread.submit
         self.is_over = threading.Event()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
-            self.engine = self.submit(partial(self._make, model, tokenizer, config)).result()
+            make = partial(self._make, model, tokenizer, config, device)
+            self.engine = self.submit(make).result()
+            self.is_primary = self.engine.engine.ranks.is_first
+            self._start = self.submit(self._lead if self.is_primary else self._follow)
+            if self.is_primary:
+                self._start.result()
         except BaseException:
             self._thread.end(lambda: None)
             raise
 
     @staticmethod
     def _make(
-        model: nn.Module, tokenizer: Any, config: InferenceConfig | None
+        model: nn.Module, tokenizer: Any, config: InferenceConfig | None, device: int | None
     ) -> DynamicInferenceEngine:
+        if device is not None:  # on which the ranks of the model meet
+            torch.cuda.set_device(device)
         engine = _build_engine(model, tokenizer, config)
-        groups = engine.pg_collection
-        for name in ("tp", "dp"):
-            group = getattr(groups, name, None)
-            if group is not None and group.size() > 1:
-                raise ValueError(
-                    f"use_coordinator=True serves one replica on one rank, and the {name} group "
-                    f"has {group.size()}: use MegatronLLM(use_coordinator=False) on every rank"
-                )
+        replicas = replica_of(engine.pg_collection)[1]
+        if replicas > 1:
+            raise ValueError(
+                f"use_coordinator=True serves one replica, and the dp group makes {replicas}, "
+                "between which nothing would spread the prompts: use "
+                "MegatronLLM(use_coordinator=False) on every rank, or one job for each replica"
+            )
         use_device_of(engine.engine)
         return engine
 
     # In the thread -------------------------------------------------------------------------------
+
+    def _lead(self) -> None:
+        self._leading.enter_context(self.engine.engine.lead())
+
+    def _follow(self) -> None:
+        try:
+            self.engine.engine.follow()
+        finally:
+            self._close()
 
     def add(
         self, prompts: Sequence[str | list[int]], params: SamplingParams
@@ -174,14 +193,22 @@ class _Replica:
             self.abort([request_id])
 
     def _shut(self) -> None:
+        if not self.is_primary:
+            self._start.result()  # it has ended: all jobs run in the same thread
+            return
         self.engine.resume()
         self._end_all()
+        self._leading.close()
+        self._close()
+
+    def _close(self) -> None:
         self.engine.engine.close()
         self.engine.state = EngineState.STOPPED
         self.is_over.set()
 
     def shutdown(self) -> Future[None]:
-        """End the thread after the running step."""
+        """End the thread after the running step; where it follows, when the first rank has shut
+        down."""
         return self._thread.end(self._shut)
 
 
@@ -189,10 +216,9 @@ class _LLM:
     """What both classes share.
 
     With `use_coordinator` the engine has a thread of its own; there is no coordinator process, and
-    one replica.
+    one replica. All ranks of the model make it; the first one then takes requests and changes of
+    state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the first one.
     """
-
-    is_primary_rank = True
 
     def __init__(
         self,
@@ -227,6 +253,18 @@ class _LLM:
             self.engine = _build_engine(model, tokenizer, inference_config)
 
     @property
+    def is_primary_rank(self) -> bool:
+        """Whether this rank takes requests."""
+        return self._replica is None or self._replica.is_primary
+
+    def _require_primary(self, name: str) -> None:
+        if not self.is_primary_rank:
+            raise RuntimeError(
+                f"{name}() was called on rank {self.engine.engine.ranks.rank} of the model, which "
+                "follows rank 0: call it there alone, where is_primary_rank is True"
+            )
+
+    @property
     def context(self) -> DynamicInferenceContext:
         return self.engine.context
 
@@ -237,6 +275,7 @@ class _LLM:
     def _set_state(self, state: EngineState) -> Future[None]:
         if self._replica is None:
             raise RuntimeError("this method requires use_coordinator=True")
+        self._require_primary("pause(), unpause(), suspend() or resume")
         return self._replica.submit(partial(self._replica.set_state, state))
 
     def _shut_down(self) -> Future[None]:
@@ -254,8 +293,9 @@ class MegatronLLM(_LLM):
         model: a HybridModel, or a model that Megatron built, wrapped or bare.
         tokenizer: with `tokenize`, `detokenize` and `eod`.
         inference_config: default `InferenceConfig()`.
-        use_coordinator: run the engine in a thread, with `pause`, `suspend` and so on. False: in
-            the caller's thread, on every rank of a tensor-parallel model.
+        use_coordinator: run the engine in a thread, with `pause`, `suspend` and so on; the first
+            rank of a model over several ranks makes all calls. False: in the caller's thread, and
+            all ranks make the same calls.
         coordinator_host, coordinator_port: no effect, with a warning.
         inference_wrapper_cls: None, or GPTInferenceWrapper.
 
@@ -270,8 +310,10 @@ class MegatronLLM(_LLM):
 
         Raises:
             TypeError: the prompts are of another type.
-            RuntimeError: the engine is paused, suspended or shut down.
+            RuntimeError: the engine is paused, suspended or shut down, or this is not the primary
+                rank.
         """
+        self._require_primary("generate")
         prompts, _ = _as_list(prompts)
         params = sampling_params or SamplingParams()
         if self._replica is None:
@@ -305,7 +347,7 @@ class MegatronLLM(_LLM):
         self._shut_down().result()
 
     def wait_for_shutdown(self) -> None:
-        """Wait until another thread has called `shutdown`."""
+        """Wait until another thread, or the primary rank, has called `shutdown`."""
         if self._replica is not None:
             self._replica.is_over.wait()
 
@@ -334,8 +376,9 @@ class MegatronAsyncLLM(_LLM):
 
         Raises:
             TypeError: the prompts are of another type.
-            RuntimeError: the engine was shut down.
+            RuntimeError: the engine was shut down, or this is not the primary rank.
         """
+        self._require_primary("generate")
         prompts, is_batch = _as_list(prompts)
         replica = self._replica
         job = partial(replica.add, prompts, sampling_params or SamplingParams())
@@ -376,7 +419,7 @@ class MegatronAsyncLLM(_LLM):
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until `shutdown` was called."""
+        """Wait until `shutdown` was called, on the primary rank."""
         await asyncio.to_thread(self._replica.is_over.wait)
 
     async def __aenter__(self) -> MegatronAsyncLLM:

@@ -1,0 +1,150 @@
+"""MegatronLLM and MegatronAsyncLLM over two ranks on gloo: the first one takes requests, and
+answers as one rank does."""
+
+import asyncio
+
+import pytest
+import torch
+import torch.distributed as dist
+from door import MIB, LetterTokenizer, greedy_params
+from megatron.core import parallel_state
+from rank_processes import run_ranks
+from reference import random_tokens, tiny_model
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.megatron import EngineState, InferenceConfig, MegatronAsyncLLM, MegatronLLM
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+MODEL = dict(
+    layer_pattern="M*E",
+    mamba_num_groups=2,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+)
+LAYOUTS = {
+    "TP 2": dict(tensor_model_parallel_size=2),
+    "EP 2": dict(expert_model_parallel_size=2),
+}
+LONG = random_tokens(50, vocab_size=95)
+PROMPTS = [LONG, [*LONG[:40], 3, 4], LONG[:9]]
+
+
+def arguments(model):
+    config = InferenceConfig(
+        block_size_tokens=16,
+        buffer_size_gb=4 * MIB,
+        max_requests=8,
+        max_sequence_length=512,
+        enable_prefix_caching=True,
+        prefix_caching_mamba_gb=4 * MIB,
+        kv_cache_management_mode="recompute",
+    )
+    return {"model": model, "tokenizer": LetterTokenizer(), "inference_config": config}
+
+
+def rows(answers):
+    return [(each.generated_tokens, each.num_cached_tokens) for each in answers]
+
+
+def sync_answers(model):
+    """Before and after a suspension."""
+    with MegatronLLM(**arguments(model)) as llm:
+        if not llm.is_primary_rank:
+            llm.wait_for_shutdown()
+            return llm.engine.state is EngineState.STOPPED
+        found = rows(llm.generate(PROMPTS, greedy_params(6)))
+        found += rows(llm.generate(PROMPTS, greedy_params(6)))
+        llm.pause()
+        llm.suspend()
+        llm.resume()
+        llm.unpause()
+        return found + rows(llm.generate(PROMPTS, greedy_params(6)))
+
+
+def async_answers(model):
+    """Beside one that its task gives up; others wait for the end alone."""
+
+    async def ask():
+        async with MegatronAsyncLLM(**arguments(model)) as llm:
+            if not llm.is_primary_rank:
+                with pytest.raises(RuntimeError, match="rank 1 of the model, which follows rank 0"):
+                    await llm.generate(LONG)
+                return None
+            await llm.pause()
+            leaves = asyncio.create_task(llm.generate(LONG[5:], greedy_params(6)))
+            while not llm.engine.requests:
+                await asyncio.sleep(0.001)
+            leaves.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaves
+            await llm.unpause()
+            answers = [llm.generate(prompt, greedy_params(6)) for prompt in PROMPTS]
+            return rows(await asyncio.gather(*answers))
+
+    return asyncio.run(ask())
+
+
+def refusals(model):
+    """Messages of a rank that is not the primary one."""
+    with MegatronLLM(**arguments(model)) as llm:
+        assert llm.is_primary_rank == (dist.get_rank() == 0)
+        if llm.is_primary_rank:
+            return []
+        found = []
+        for call in (lambda: llm.generate(LONG), llm.pause, llm.unpause, llm.suspend, llm.resume):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            found.append(str(raised.value))
+        return found
+
+
+def refused_replicas():
+    with pytest.raises(ValueError) as raised:
+        MegatronLLM(**arguments(tiny_model(**MODEL)))
+    return str(raised.value)
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    given = {}
+    for name, layout in LAYOUTS.items():
+        model = build_hybrid_model(read_config(folder, **layout))
+        load_checkpoint(model, folder)
+        given[name] = {work.__name__: work(model) for work in (sync_answers, async_answers)}
+        given["refusals"] = refusals(model)
+        parallel_state.destroy_model_parallel()
+    given["replicas"] = refused_replicas()
+    torch.save(given, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llm_over_ranks")
+    save_checkpoint(tiny_model(**MODEL), folder)
+    run_ranks(run_rank, (str(folder),), 2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("work", [sync_answers, async_answers])
+def test_the_primary_rank_answers_as_one_rank(by_rank, name, work):
+    assert by_rank[0][name][work.__name__] == work(tiny_model(**MODEL))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_ranks_wait_for_the_end(by_rank, name):
+    assert by_rank[1][name]["sync_answers"] is True
+
+
+def test_other_ranks_take_no_calls_but_those_that_wait(by_rank):
+    assert not by_rank[0]["refusals"] and len(by_rank[1]["refusals"]) == 5
+    assert all("rank 1 of the model, which follows rank 0" in m for m in by_rank[1]["refusals"])
+
+
+def test_several_replicas_are_refused(by_rank):
+    assert all("dp group makes 2" in rank["replicas"] for rank in by_rank)
