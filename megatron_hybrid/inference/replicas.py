@@ -223,8 +223,10 @@ class Front:
         n: int = 1,
     ) -> list[GenerationResult]:
         """Answer prompts on all replicas; results in their order."""
-        futures = [self.submit(prompt, params, salt=salt, n=n) for prompt in prompts]
+        futures: list[Future[GenerationResult]] = []
         try:
+            for prompt in prompts:
+                futures.append(self.submit(prompt, params, salt=salt, n=n))
             return [future.result() for future in futures]
         finally:
             for future in futures:

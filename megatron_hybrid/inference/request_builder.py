@@ -147,6 +147,7 @@ class RequestBuilder:
 
     def make(self, spec: "RequestSpec") -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
+        self._next_id = max(self._next_id, spec.first_id + spec.n)  # ids are seeds
         samples = []
         for index in range(spec.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)
