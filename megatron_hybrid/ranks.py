@@ -12,10 +12,11 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
@@ -25,16 +26,23 @@ from megatron_hybrid.compat import parallel_state
 T = TypeVar("T")
 CONNECT_SECONDS = 60.0
 """Time for all ranks to connect."""
+HANDSHAKE_SECONDS = 5.0
+"""Time for a process that has connected to show that it belongs to the job."""
+_FAILED, _KIND_BYTES = b"failed  ", 8
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 8, socket.TCP_KEEPINTVL: 4, socket.TCP_KEEPCNT: 2}
 """Seconds without a word, seconds between two questions, questions: then a machine is gone."""
 
 
 class RankError(RuntimeError):
-    """Another rank failed where this one did not; the message has that rank's error."""
+    """Another rank failed where this one did not; all ranks know of it. The message has that rank's
+    error."""
 
 
 class Ranks:
     """Messages between the ranks of one model. All ranks make the same calls in the same order.
+
+    In an exchange every rank gives a message to the first one and gets its answer. A rank whose own
+    work has failed gives the error in place of what the others expect; then all of them raise.
 
     Args:
         rank: of this process, from 0.
@@ -56,6 +64,9 @@ class Ranks:
         self.watched = watched or {}
         self.sent_bytes = 0
         """Bytes that this rank has sent."""
+        self._depth = 0  # of `together`
+        self._told: Exception | None = None  # inside of it: the last own error that all ranks know
+        _open.add(self)
 
     @property
     def is_first(self) -> bool:
@@ -67,50 +78,93 @@ class Ranks:
         return f"rank-{self.rank}-of-{self.size}"
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """The largest value of all ranks at each place; all give as many, in [-2^63, 2^63)."""
+        """The largest value of all ranks at each place; all give as many, in [-2^63, 2^63).
+
+        Raises:
+            RankError: another rank has failed meanwhile.
+        """
         if self.size == 1 or not len(values):
             return list(values)
-        own = np.array(values, dtype=np.int64)
-        if self.is_first:
-            for connection in self.connections:
-                np.maximum(own, np.frombuffer(connection.recv_bytes(), np.int64), out=own)
-            self._send_all(own.tobytes())
-        else:
-            self._send_all(own.tobytes())
-            own = np.frombuffer(self.connections[0].recv_bytes(), np.int64)
-        return own.tolist()
+
+        def largest(messages: list[bytes]) -> bytes:
+            return np.max([np.frombuffer(each, np.int64) for each in messages], axis=0).tobytes()
+
+        answer = self._exchange(b"maximum ", np.array(values, dtype=np.int64).tobytes(), largest)
+        return np.frombuffer(answer, np.int64).tolist()
 
     def minimum(self, value: int) -> int:
         """The smallest value of all ranks."""
         return -self.maximum([-value])[0]
 
     def gather(self, value: T) -> list[T]:
-        """The picklable value of every rank, in rank order."""
+        """The picklable value of every rank, in rank order.
+
+        Raises:
+            RankError: another rank has failed meanwhile.
+        """
         if self.size == 1:
             return [value]
-        if not self.is_first:
-            self.send(value)
-            return self.receive()
-        values = [value, *(pickle.loads(each.recv_bytes()) for each in self.connections)]
-        self.send(values)
-        return values
+        answer = self._exchange(b"gather  ", pickle.dumps(value), pickle.dumps)
+        return [pickle.loads(each) for each in pickle.loads(answer)]
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """The picklable value of rank `source`; values of others are not looked at."""
-        if self.size == 1:
-            return value
-        if source != 0:
-            if self.rank == source:
-                self.send(value)
-            elif self.is_first:
-                value = pickle.loads(self.connections[source - 1].recv_bytes())
-        if self.is_first:
-            self.send(value)
-            return value
-        return self.receive()
+        return self.gather(value if self.rank == source else None)[source]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Context of work that raises on all ranks if it raises on one. Exchanges and further such
+        contexts may be inside. what: its name, for the error.
+
+        Raises:
+            RankError: it raised on another rank.
+        """
+        self._depth += 1
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            if error is not self._told:
+                self._tell(f"{what} failed on rank {self.rank}: {type(error).__name__}: {error}")
+                self._told = error
+            raise
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._told = None
+        if self.size > 1:
+            self._exchange(b"together", b"", b"".join)
+
+    def _tell(self, text: str) -> None:
+        """Give an error to the exchange in which the other ranks are, or will be."""
+        if self.size > 1:
+            with suppress(RankError):
+                self._exchange(_FAILED, text.encode(), b"".join)
+
+    def _exchange(
+        self, kind: bytes, message: bytes, merge: Callable[[list[bytes]], bytes]
+    ) -> bytes:
+        """Give a message and get the answer. merge: makes it of all messages, on the first rank."""
+        own = kind + message
+        if not self.is_first:
+            self._send_all(own)
+            answer = self.connections[0].recv_bytes()
+        else:
+            given = [own, *(connection.recv_bytes() for connection in self.connections)]
+            answer = next((each for each in given if each.startswith(_FAILED)), None)
+            if answer is None and (kinds := {each[:_KIND_BYTES] for each in given}) != {kind}:
+                names = ", ".join(sorted(each.decode().strip() for each in kinds))
+                answer = _FAILED + f"the ranks made different calls ({names})".encode()
+            if answer is None:
+                answer = kind + merge([each[_KIND_BYTES:] for each in given])
+            self._send_all(answer)
+        if answer.startswith(_FAILED):
+            raise RankError(answer[_KIND_BYTES:].decode())
+        return answer[_KIND_BYTES:]
 
     def send(self, value: object) -> None:
-        """Send a picklable value: the first rank to all others, another one to the first."""
+        """Send a picklable value from the first rank to all others, outside of an exchange."""
         self._send_all(pickle.dumps(value))
 
     def receive(self) -> object:
@@ -121,27 +175,6 @@ class Ranks:
         for connection in self.connections:
             connection.send_bytes(message)
             self.sent_bytes += len(message)
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Context of work that each rank does by itself: if it raises on one, it raises on all.
-
-        what: its name, for the error.
-
-        Raises:
-            RankError: it raised on other ranks only.
-        """
-        error = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = [f"rank {i}: {text}" for i, text in enumerate(texts) if text is not None]
-        if failed:
-            raise RankError(f"{what} failed on other ranks. {'; '.join(failed)}")
 
     def require_equal(self, named: dict[str, object], where: str) -> None:
         """Raise ValueError on all ranks if two have different values under a name.
@@ -158,9 +191,27 @@ class Ranks:
     def close(self) -> None:
         """Leave the other ranks. What they wait for from this one raises EOFError."""
         for connection in self.connections:
+            _shut(connection)
+
+
+def _shut(connection: Connection) -> None:
+    """End a connection, also where a forked process still has it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ends:
+        ends.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+_open: WeakSet[Ranks] = WeakSet()
+
+
+def _forget_in_fork() -> None:
+    """A forked process is no rank: what it holds open would hide that the rank has ended."""
+    for ranks in list(_open):
+        for connection in (*ranks.connections, *ranks.watched.values()):
             connection.close()
 
 
+os.register_at_fork(after_in_child=_forget_in_fork)
 ONE_RANK = Ranks()
 
 
@@ -219,8 +270,9 @@ def _connected(groups: Sequence[dist.ProcessGroup], *, takes_part: bool = True) 
 
 
 def _connect(address: tuple, secret: bytes, rank: int, kind: str) -> Connection:
-    connection = _connection(socket.create_connection(address, CONNECT_SECONDS))
-    connection.send_bytes(secret)
+    ends = socket.create_connection(address, CONNECT_SECONDS)
+    ends.sendall(secret)
+    connection = _connection(ends)
     connection.send((rank, kind))
     return connection
 
@@ -240,13 +292,24 @@ def _accept(
     """Connections for messages and for the watch, by rank."""
     found: dict[str, dict[int, Connection]] = {"control": {}, "watch": {}}
     while sum(map(len, found.values())) < 2 * num_others:
-        connection = _connection(server.accept()[0])
-        if not secrets.compare_digest(connection.recv_bytes(len(secret)), secret):
-            connection.close()  # a stranger's
+        ends, _ = server.accept()
+        if not _knows(ends, secret):
+            ends.close()
             continue
+        connection = _connection(ends)
         rank, kind = connection.recv()
         found[kind][rank] = connection
     return found["control"], found["watch"]
+
+
+def _knows(ends: socket.socket, secret: bytes) -> bool:
+    """Whether the process at the other end is one of the job: anyone may find the port."""
+    ends.settimeout(HANDSHAKE_SECONDS)
+    said = b""
+    with suppress(OSError):
+        while len(said) < len(secret) and (more := ends.recv(len(secret) - len(said))):
+            said += more
+    return secrets.compare_digest(said, secret)
 
 
 def _own_address() -> str:

@@ -18,7 +18,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request, Request
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -342,11 +342,3 @@ class AsyncEngine:
     def _shut(self) -> None:
         self._end_all()
         self._leading.close()
-
-
-def _make(model: HybridModel, tokenizer, config: InferenceConfig | None) -> DynamicInferenceEngine:
-    """Make the engine, in its thread."""
-    model = unwrap(model)
-    engine = DynamicInferenceEngine(model, tokenizer, config)
-    use_device_of(engine)
-    return engine
