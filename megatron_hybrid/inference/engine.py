@@ -60,12 +60,10 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
-from megatron_hybrid.ranks import RankError, Ranks, ranks_of
+from megatron_hybrid.ranks import Ranks, ranks_of
 from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
-_RAISED_BY_ALL = (RestoreFailedError, RankError)
-"""Errors of a step after which the ranks still agree."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +124,25 @@ class DynamicInferenceEngine:
             )
         self.config = config
         self.ranks = ranks_of(model.pg_collection) if ranks is None else ranks
+        with ExitStack() as undo:
+            undo.callback(self.ranks.close)
+            self._build(model, tokenizer, config, undo)
+            undo.pop_all()
+        self._weights = WeightWatch(model)
+        self._changed: dict[Request, None] = {}  # with new tokens and no output yet
+        self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
+        self._is_stepping = False
+        self._num_decided_by_memory = errors.num_decided_by_memory
+        self.is_suspended = self.is_closed = False
+        self._abandoned: deque[Request] = deque()  # of dropped streams
+        self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
+        self.num_steps = 0
+        self.peak_pages_in_use = 0
+
+    def _build(
+        self, model: HybridModel, tokenizer, config: InferenceConfig, undo: ExitStack
+    ) -> None:
+        """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
         stage = model.pg_collection.pp.rank()
         self.ranks.require_equal(what_must_be_equal(config, model.config, stage), "of the engine")
         self.model = model.eval()
@@ -186,44 +203,33 @@ class DynamicInferenceEngine:
                 ) from error
             self._lock = threading.RLock()
             self._fingerprint: dict[str, str] | None = None
-            disk = self._open_disk(config.cache_dir) if config.cache_dir is not None else None
-        try:
-            self.offload = Offload(
-                self.cache,
-                PageMover(self.memory.pool),
-                config.host_cache_bytes,
-                disk,
-                config.disk_cache_bytes,
-                self.ranks,
-            )
-            load = self.offload.fetches.load
-            self.runner = ModelRunner(
-                self.model, self.memory, self.context, load, config.logprobs_mode, self.ranks
-            )
-            self.scheduler = Scheduler(
-                self.cache,
-                self.offload.fetches,
-                config.max_requests,
-                config.max_tokens,
-            )
-            self.request_builder = RequestBuilder(
-                config, self.cache, tokenizer, model.config.vocab_size
-            )
-            self.output = OutputProcessor(tokenizer)
-            self._control = RankControl(self.ranks)
-        except BaseException:
-            if disk is not None:
-                disk.close()  # else the folder stays locked
-            raise
-        self._weights = WeightWatch(model)
-        self._changed: dict[Request, None] = {}  # with new tokens and no output yet
-        self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
-        self._is_stepping = False
-        self.is_suspended = self.is_closed = False
-        self._abandoned: deque[Request] = deque()  # of dropped streams
-        self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
-        self.num_steps = 0
-        self.peak_pages_in_use = 0
+            disk = None
+            if config.cache_dir is not None:
+                disk = self._open_disk(config.cache_dir)
+                undo.callback(disk.close)  # else the folder stays locked
+        self.offload = Offload(
+            self.cache,
+            PageMover(self.memory.pool),
+            config.host_cache_bytes,
+            disk,
+            config.disk_cache_bytes,
+            self.ranks,
+        )
+        load = self.offload.fetches.load
+        self.runner = ModelRunner(
+            self.model, self.memory, self.context, load, config.logprobs_mode, self.ranks
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            self.offload.fetches,
+            config.max_requests,
+            config.max_tokens,
+        )
+        self.request_builder = RequestBuilder(
+            config, self.cache, tokenizer, model.config.vocab_size
+        )
+        self.output = OutputProcessor(tokenizer)
+        self._control = RankControl(self.ranks)
 
     # One request ----------------------------------------------------------------------------------
 
@@ -314,16 +320,13 @@ class DynamicInferenceEngine:
             )
         with interrupts_wait(), self._control.inside():
             self._is_stepping = True
-            num_decided_by_memory = errors.num_decided_by_memory
             try:
+                self._check_decisions()  # those of calls since the last step
                 self._step()
-                if self.ranks.size > 1 and errors.num_decided_by_memory > num_decided_by_memory:
-                    raise MemoryError(
-                        "a lack of host memory has changed a decision that all ranks make alike"
-                    )
+                self._check_decisions()
             except BaseException as error:
                 self.scheduler.abort()
-                if not isinstance(error, _RAISED_BY_ALL):
+                if not isinstance(error, RestoreFailedError):  # which all ranks raise
                     self._control.report(error)
                 raise
             finally:
@@ -336,6 +339,14 @@ class DynamicInferenceEngine:
         """Return the outputs that a failed step left, which the next one returns otherwise."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _check_decisions(self) -> None:
+        """Raise MemoryError if a lack of memory has changed a decision, which other ranks have made
+        otherwise."""
+        if self.ranks.size > 1 and errors.num_decided_by_memory != self._num_decided_by_memory:
+            raise MemoryError(
+                "a lack of host memory has changed a decision that all ranks make alike"
+            )
 
     def _refuse_inside_step(self, name: str) -> None:
         if self._is_stepping:
@@ -398,8 +409,9 @@ class DynamicInferenceEngine:
         try:
             if plan := self.scheduler.schedule_moves():
                 self.scheduler.complete(plan, self.runner.run(plan))
-        except BaseException:
+        except BaseException as error:
             self.scheduler.abort()
+            self._control.report(error)
             raise
 
     def _begin_step(self) -> bool:
@@ -468,7 +480,7 @@ class DynamicInferenceEngine:
         logger.warning(
             "the weights have changed: what was cached belongs to the old ones and is dropped, and "
             "%d requests are computed anew; tokens that they have generated stay",
-            len(self.scheduler.running) - len(self.scheduler.closing),
+            self._num_running,
         )
         self._weights.note_change()  # perhaps seen on another rank only
         self._drop_old_weights()
@@ -583,7 +595,11 @@ class DynamicInferenceEngine:
         self.output.write_text_of(request)
         request.unread = deque()
         self._add([request])
-        return Stream(request, self.step, self._end_stream, self._abandoned)
+        # Where all ranks make the same calls, a stream is cancelled by `close` only: each rank's
+        # garbage collector has a time of its own.
+        ends_alone = self.ranks.size == 1 or self._control.leads
+        dropped = self._abandoned if ends_alone else deque(maxlen=0)
+        return Stream(request, self.step, self._end_stream, dropped)
 
     def _end_stream(self, request: Request) -> None:
         """Cancel the request, now, or before the next step."""
@@ -597,11 +613,12 @@ class DynamicInferenceEngine:
         if self._control.leads:
             self._abandoned.append(request)
         else:
-            self._cancel(request)
+            with self._control.inside():
+                self._cancel(request)
 
     def _cancel_abandoned(self) -> None:
-        """Cancel the requests of dropped streams."""
-        while self._abandoned:
+        """Cancel the requests of dropped streams. Not while other ranks follow: `_tell` does it."""
+        while self._abandoned and not self._control.leads:
             self._cancel(self._abandoned.popleft())
 
     @exclusive
@@ -667,7 +684,7 @@ class DynamicInferenceEngine:
             raise RuntimeError(
                 f"lead() was called on rank {self.ranks.rank} of the model: call follow() there"
             )
-        with self._control.lead(self._state()):
+        with self._control.lead(self._state(), self._has_unanswered):
             try:
                 yield
             finally:
@@ -684,15 +701,27 @@ class DynamicInferenceEngine:
         """
         if self.ranks.is_first:
             raise RuntimeError("follow() was called on the first rank of the model: call lead()")
-        for name, args, kwargs in self._control.calls(self._state()):
+        for name, args, kwargs in self._control.calls(self._state(), self._has_unanswered):
+            call = getattr(self, name)
             try:
-                getattr(self, name)(*args, **kwargs)
+                call(*args, **kwargs)
             except Exception as error:
-                if self._control.has_failed or not (
-                    name != "_step_told" or isinstance(error, _RAISED_BY_ALL)
-                ):
+                is_everywhere = isinstance(error, RestoreFailedError) or getattr(
+                    call, "is_on_all_ranks", False
+                )
+                if self._control.has_failed or not is_everywhere:
+                    self._control.report(error)
                     raise
                 logger.info("%s() raised on all ranks: %s", name, error)
+
+    @property
+    def _has_unanswered(self) -> bool:
+        return bool(self.scheduler.waiting or self._num_running)
+
+    @property
+    def _num_running(self) -> int:
+        """Requests that run and are not answered yet."""
+        return len(self.scheduler.running) - len(self.scheduler.closing)
 
     def _state(self) -> tuple:
         """What ranks must have in common to go on together."""
@@ -700,7 +729,8 @@ class DynamicInferenceEngine:
             [request.request_id for request in requests]
             for requests in (self.scheduler.waiting, self.scheduler.running)
         )
-        return waiting, running, self.cache.digest(), self.is_suspended
+        next_id = self.request_builder.next_id
+        return waiting, running, next_id, self.cache.digest(), self.is_suspended
 
     def _add_told(self, spec: RequestSpec) -> None:
         samples = self.request_builder.make(spec)
@@ -802,10 +832,11 @@ class DynamicInferenceEngine:
             try:
                 with self.ranks.together("taking the memory of the cache again"):
                     self.memory.reacquire()
+                    self.memory.refill()
             except BaseException:
                 self.memory.release()
                 raise
-            self.memory.refill()
+            self.memory.keep(None)
             self.is_suspended = False
 
     # Cache folders, closing --------------------------------------------------------------------
@@ -872,7 +903,7 @@ class DynamicInferenceEngine:
         """
         self._refuse_suspended("clear_cache")
         self._cancel_abandoned()
-        running = len(self.scheduler.running) - len(self.scheduler.closing)
+        running = self._num_running
         if running or self.scheduler.waiting:
             raise RuntimeError(
                 f"{running} requests run and {len(self.scheduler.waiting)} wait: clear the cache "
@@ -888,14 +919,15 @@ class DynamicInferenceEngine:
             OSError: the folder could not be rewritten; it is unused from here on.
         """
         is_new_epoch = any(self.ranks.maximum([self._weights.has_changed()]))
-        try:
-            self.offload.clear()  # first: it waits for the loads into the pool
-        finally:
-            self.cache.clear()
-        self.memory.weights_changed(self.model.cache_requirements())
-        self._fingerprint = None
-        disk = self.offload.disk
-        made_for = self._made_for() if disk is not None else {}
+        with self.ranks.together("dropping what older weights computed"):
+            try:
+                self.offload.clear()  # first: it waits for the loads into the pool
+            finally:
+                self.cache.clear()
+            self.memory.weights_changed(self.model.cache_requirements())
+            self._fingerprint = None
+            disk = self.offload.disk
+            made_for = self._made_for() if disk is not None else {}
         self._weights.accept()
         self.output.epoch += is_new_epoch
         if disk is not None:

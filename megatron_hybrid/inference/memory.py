@@ -312,7 +312,6 @@ class CacheMemory:
         for tensor, (rows, kept) in zip(self._tensors, self._kept or ()):
             for part, data in zip(rows.split(_COPIED_ROWS), kept.split(_COPIED_ROWS)):
                 tensor.index_copy_(0, part, data.to(self.device))
-        self._kept = None
 
     # Copies ------------------------------------------------------------------------------------
 

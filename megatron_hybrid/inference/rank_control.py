@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron_hybrid.inference.rank_watch import RankWatch
+from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.ranks import RankError, Ranks
 
 S = TypeVar("S")
@@ -54,6 +55,11 @@ class RankControl:
         """Context of a call that needs the other ranks; see `RankWatch.inside`."""
         return self._watch.inside() if self._watch else nullcontext()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank."""
+        return self._watch is None
+
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and they have not."""
         if self._watch:
@@ -69,13 +75,14 @@ class RankControl:
         self._ranks.send(calls)
 
     @contextmanager
-    def lead(self, state: object) -> Iterator[None]:
-        """Context in which the first rank's calls are told. state: equal on all ranks."""
+    def lead(self, state: object, has_work: bool) -> Iterator[None]:
+        """Context in which the first rank's calls are told. state: equal on all ranks. has_work:
+        whether there are unanswered requests, which is refused."""
         if self._watch is None:
             yield
             return
         with self._watch.inside():
-            self._start("lead", state)
+            self._start("lead", state, has_work)
             self._queued = []
             try:
                 yield
@@ -85,10 +92,10 @@ class RankControl:
                     self.send()
                 self._queued = None
 
-    def calls(self, state: object) -> Iterator[tuple[str, tuple, dict]]:
-        """The first rank's calls, until it ends `lead`."""
+    def calls(self, state: object, has_work: bool) -> Iterator[tuple[str, tuple, dict]]:
+        """The first rank's calls, until it ends `lead`. Arguments as for `lead`."""
         with self.inside():
-            self._start("follow", state)
+            self._start("follow", state, has_work)
             self.follows = True
             try:
                 while True:
@@ -99,7 +106,7 @@ class RankControl:
             finally:
                 self.follows = False
 
-    def _start(self, role: str, state: object) -> None:
+    def _start(self, role: str, state: object, has_work: bool) -> None:
         said = self._ranks.gather((role, state))
         roles = [role for role, _ in said]
         if roles != ["lead"] + ["follow"] * (self._ranks.size - 1):
@@ -110,6 +117,11 @@ class RankControl:
             raise RankError(
                 "the ranks have cached or queued different things, so that they cannot follow the "
                 "first one: all of them must have made the same calls before"
+            )
+        if has_work:
+            raise RankError(
+                "requests are waiting or running, of which the first rank cannot tell the others: "
+                "lead() and follow() begin when all are answered or cancelled"
             )
 
     def close(self) -> None:
@@ -126,10 +138,12 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.ranks.size == 1:
             return method(self, *args, **kwargs)
-        with self._control.inside():
+        # Ctrl-C on one rank must not leave an exchange that the others are in.
+        with interrupts_wait(), self._control.inside():
             if self._control.leads:
                 self._tell(method.__name__, *args, **kwargs)
             with self.ranks.together(f"{method.__name__}()"):
                 return method(self, *args, **kwargs)
 
+    call.is_on_all_ranks = True
     return call

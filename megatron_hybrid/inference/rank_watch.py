@@ -22,7 +22,8 @@ from megatron_hybrid.ranks import Ranks
 GRACE_SECONDS = 5.0
 """Time to leave a collective by an error of its own, before the process is ended."""
 _BROKEN = (OSError, EOFError, dist.DistError)
-"""Errors of a connection that another rank has left."""
+_GLOO = ("gloo", "Connection")
+"""Errors of a connection that another rank has left, and words of those of gloo."""
 
 
 class RankFailedError(RuntimeError):
@@ -114,8 +115,9 @@ class RankWatch:
         self._watch.num_inside += 1
         try:
             yield
-        except (RuntimeError, OSError, EOFError) as error:
-            if type(error) is not RuntimeError and not isinstance(error, _BROKEN):
+        except Exception as error:
+            is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
+            if not (is_gloo or isinstance(error, _BROKEN)):
                 raise
             # A rank that ends breaks the collectives of the others before they are told why.
             end = time.monotonic() + 1.0

@@ -78,7 +78,7 @@ class RequestBuilder:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._model_defaults = model_defaults(getattr(tokenizer, "generation_config", {}))
-        self._next_id = 0
+        self.next_id = 0
 
     def build_all(self, prompts: Iterable[tuple]) -> list[list[Request]]:
         """Build the requests of several prompts from arguments of `build`; all or none.
@@ -86,12 +86,12 @@ class RequestBuilder:
         Raises:
             TypeError, ValueError: as `build`; the message names the prompt.
         """
-        first_id, groups = self._next_id, []
+        first_id, groups = self.next_id, []
         for index, arguments in enumerate(prompts):
             try:
                 groups.append(self.build(*arguments))
             except (TypeError, ValueError) as error:
-                self._next_id = first_id  # ids are seeds: a refusal must not change later draws
+                self.next_id = first_id  # ids are seeds: a refusal must not change later draws
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"prompt {index}: {error}") from None
         return groups
@@ -126,7 +126,7 @@ class RequestBuilder:
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
 
-        first_id, self._next_id = self._next_id, self._next_id + int(n)
+        first_id, self.next_id = self.next_id, self.next_id + int(n)
         seed = params.seed
         if seed is None:
             seed = (self.config.random_seed << 32) ^ first_id
@@ -147,7 +147,7 @@ class RequestBuilder:
 
     def make(self, spec: "RequestSpec") -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
-        self._next_id = max(self._next_id, spec.first_id + spec.n)  # ids are seeds
+        self.next_id = max(self.next_id, spec.first_id + spec.n)  # ids are seeds
         samples = []
         for index in range(spec.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)

@@ -431,6 +431,8 @@ class Fetches:
     def _end(self, fetch: Fetch, state: FetchState) -> None:
         fetch.state = state
         self.read_bytes -= fetch.read_bytes
+        if fetch.arrival is not None:
+            fetch.arrival.wait()  # it may have failed on another rank only, and still be written
         fetch.reads, fetch.arrival = [], None  # requests may outlive the fetch, its bytes must not
         fetch.tier.unpin(fetch.record)
         del self._fetches[fetch.record.key]

@@ -261,7 +261,9 @@ class Offload(CacheListener):
             self.poll()
             self._disk_accepts = True  # `flush` makes room
             if tier is self.disk:  # the disk may have space again
-                room = tier.used_bytes + self._ranks.minimum(tier.store.free_bytes())
+                with self._ranks.together("asking for the disk's space"):
+                    free = tier.store.free_bytes()
+                room = tier.used_bytes + self._ranks.minimum(free)
                 tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
@@ -377,19 +379,22 @@ def disk_tier(
 def _on_all_ranks(
     found: list[tuple[Record, bytes | None]], store: DiskStore, ranks: Ranks
 ) -> list[tuple[Record, bytes | None]]:
-    """The records that the folders of all ranks have, in the order and with the uses of the first
+    """The records that the folders of all ranks have, in the order and with the worth of the first
     rank's; the others are dropped. A crash leaves folders that differ."""
     if ranks.size == 1:
         return found
-    first, *others = ranks.gather([(record.key, record.uses) for record, _ in found])
-    common = {key for key, _ in first}.intersection(*({key for key, _ in o} for o in others))
+    first, *others = ranks.gather(
+        {record.key: (record.uses, record.saved_work, record.cost_bytes) for record, _ in found}
+    )
+    common = set(first).intersection(*others)
     own = {record.key: (record, parent) for record, parent in found}
     for key, (record, _) in own.items():
         if key not in common:
             store.drop(record)
     kept = []
-    for key, uses in first:
+    for key, worth in first.items():
         if key in common:
-            own[key][0].uses = uses
+            record = own[key][0]
+            record.uses, record.saved_work, record.cost_bytes = worth
             kept.append(own[key])
     return kept
