@@ -10,16 +10,18 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.request_builder import Prompt, RequestBuilder, RequestSpec
@@ -64,6 +66,8 @@ class Replicas:
             config = replace(config, cache_dir=Path(config.cache_dir) / f"replica-{self.number}")
         self.engine = DynamicInferenceEngine(model, tokenizer, config, ranks=ranks)
         self._index = None if self._leaders is None else RestorableIndex(self.engine.cache)
+        own = self.engine.request_builder
+        self._builder = RequestBuilder(own.config, own.cache, own.tokenizer, own.vocab_size)
 
     @property
     def is_first(self) -> bool:
@@ -76,10 +80,14 @@ class Replicas:
         are in `follow`."""
         if not self.is_first:
             raise RuntimeError("lead() was called on another rank than 0: call follow() there")
+        if self.engine.is_suspended:
+            raise EngineSuspendedError("lead() was called on a suspended engine: call resume()")
         front_end, replica_end = Pipe()
         thread = threading.Thread(target=self._run, args=(replica_end,), name="replica-0")
         thread.start()
-        front = Front(self.engine, [front_end, *self._leaders.connections])
+        # Ids go on from all earlier ones, since they are the seeds of requests without one.
+        self._builder.next_id = max(self._builder.next_id, self.engine.request_builder.next_id)
+        front = Front(self._builder, [front_end, *self._leaders.connections])
         try:
             yield front
         finally:
@@ -111,63 +119,85 @@ class Replicas:
         """Run the requests of a replica."""
         use_device_of(self.engine)
         running: dict[int, Request] = {}
+        failed: dict[int, Exception] = {}
         try:
             with self.engine.lead():
-                while self._take(front, running):
-                    if self.engine.has_work:
-                        front.send(self._step(running))
-        except (EOFError, BrokenPipeError):
-            raise RankFailedError("rank 0 of the job has ended") from None
+                while self._take(front, running, failed):
+                    if self.engine.has_work or failed:
+                        _tell(front, self._step(running, failed))
         except Exception as error:
-            front.send(error)
+            with suppress(RankFailedError):
+                _tell(front, RankFailedError(f"replica {self.number} has failed: {error!r}"))
             raise
-        front.send(None)
+        _tell(front, None)
 
-    def _take(self, front: Connection, running: dict[int, Request]) -> bool:
+    def _take(
+        self, front: Connection, running: dict[int, Request], failed: dict[int, Exception]
+    ) -> bool:
         """Take new requests and cancellations; wait for one if there is nothing else to do. False:
         it was the last message."""
-        while front.poll(0 if self.engine.has_work else None):
-            message = front.recv()
+        while True:
+            try:
+                if not front.poll(0 if self.engine.has_work or failed else None):
+                    return True
+                message = front.recv()
+            except (OSError, EOFError):
+                raise RankFailedError("rank 0 of the job has ended") from None
             if message is None:
                 for request in running.values():
                     self.engine.cancel(request)
                 return False
             if isinstance(message, RequestSpec):
-                running[message.first_id] = self.engine.add_spec(message)
+                try:
+                    running[message.first_id] = self.engine.add_spec(message)
+                except MemoryError as error:
+                    failed[message.first_id] = error
             elif message in running:
                 self.engine.cancel(running.pop(message))
-        return True
 
-    def _step(self, running: dict[int, Request]) -> _News:
-        failed: dict[int, Exception] = {}
+    def _step(self, running: dict[int, Request], failed: dict[int, Exception]) -> _News:
+        error, outputs = None, []
         try:
-            outputs = self.engine.step()
+            if self.engine.has_work:
+                outputs = self.engine.step()
         except RankFailedError:
             raise
-        except Exception as error:  # those that it ran, or the first one, get it
-            outputs = self.engine.take_outputs()
-            ran = [i for i, request in running.items() if request.report is not None]
-            failed = dict.fromkeys(ran or list(running)[:1], error)
-            for number in failed:
-                self.engine.cancel(running.pop(number))
+        except Exception as raised:
+            error, outputs = raised, self.engine.take_outputs()
         new = {output.request_id for output in outputs}
-        answered = [i for i, r in running.items() if all(sample.closed for sample in r.samples)]
         prefilled = [i for i, r in running.items() if i in new and r.num_generated == 1]
+        answered = [i for i, r in running.items() if all(sample.closed for sample in r.samples)]
         results = [running.pop(number).result() for number in answered]
-        return _News(self._index.delta(), prefilled, results, failed)
+        if error is not None:  # those that the step ran get it, or the first one
+            ran = [i for i, request in running.items() if request.report is not None]
+            for number in ran or list(running)[:1]:
+                self.engine.cancel(running.pop(number))
+                failed[number] = error
+        news = _News(self._index.delta(), prefilled, results, {})
+        for number, error in failed.items():  # of any class: it must be unpickled elsewhere
+            is_plain = type(error).__module__ == "builtins"
+            news.failed[number] = error if is_plain else RuntimeError(repr(error))
+        failed.clear()
+        return news
+
+
+def _tell(front: Connection, message: object) -> None:
+    try:
+        front.send(message)
+    except OSError:
+        raise RankFailedError("rank 0 of the job has ended") from None
 
 
 class Front:
     """Takes requests for all replicas; see `Replicas.lead`. Any thread may call it.
 
     Args:
-        engine: of the first replica, for the checks of arguments.
+        builder: checks the arguments; for this Front alone.
         replicas: connections to all of them.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, replicas: Sequence[Connection]):
-        own = engine.request_builder
-        self._builder = RequestBuilder(own.config, own.cache, own.tokenizer, own.vocab_size)
+    def __init__(self, builder: RequestBuilder, replicas: Sequence[Connection]):
+        self._builder = builder
         self._replicas = replicas
         self.router = Router(len(replicas))
         self.sent_to: dict[int, int] = {}
@@ -176,8 +206,14 @@ class Front:
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._receive, name="replicas", daemon=True)
-        self._thread.start()
+        self._outbox: SimpleQueue[tuple[Connection, object] | None] = SimpleQueue()
+        # Replicas may be slow to read: what waits to be sent must hold up no answer.
+        self._threads = [
+            threading.Thread(target=job, name=name, daemon=True)
+            for name, job in (("to-replicas", self._send), ("of-replicas", self._receive))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self,
@@ -210,7 +246,7 @@ class Front:
             self.sent_to[number] = route.replica
             future: Future[GenerationResult] = Future()
             self._futures[number] = future
-            self._replicas[route.replica].send(spec)
+            self._outbox.put((self._replicas[route.replica], spec))
         future.add_done_callback(partial(self._end_cancelled, number))
         return future
 
@@ -237,11 +273,10 @@ class Front:
         with self._lock:
             self._is_closed = True
             for replica in self._replicas:
-                try:
-                    replica.send(None)
-                except OSError as error:
-                    self._error = self._error or error
-        self._thread.join()
+                self._outbox.put((replica, None))
+            self._outbox.put(None)
+        for thread in self._threads:
+            thread.join()
         self._fail_all(RuntimeError("lead() has ended before this request was answered"))
 
     def _end_cancelled(self, number: int, future: Future) -> None:
@@ -251,20 +286,30 @@ class Front:
             if self._futures.pop(number, None) is not None:
                 self.router.note_done(number)
                 if not self._is_closed:
-                    self._replicas[self.sent_to.pop(number)].send(number)
+                    self._outbox.put((self._replicas[self.sent_to.pop(number)], number))
+
+    def _send(self) -> None:
+        """Until the front is closed."""
+        while (item := self._outbox.get()) is not None:
+            replica, message = item
+            with suppress(OSError):  # it is gone: `_receive` is told
+                replica.send(message)
 
     def _receive(self) -> None:
         """Until the last message of every replica, or a failure."""
         numbers = {replica: number for number, replica in enumerate(self._replicas)}
         while numbers:
             for replica in wait(list(numbers)):
+                number = numbers[replica]
                 try:
                     news = replica.recv()
+                    if isinstance(news, _News):
+                        self._note(number, news)
+                        continue
                 except (OSError, EOFError):
-                    news = RankFailedError(f"replica {numbers[replica]} has lost its first rank")
-                if isinstance(news, _News):
-                    self._note(numbers[replica], news)
-                    continue
+                    news = RankFailedError(f"replica {number} has lost its first rank")
+                except Exception as error:  # no future may wait for ever
+                    news = error
                 if news is not None:
                     with self._lock:
                         self._error = self._error or news

@@ -45,6 +45,10 @@ def tokens(results):
     return [[sample.generated_tokens for sample in result.samples] for result in results]
 
 
+def failing_step():
+    raise KeyError("a tokenizer's error")
+
+
 def serve(replicas):
     with replicas.lead() as front:
         given = converse(front)
@@ -56,10 +60,23 @@ def serve(replicas):
             front.submit([10**6])
     with pytest.raises(RuntimeError, match=r"lead\(\) has ended"):
         front.submit(CHATS[0])
+        with pytest.raises(ValueError, match="vocabulary"):
+            front.generate([CHATS[0], [10**6]])
     replicas.engine.update_weights()
     with replicas.lead() as front:
         again = front.generate(CHATS, greedy(6))
+        drawn = [front.generate([CHATS[0]], SAMPLED)[0].generated_tokens]
+    with replicas.lead() as front:  # an error of one step ends its own requests
+        drawn += [front.generate([CHATS[0]], SAMPLED)[0].generated_tokens]
+        step, replicas.engine.step = replicas.engine.step, failing_step
+        failed = [front.submit(random_tokens(40, seed=60 + i), greedy(2)) for i in range(4)]
+        errors = [repr(future.exception()) for future in failed]
+        replicas.engine.step = step
+        after = front.generate(CHATS, greedy(6))
     return {
+        "drawn": drawn,
+        "errors": errors,
+        "after": tokens(after),
         "tokens": [tokens(results) for results in given],
         "skipped": [[r.prefix.skipped_tokens for r in results] for results in given],
         "again": tokens(again),
@@ -83,6 +100,7 @@ def run_rank(rank, size, tp_size, folder):
         else:
             replicas.follow()
             replicas.engine.update_weights()
+            replicas.follow()
             replicas.follow()
         stats = replicas.engine.stats()
         given |= {key: stats[key] for key in ("leases", "prompt_tokens", "forward_tokens")}
@@ -140,6 +158,16 @@ def test_replicas_are_numbered_and_end_clean(by_rank):
         (index // per_replica, 2) for index in range(len(by_rank))
     ]
     assert all(rank["leases"] == 0 for rank in by_rank)
+
+
+def test_draws_go_on_where_an_earlier_lead_has_ended(by_rank):
+    first, second = by_rank[0]["drawn"]
+    assert first != second
+
+
+def test_a_step_that_fails_ends_its_own_requests(by_rank):
+    assert set(by_rank[0]["errors"]) <= {'KeyError("a tokenizer\'s error")', "None"}
+    assert by_rank[0]["after"] == by_rank[0]["again"]
 
 
 def test_one_replica_needs_no_other_process():
