@@ -55,11 +55,6 @@ class RankControl:
         """Context of a call that needs the other ranks; see `RankWatch.inside`."""
         return self._watch.inside() if self._watch else nullcontext()
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one rank."""
-        return self._watch is None
-
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and they have not."""
         if self._watch:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _allreduce_layernorm_grads
 from megatron.core.packed_seq_params import PackedSeqParams
-from sharded_tensors import pieces
+from sharded_tensors import pieces, whole
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
@@ -80,3 +80,21 @@ def assert_same_gradients(found, expected):
             rtol=0,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+def assert_close(value, expected, name=""):
+    """Within 1e-5 of the larger of 1 and the largest expected value."""
+    bound = 1e-5 * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(
+        value, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def assert_same_checkpoint(path, other, expected_pieces, pieces_of_ranks):
+    """Equal files in both folders, and equal tensors in core's distributed checkpoints."""
+    for file in ("config.json", "model.safetensors"):
+        assert (path / file).read_bytes() == (other / file).read_bytes()
+    expected, joined = whole(expected_pieces), whole(*pieces_of_ranks)
+    assert joined.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(joined[key][: len(tensor)], tensor), key  # ranks pad the vocabulary

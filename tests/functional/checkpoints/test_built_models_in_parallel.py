@@ -5,7 +5,7 @@ import stock_megatron
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 
 import megatron_hybrid as mh
 
@@ -95,10 +95,7 @@ def one_group_error():
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     given = {}
     for name, (pattern, fields) in MODELS.items():

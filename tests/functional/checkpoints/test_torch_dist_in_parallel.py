@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
@@ -52,10 +52,7 @@ def args_of(pattern, fields):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     for name, (pattern, fields, sizes) in LAYOUTS.items():
         tp, pp, ep = sizes
         parallel_state.destroy_model_parallel()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -51,10 +51,7 @@ async def serve(model):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=RANKS))
     load_checkpoint(model, folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -86,10 +86,7 @@ def serve(replicas):
 
 
 def run_rank(rank, size, tp_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{size}", rank=rank, world_size=size
-    )
+    join_ranks(rank, size, f"{folder}/rendezvous{size}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size)
     model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=tp_size))
     load_checkpoint(model, folder)

@@ -2,12 +2,11 @@
 log-probabilities and skipped tokens are those of one rank, in every layout."""
 
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -123,15 +122,7 @@ def page_bytes_of(model):
 
 
 def run_rank(rank, size, name, folder):
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/{name}.rendezvous"
-    dist.init_process_group(
-        "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
+    join_ranks(rank, size, f"{folder}/{name}.rendezvous")
     config = read_config(folder, **LAYOUTS[name])
     pp = config.pipeline_model_parallel_size
     stage = rank // (size // pp)

@@ -7,14 +7,13 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import rank_context, run_ranks
+from rank_processes import join_ranks, rank_context, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -236,14 +235,7 @@ SKIPPED = {
 
 
 def start(rank, folder, name):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/{name}.rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=120),
-    )
+    join_ranks(rank, RANKS, f"{folder}/{name}.rendezvous")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=RANKS))
     load_checkpoint(model, folder)
@@ -299,12 +291,18 @@ def dies(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def decides_otherwise(engine):
+    """A state that all ranks would save finds no memory in this one's books."""
+    engine.cache.reserve_checkpoint = mock.Mock(side_effect=NO_MEMORY)
+
+
 ENDS = {
     # Name: (rank that fails, how, whether its process lives on, whether the first rank is idle)
     "a following rank raises": (1, raises, False, False),
     "a following rank raises and stays": (1, raises, True, False),
     "a following rank dies": (1, dies, False, False),
     "a following rank dies while nothing runs": (1, dies, False, True),
+    "a following rank decides otherwise": (1, decides_otherwise, False, False),
     "the leading rank raises": (0, raises, False, False),
     "the leading rank dies": (0, dies, False, False),
 }
@@ -326,6 +324,8 @@ def run_to_the_end(rank, folder, name):
         return
     if idle:
         threading.Timer(1.0, fail).start()
+    elif fail is decides_otherwise:
+        fail(engine)
     elif failing_rank == 1:
         steps = iter(range(100))
         model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -125,10 +125,7 @@ def declared(rank: int):
 
 
 def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model, _ = load_pretrained(folder, tensor_model_parallel_size=RANKS)
     given = {mode: answers(model, mode) for mode in PREFIX_CACHING_MODES}

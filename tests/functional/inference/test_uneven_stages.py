@@ -1,13 +1,11 @@
 """Engines over two ranks whose parts have little in common, or are copies: answers are those of
 one rank."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -88,14 +86,7 @@ def refusals(model, rank):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     given = {}
     for name, (_, layout, fields) in MODELS.items():
         sizes = {key: value for key, value in layout.items() if key.endswith("_size")}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from door import MIB, LetterTokenizer, greedy_params
 from megatron.core import parallel_state
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -106,10 +106,7 @@ def refused_replicas():
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
+    join_ranks(rank, 2, f"{folder}/rendezvous")
     given = {}
     for name, layout in LAYOUTS.items():
         model = build_hybrid_model(read_config(folder, **layout))

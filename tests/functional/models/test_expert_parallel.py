@@ -15,7 +15,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from sharded_tensors import pieces, whole
+from sharded_tensors import pieces
+from split_models import assert_close, assert_same_checkpoint
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
@@ -227,13 +228,6 @@ def outcome(tmp_path_factory):
     return single, ranks, folder
 
 
-def assert_close(value, expected, name=""):
-    bound = 1e-5 * max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(
-        value, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_different_tokens_on_the_ranks(outcome, layout):
     single, ranks, _ = outcome
@@ -266,14 +260,12 @@ def test_the_same_tokens_on_all_ranks(outcome, layout):
 def test_checkpoints_are_those_of_one_process(outcome, layout):
     single, ranks, folder = outcome
     model = LAYOUTS[layout][0]
-    for file in ("config.json", "model.safetensors"):
-        path = folder / model
-        assert (path / file).read_bytes() == (path / layout / file).read_bytes()
-    expected = whole(single[model]["pieces"])
-    joined = whole(*(rank[layout]["pieces"] for rank in ranks))
-    assert joined.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(joined[key][: len(tensor)], tensor), key
+    assert_same_checkpoint(
+        folder / model,
+        folder / model / layout,
+        single[model]["pieces"],
+        [rank[layout]["pieces"] for rank in ranks],
+    )
 
 
 def test_folders_of_megatron_and_of_load_pretrained(outcome):

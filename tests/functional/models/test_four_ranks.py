@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from rank_processes import run_ranks
+from rank_processes import join_ranks, run_ranks
 from reference import greedy
 from sharded_tensors import pieces, whole
 from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
@@ -173,10 +173,7 @@ def uneven_world():
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     parallel_state.initialize_model_parallel(RANKS)
     results = {name: run_model(folder / name) for name in MODELS}
     for name in SPLIT_ROWS:

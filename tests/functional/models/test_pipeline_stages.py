@@ -12,7 +12,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from sharded_tensors import pieces, whole
+from sharded_tensors import pieces
+from split_models import assert_close, assert_same_checkpoint
 
 from megatron_hybrid.checkpoints.checkpoint import (
     full_state_dict,
@@ -200,13 +201,6 @@ def outcome(tmp_path_factory):
     return single, ranks, folder
 
 
-def assert_close(value, expected, name=""):
-    bound = 1e-5 * max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(
-        value, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_losses(outcome, layout):
     single, ranks, _ = outcome
@@ -260,13 +254,11 @@ def test_copies_start_equal(outcome, layout):
 def test_copies_are_saved_once(outcome, layout):
     single, ranks, folder = outcome
     model = LAYOUTS[layout][0]
-    for file in ("config.json", "model.safetensors"):
-        path = folder / model
-        assert (path / file).read_bytes() == (path / layout / file).read_bytes()
     state = ranks[0][layout]["state"]
     assert state.keys() == single[model]["state"].keys()
-    expected = whole(single[model]["pieces"])
-    joined = whole(*(rank[layout]["pieces"] for rank in ranks))
-    assert joined.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(joined[key][: len(tensor)], tensor), key
+    assert_same_checkpoint(
+        folder / model,
+        folder / model / layout,
+        single[model]["pieces"],
+        [rank[layout]["pieces"] for rank in ranks],
+    )
