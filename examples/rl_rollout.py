@@ -209,7 +209,8 @@ def run(updates: int = UPDATES) -> Iterator[Update]:
 
 
 def main() -> None:
-    if "LOCAL_RANK" in os.environ:
+    launched = "LOCAL_RANK" in os.environ
+    if launched:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -223,7 +224,8 @@ def main() -> None:
             print(update, flush=True)
     if prints:
         print(f"log-probabilities of rollouts and training differ by at most {error:.1e}")
-    if dist.is_initialized():
+    if launched:
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
