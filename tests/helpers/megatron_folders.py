@@ -4,12 +4,12 @@ from argparse import Namespace
 
 import torch
 import torch.distributed as dist
-from cpu_seam import cpu_seam
 from megatron.core import dist_checkpointing
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hybrid import compat
+from megatron_hybrid.training.cpu_seam import cpu_seam
 
 
 def megatron_args(**fields):

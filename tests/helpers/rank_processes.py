@@ -1,11 +1,16 @@
 """Processes for the ranks of a test, forked from one that has imported everything."""
 
 import multiprocessing
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from megatron_hybrid.training.cpu_seam import cpu_seam
 
 PRELOADED = ["megatron_hybrid.inference.engine", "megatron_hybrid.checkpoints.pretrained"]
 
@@ -33,3 +38,27 @@ def join_ranks(rank: int, num_ranks: int, rendezvous: str) -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=120),
     )
+
+
+def train_on_ranks(
+    work: Callable, num_ranks: int, folder: Path, *args: Any
+) -> list[tuple[Any, set]]:
+    """What `work(*args)` returns on each of as many new processes on gloo, under `cpu_seam`, and
+    which places of core asked for CUDA.
+
+    Args:
+        work: a function at the top of a module.
+        num_ranks: processes to start, of one thread each.
+        folder: an empty one, for the rendezvous and the results.
+        args: what can be pickled.
+    """
+    run_ranks(_train_rank, (num_ranks, folder, work, args), num_ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _train_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:
+    join_ranks(rank, num_ranks, f"{folder}/rendezvous")
+    with cpu_seam() as seam:
+        result = work(*args)
+    torch.save((result, seam.asked), folder / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -7,7 +7,6 @@ import pytest
 import stock_megatron
 import torch
 import torch.distributed as dist
-from cpu_seam import run_ranks
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
 from megatron.core.distributed import (
@@ -15,6 +14,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from rank_processes import train_on_ranks
 from sharded_tensors import pieces
 from split_models import assert_close, assert_same_checkpoint
 
@@ -224,7 +224,7 @@ def outcome(tmp_path_factory):
     fields = {**FIELDS, "layer_pattern": "*EE"}
     torch.manual_seed(4)
     save_megatron(build_hybrid_model(HybridConfig(**fields)), folder / "megatron")
-    ranks = [result for result, _ in run_ranks(run_all, RANKS, folder / "ranks", folder)]
+    ranks = [result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder)]
     return single, ranks, folder
 
 

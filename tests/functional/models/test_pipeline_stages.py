@@ -3,7 +3,6 @@ what one process gives under core's own schedule."""
 
 import pytest
 import torch
-from cpu_seam import run_ranks
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
 from megatron.core.distributed import (
@@ -12,6 +11,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from rank_processes import train_on_ranks
 from sharded_tensors import pieces
 from split_models import assert_close, assert_same_checkpoint
 
@@ -197,7 +197,7 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     single = {name: single_process(folder, name) for name in MODELS}
     (folder / "ranks").mkdir()
-    ranks = [result for result, _ in run_ranks(run_all, RANKS, folder / "ranks", folder)]
+    ranks = [result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder)]
     return single, ranks, folder
 
 

@@ -6,7 +6,6 @@ Core's own data parallelism, optimizers, schedules, clipping and distributed che
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_seam import cpu_seam, run_ranks
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -19,10 +18,12 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from rank_processes import train_on_ranks
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.training.cpu_seam import cpu_seam
 
 # Core calls torch by older names, and reads the gradients of views.
 pytestmark = pytest.mark.filterwarnings(
@@ -243,7 +244,7 @@ def ranks(folder):
     for layout in RUNS:
         rendezvous = folder / f"ranks_{layout}"
         rendezvous.mkdir()
-        results = run_ranks(run_layout, RANKS, rendezvous, layout, folder)
+        results = train_on_ranks(run_layout, RANKS, rendezvous, layout, folder)
         outcomes[layout] = [outcome for outcome, _ in results]
         asked.update(*(places for _, places in results))
     return outcomes, asked

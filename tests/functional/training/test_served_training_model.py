@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cpu_seam import cpu_seam
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     OptimizerConfig,
@@ -11,6 +10,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.transformer.module import Float16Module
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.training.cpu_seam import cpu_seam
 
 PROMPT = random_tokens(100)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

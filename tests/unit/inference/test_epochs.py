@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from cpu_seam import cpu_seam
 from differential import LogitsRecorder
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
@@ -17,6 +16,7 @@ from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.offload.fetch import FetchState
+from megatron_hybrid.training.cpu_seam import cpu_seam
 
 PROMPT, SECOND, THIRD = (random_tokens(100, seed=seed) for seed in range(3))
 PATTERNS = {"hybrid": "MG*-", "attention": "*-*-"}

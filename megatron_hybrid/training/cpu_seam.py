@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from operator import attrgetter
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
-import rank_processes
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid.compat import MEGATRON_CORE_VERSION
@@ -53,7 +50,8 @@ class Place:
             raise RuntimeError(
                 f"{self.module}.{self.function} of megatron-core "
                 f"{'.'.join(map(str, MEGATRON_CORE_VERSION))} has no `{self.text}`: core has "
-                "changed. Look where it asks now and correct PLACES in tests/helpers/cpu_seam.py."
+                "changed. Look where it asks now and correct PLACES in "
+                "megatron_hybrid/training/cpu_seam.py."
             )
 
 
@@ -161,7 +159,7 @@ class CpuSeam(TorchFunctionMode):
                 return True
         raise RuntimeError(
             f"{module}.{function} asks for CUDA by `{text}`, which PLACES does not have. If the "
-            "CPU serves as well, add it there, in tests/helpers/cpu_seam.py."
+            "CPU serves as well, add it there, in megatron_hybrid/training/cpu_seam.py."
         )
 
 
@@ -205,27 +203,3 @@ def cpu_seam() -> Iterator[CpuSeam]:
         stack.enter_context(mock.patch.object(DistributedOptimizer, set_states, fixed))
         stack.enter_context(seam)
         yield seam
-
-
-def run_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[tuple[Any, set]]:
-    """What `work(*args)` returns on each of as many new processes on gloo, and who asked for CUDA.
-
-    Args:
-        work: a function at the top of a module.
-        num_ranks: processes to start, of one thread each.
-        folder: an empty one, for the rendezvous and the results.
-        args: what can be pickled.
-    """
-    rank_processes.run_ranks(_run_rank, (num_ranks, folder, work, args), num_ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-
-
-def _run_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
-    )
-    with cpu_seam() as seam:
-        result = work(*args)
-    torch.save((result, seam.asked), folder / f"{rank}.pt")
-    dist.destroy_process_group()

@@ -1,10 +1,11 @@
-import cpu_seam
 import pytest
 import torch
-from cpu_seam import Place
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
+
+from megatron_hybrid.training import cpu_seam
+from megatron_hybrid.training.cpu_seam import Place
 
 
 def test_core_is_answered_with_the_cpu():
