@@ -6,6 +6,7 @@ tokenizer_config.json. Method names are those of megatron-core's tokenizers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -27,6 +28,9 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # of older checkpoints
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+# Its tokens tell apart tokenizers with the same vocabulary.
+_PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 
 # Sources of a tokenizer for `transformers` without tokenizer.json.
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
@@ -53,6 +57,7 @@ class Tokenizer:
         eod: see above.
         end_tokens: all ids that end an answer, `eod` first.
         bos: id of the token that begins a text; None: there is none.
+        pad: id of the token that fills rows; -1, as in megatron-core: there is none of its own.
         generation_config: see above; an engine's defaults of sampling, and written by `save`.
     """
 
@@ -77,6 +82,9 @@ class Tokenizer:
         self.eod = self.end_tokens[0] if self.end_tokens else None
         bos = self._named.get("bos_token")
         self.bos = None if bos is None else tokenizer.token_to_id(bos)
+        pad = self._named.get("pad_token")
+        pad = None if pad is None else tokenizer.token_to_id(pad)
+        self.pad = -1 if pad in (None, self.bos, *self.end_tokens) else pad
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike) -> Tokenizer:
@@ -161,6 +169,19 @@ class Tokenizer:
         """`vocab_size` without added tokens: a model may lack unused ones of these, such as a text
         model the token for images."""
         return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the vocabulary, of the end token and of the tokens of a text with all sorts of
+        characters: data made with one tokenizer are not for another."""
+        vocabulary = sorted(self._tokenizer.get_vocab().items())
+        content = vocabulary, self.eod, self.tokenize(_PROBE, add_special_tokens=False)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """What megatron-core's datasets keep of a tokenizer in the names of their caches."""
+        return {"class": type(self).__name__, "fingerprint": self.fingerprint}
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.

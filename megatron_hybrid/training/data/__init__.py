@@ -1,0 +1,1 @@
+"""Training data: datasets of token rows, and batches of packed sequences."""

@@ -1,0 +1,127 @@
+"""Batches of packed sequences, in an order that no layout of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+@dataclass
+class Batch:
+    """A micro-batch: one row of T = micro_batch_size * sequence_length tokens."""
+
+    tokens: Tensor
+    """int64 [1, T]."""
+    labels: Tensor
+    """int64 [1, T]: for each token the next one of its sequence; where there is none, any token."""
+    loss_mask: Tensor
+    """fp32 [1, T]: 1 where the label counts, else 0. It may be 0 throughout."""
+    lengths: list[int]
+    """Of the sequences in the row; their sum is T."""
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:
+        """Join rows of a dataset of `build_datasets`."""
+        tokens, labels, loss_mask = (
+            torch.cat([row[name] for row in rows])[None]
+            for name in ("tokens", "labels", "loss_mask")
+        )
+        return cls(tokens, labels, loss_mask, [n for row in rows for n in row["lengths"]])
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [1, T]: positions from the start of each sequence."""
+        device = self.tokens.device
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
+
+    def packed_seq_params(self, device: torch.device | str = "cpu") -> PackedSeqParams:
+        """Boundaries of the sequences, for the model. It reads them in host memory: on another
+        device it has to wait for it."""
+        boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        longest = max(self.lengths)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on a device."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            labels=self.labels.to(device),
+            loss_mask=self.loss_mask.to(device),
+        )
+
+    def cut(self, most: int) -> Batch:
+        """The same tokens in sequences of at most `most` tokens, for a warm-up of the sequence
+        length (Li et al. 2022, arXiv:2108.06084)."""
+        if most < 1:
+            raise ValueError(f"sequences are cut at {most} tokens; it must be 1 or more.")
+        pieces = ([*[most] * (n // most), n % most] for n in self.lengths)
+        return replace(self, lengths=[n for n in chain.from_iterable(pieces) if n])
+
+
+def batches(
+    dataset: Dataset,
+    *,
+    micro_batch_size: int,
+    global_batch_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    consumed_samples: int = 0,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """Micro-batches of one data-parallel rank.
+
+    A global batch is the next global_batch_size rows of the dataset in any layout: only who reads
+    which of them depends on it. So a run goes on with consumed_samples alone. Each global batch
+    gives every rank global_batch_size / (micro_batch_size * data_parallel_size) micro-batches. It
+    ends when the dataset has no whole global batch left.
+
+    Args:
+        consumed_samples: rows to leave out, of all ranks together.
+        workers: processes that read ahead; 0: rows are read when they are asked for.
+
+    Raises:
+        ValueError: the global batch does not divide over ranks and micro-batches, or the dataset
+            has no whole global batch left.
+    """
+    step = micro_batch_size * data_parallel_size
+    if step < 1 or global_batch_size < 1 or global_batch_size % step:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} must be a multiple of micro_batch_size "
+            f"{micro_batch_size} times the {data_parallel_size} data-parallel ranks."
+        )
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(f"data_parallel_rank {data_parallel_rank} is not of {data_parallel_size}.")
+    last = len(dataset) - global_batch_size
+    if not 0 <= consumed_samples <= last:
+        raise ValueError(
+            f"after {consumed_samples} of {len(dataset)} rows there is no global batch of "
+            f"{global_batch_size}: build the dataset with more samples."
+        )
+    own = data_parallel_rank * micro_batch_size
+    starts = (
+        first + own
+        for batch in range(consumed_samples, last + 1, global_batch_size)
+        for first in range(batch, batch + global_batch_size, step)
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=(list(range(start, start + micro_batch_size)) for start in starts),
+        collate_fn=Batch.of,
+        num_workers=workers,
+        generator=torch.Generator(),  # else it draws from torch's own
+    )
+    return iter(loader)

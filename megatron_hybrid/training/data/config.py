@@ -1,0 +1,133 @@
+"""DataFields: which datasets a training run reads, and how rows are made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any
+
+from megatron_hybrid.validation import is_int, is_number
+
+KINDS = ("pretraining", "sft")
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass
+class DataFields:
+    """Datasets by the prefix of their files, as `megatron-hybrid preprocess --output` writes them.
+
+    Either `blend` and `split`, or one blend for each split. A blend is a list of prefixes or of
+    pairs [weight, prefix]; rows are drawn in proportion to the weights, without weights in
+    proportion to the datasets' tokens.
+    """
+
+    sequence_length: int
+    """Tokens of a row."""
+
+    kind: str = "pretraining"
+    """"pretraining": documents are joined, and cut in rows. "sft": whole conversations are packed
+    in rows, with loss on the answers alone."""
+
+    blend: list = field(default_factory=list)
+    """The blend that is cut in training, validation and test data by `split`."""
+
+    split: str = "969,30,1"
+    """Parts of each dataset's documents for training, validation and test, in this order."""
+
+    train: list = field(default_factory=list)
+    """The blend to train on, in the place of `blend`."""
+
+    valid: list = field(default_factory=list)
+    """The blend to evaluate on while training."""
+
+    test: list = field(default_factory=list)
+    """The blend to evaluate on at the end."""
+
+    seed: int = 1234
+    """Seed of the order of documents and rows."""
+
+    reset_at_documents: bool = True
+    """The documents of a row do not see each other: attention, states, convolutions and positions
+    restart after each end-of-document token. Conversations never see each other."""
+
+    mask_end_of_document_loss: bool = True
+    """No loss where an end-of-document token would predict the next document's first token."""
+
+    cache_path: str | PathLike | None = None
+    """Folder for the order of rows, which is computed once. None: a folder `PREFIX/cache`."""
+
+    workers: int = 0
+    """Processes of each rank that read ahead; 0: the rank reads when it needs the data."""
+
+    def check(self) -> None:
+        """Raises ValueError if a field has an illegal value."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; use one of {KINDS}.")
+        limits = {"sequence_length": (1, 1 << 31), "seed": (0, 1 << 32), "workers": (0, 1 << 10)}
+        for name, (least, limit) in limits.items():
+            value = getattr(self, name)
+            if not is_int(value) or not least <= value < limit:
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a whole number from {least} to {limit - 1}."
+                )
+        for name in ("reset_at_documents", "mask_end_of_document_loss"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        blends = {name: getattr(self, name) for name in ("blend", *SPLITS)}
+        for name, entries in blends.items():
+            parse_blend(name, entries)
+        given = [name for name in SPLITS if blends[name]]
+        if bool(self.blend) == bool(given):
+            raise ValueError(
+                f"give either blend (with split), or train, valid and test; got {given or 'none'}"
+                f"{' beside blend' if self.blend else ''}."
+            )
+        parse_split(self.split)
+
+
+def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | None]:
+    """Prefixes, and their weights if they have any.
+
+    Raises:
+        ValueError: an entry is neither a prefix nor a pair, or some have weights and others not.
+    """
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise ValueError(f"{name} is {entries!r}; it must be a list of prefixes.")
+    pairs = [_parse_entry(name, entry) for entry in entries]
+    prefixes = [prefix for _, prefix in pairs]
+    weights = [weight for weight, _ in pairs if weight is not None]
+    if weights and len(weights) != len(prefixes):
+        raise ValueError(
+            f"{name} has weights for {len(weights)} of {len(prefixes)} datasets; give all or none."
+        )
+    return prefixes, weights or None
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[float | None, str]:
+    weight, prefix = None, entry
+    if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
+        weight, prefix = entry
+        if not is_number(weight) or not 0 < weight < math.inf:
+            raise ValueError(f"{name} has the weight {weight!r}; it must be a number above 0.")
+        weight = float(weight)
+    if not isinstance(prefix, (str, PathLike)) or not fspath(prefix):
+        raise ValueError(f"{name} has the entry {entry!r}; use a prefix, or [weight, prefix].")
+    return weight, fspath(prefix)
+
+
+def parse_split(split: str) -> list[float]:
+    """The parts for training, validation and test, whose sum is 1.
+
+    Raises:
+        ValueError: not one to three numbers, or all are 0.
+    """
+    number = r"\s*(?:\d+\.?\d*|\.\d+)\s*"
+    if not isinstance(split, str) or not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):
+        raise ValueError(f"split is {split!r}; use three numbers, as in '969,30,1'.")
+    parts = [*map(float, split.split(",")), 0.0, 0.0][:3]
+    if not sum(parts):
+        raise ValueError(f"split is {split!r}; one part at least must be above 0.")
+    return [part / sum(parts) for part in parts]

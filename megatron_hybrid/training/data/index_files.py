@@ -1,0 +1,165 @@
+"""Files of a dataset: megatron-core's PREFIX.bin and PREFIX.idx, and beside them PREFIX.json, which
+says what made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
+
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+ANSWERS = ".answers"
+"""Added to the prefix: for each conversation the [start, end) of its answers, int32."""
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+_AGAIN = "Remove it, and run `megatron-hybrid preprocess` again."
+
+
+@dataclass(frozen=True)
+class Description:
+    """Content of PREFIX.json."""
+
+    kind: str
+    """"pretraining" or "sft", as in `DataFields`."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    vocab_size: int
+    end_token: int | None
+    """Id of the token that ends a document; None: the tokenizer has none."""
+    documents: int
+    """Or conversations."""
+    tokens: int
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def description_path(prefix: str | os.PathLike) -> Path:
+    return Path(f"{os.fspath(prefix)}.json")
+
+
+def read_description(prefix: str) -> Description | None:
+    """None: the dataset has no description. Megatron's own tools write none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = description_path(prefix)
+    if not path.exists():
+        return None
+    try:
+        return Description(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a dataset: {error}. {_AGAIN}") from error
+
+
+def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: bool) -> np.ndarray:
+    """Check a dataset's files against each other and against the tokenizer.
+
+    Args:
+        kind: "pretraining" or "sft".
+        ends_documents: whether documents must end with the tokenizer's `eod`.
+
+    Returns:
+        Tokens of each document, int32.
+
+    Raises:
+        ValueError: a file is missing, torn or empty, or was made with another tokenizer or for
+            another kind of training.
+    """
+    lengths = _check_index(prefix)
+    found = read_description(prefix)
+    if found is not None:
+        _check_description(prefix, found, tokenizer, kind, lengths)
+    elif kind == "sft":
+        raise ValueError(f"{description_path(prefix)} is missing: {prefix} is not a dataset of sft")
+    if kind == "sft":
+        spans = _check_index(prefix + ANSWERS)
+        if len(spans) != len(lengths):
+            raise ValueError(
+                f"{prefix}{ANSWERS}.idx has {len(spans)} conversations, {prefix}.idx has "
+                f"{len(lengths)}. {_AGAIN}"
+            )
+    if ends_documents and kind == "pretraining":
+        _check_ends(prefix, tokenizer, lengths)
+    return lengths
+
+
+def _check_index(prefix: str) -> np.ndarray:
+    """Lengths of the sequences of an indexed dataset whose two files are whole."""
+    idx, bin_ = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
+    for path, other in ((idx, bin_), (bin_, idx)):
+        if not path.is_file():
+            beside = f", though {other} does: the dataset is not whole" if other.exists() else ""
+            raise ValueError(
+                f"{path} does not exist{beside}. Run `megatron-hybrid preprocess ... --output "
+                f"{prefix.removesuffix(ANSWERS)}`, or correct the prefix."
+            )
+    size = idx.stat().st_size
+    with idx.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise ValueError(f"{idx} is not the index of a dataset ({size} bytes). {_AGAIN}")
+        _, _, code, sequences, documents = _HEADER.unpack(header)
+        expected = _HEADER.size + 12 * sequences + 8 * documents
+        if size < expected:
+            raise ValueError(f"{idx} has {size} bytes of {expected}: it is cut off. {_AGAIN}")
+        lengths = np.fromfile(file, np.int32, sequences)
+    total = int(lengths.sum(dtype=np.int64))
+    if not total:
+        raise ValueError(f"{prefix} has no tokens: its input was empty.")
+    expected, size = total * DType.size(code), bin_.stat().st_size
+    if size != expected:
+        raise ValueError(
+            f"{bin_} has {size} bytes, {expected} belong to the {total} tokens of {idx}. {_AGAIN}"
+        )
+    return lengths
+
+
+def _check_description(
+    prefix: str, found: Description, tokenizer: Tokenizer, kind: str, lengths: np.ndarray
+) -> None:
+    path = description_path(prefix)
+    if found.kind != kind:
+        option = "with" if kind == "sft" else "without"
+        raise ValueError(
+            f"{prefix} was made for {found.kind}, not for {kind}: make it anew {option} --chat."
+        )
+    if found.tokenizer != tokenizer.fingerprint:
+        raise ValueError(
+            f"{prefix} was made with another tokenizer: {path} has the fingerprint "
+            f"{found.tokenizer} ({found.vocab_size} tokens), the model's tokenizer has "
+            f"{tokenizer.fingerprint} ({tokenizer.vocab_size} tokens). Make it anew with "
+            "`megatron-hybrid preprocess --tokenizer` and the model's tokenizer."
+        )
+    counts = len(lengths), int(lengths.sum(dtype=np.int64))
+    if (found.documents, found.tokens) != counts:
+        raise ValueError(
+            f"{path} tells of {found.documents} documents and {found.tokens} tokens, {prefix}.idx "
+            f"of {counts[0]} and {counts[1]}: they are of different runs. {_AGAIN}"
+        )
+
+
+def _check_ends(prefix: str, tokenizer: Tokenizer, lengths: np.ndarray) -> None:
+    remedy = "Make it anew with --append-eod, or set reset_at_documents to False."
+    if tokenizer.eod is None:
+        raise ValueError(
+            "the tokenizer has no end-of-document token, so the documents of a row cannot be told "
+            "apart. Give it an eos_token in tokenizer_config.json, or set reset_at_documents to "
+            "False."
+        )
+    with open(get_idx_path(prefix), "rb") as file:
+        code = _HEADER.unpack(file.read(_HEADER.size))[2]
+    tokens = np.memmap(get_bin_path(prefix), DType.dtype_from_code(code), mode="r")
+    first = lengths[np.flatnonzero(lengths)[0]]
+    for what, last in (("first", tokens[first - 1]), ("last", tokens[-1])):
+        if last != tokenizer.eod:
+            raise ValueError(
+                f"the {what} document of {prefix} ends with token {last}, not with the "
+                f"end-of-document token {tokenizer.eod}. {remedy}"
+            )

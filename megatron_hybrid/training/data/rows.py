@@ -1,0 +1,127 @@
+"""Datasets of rows: megatron-core's, with the lengths of the sequences in each row."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from megatron_hybrid.training.data.index_files import ANSWERS
+from megatron_hybrid.training.data.packing import pack
+
+logger = logging.getLogger(__name__)
+
+
+class DocumentRows(GPTDataset):
+    """Rows cut from joined documents. With `config.reset_attention_mask` each piece of a document
+    is a sequence of its own, else the row is one."""
+
+    def __getitem__(self, index: int | None) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        tokens = item["tokens"]
+        _check_tokens(tokens, self.config, self.dataset_path)
+        ends = []
+        if self.config.reset_attention_mask:
+            ends = (torch.nonzero(tokens == self.config.tokenizer.eod).flatten() + 1).tolist()
+        if not ends or ends[-1] < len(tokens):
+            ends.append(len(tokens))
+        row = {name: item[name] for name in ("tokens", "labels", "loss_mask")}
+        return {**row, "lengths": np.diff([0, *ends]).tolist()}
+
+
+class Conversations:
+    """Tokens of conversations, and which of them are answers."""
+
+    def __init__(self, prefix: str):
+        self.tokens = IndexedDataset(prefix)
+        self.answers = IndexedDataset(prefix + ANSWERS)
+
+    def get(self, index: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first tokens of a conversation, int64, and for each whether it is of an answer."""
+        tokens = self.tokens.get(index, 0, num_tokens).astype(np.int64)
+        is_answer = np.zeros(num_tokens, dtype=bool)
+        for start, end in self.answers[index].reshape(-1, 2):
+            is_answer[start:end] = True
+        return tokens, is_answer
+
+
+class ConversationRows(MegatronDataset):
+    """Rows packed with whole conversations, in another order in each epoch.
+
+    A conversation of n tokens is a sequence of n - 1: each token but the last predicts the next
+    one. Of conversations longer than a row the beginning is used. What is left of a row is a
+    sequence of padding.
+    """
+
+    def __init__(
+        self,
+        dataset: Conversations,
+        dataset_path: str,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ):
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        lengths = np.asarray(dataset.tokens.sequence_lengths)[indices] - 1
+        self.indices, lengths = indices[lengths > 0], lengths[lengths > 0]
+        self.num_truncated = int((lengths > config.sequence_length).sum())
+        """Conversations that are longer than a row."""
+        if self.num_truncated:
+            logger.warning(
+                "%s: %d of %d conversations are cut off after %d tokens, the sequence_length.",
+                *(dataset_path, self.num_truncated, len(lengths), config.sequence_length),
+            )
+        self.lengths = np.minimum(lengths, config.sequence_length)
+        self.rows: list[np.ndarray] = []
+        """Places in `indices` of the conversations of each row."""
+        epoch = 0
+        while not epoch or len(self.rows) < (num_samples or 0):
+            seed = [config.random_seed, index_split.value, epoch]
+            self.rows += pack(self.lengths, config.sequence_length, np.random.RandomState(seed))
+            epoch += 1
+
+    @staticmethod
+    def numel_low_level_dataset(dataset: Conversations) -> int:
+        return len(dataset.tokens)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Conversations:
+        return Conversations(dataset_path)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        size = self.config.sequence_length
+        padding = max(self.config.tokenizer.pad, 0)
+        tokens, labels = (torch.full((size,), padding) for _ in range(2))
+        loss_mask = torch.zeros(size)
+        start, lengths = 0, []
+        for place in self.rows[index]:
+            length = int(self.lengths[place])
+            piece, is_answer = self.dataset.get(self.indices[place], length + 1)
+            part = slice(start, start + length)
+            tokens[part], labels[part] = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:])
+            loss_mask[part] = torch.from_numpy(is_answer[1:]).float()
+            lengths.append(length)
+            start += length
+        if start < size:
+            lengths.append(size - start)
+        _check_tokens(tokens, self.config, self.dataset_path)
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "lengths": lengths}
+
+
+def _check_tokens(tokens: Tensor, config: GPTDatasetConfig, prefix: str) -> None:
+    if (highest := int(tokens.max())) >= config.tokenizer.vocab_size:
+        raise ValueError(
+            f"{prefix} has token {highest}, the tokenizer has {config.tokenizer.vocab_size}: it "
+            "was made with another tokenizer. Make it anew with `megatron-hybrid preprocess`."
+        )

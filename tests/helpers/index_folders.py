@@ -1,0 +1,47 @@
+"""Datasets of a test, written by megatron-core's own builder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.data.index_files import ANSWERS, Description, description_path
+
+
+def write_index(prefix: Path | str, items: Sequence[Sequence[int]], dtype=np.uint16) -> None:
+    """PREFIX.bin and PREFIX.idx."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for item in items:
+        builder.add_item(torch.tensor(item, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer) -> str:
+    """A dataset for pretraining, as preprocess writes it. Returns its prefix."""
+    write_index(prefix, documents)
+    _describe(prefix, "pretraining", documents, tokenizer)
+    return str(prefix)
+
+
+def write_conversations(
+    prefix: Path,
+    conversations: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[tuple[int, int]]],
+    tokenizer: Tokenizer,
+) -> str:
+    """A dataset of sft; answers: [start, end) in the tokens of each conversation."""
+    write_index(prefix, conversations)
+    flat = [[place for span in spans for place in span] for spans in answers]
+    write_index(f"{prefix}{ANSWERS}", flat, np.int32)
+    _describe(prefix, "sft", conversations, tokenizer)
+    return str(prefix)
+
+
+def _describe(prefix: Path, kind: str, documents: Sequence, tokenizer: Tokenizer) -> None:
+    tokens = sum(map(len, documents))
+    sizes = tokenizer.vocab_size, tokenizer.eod, len(documents), tokens
+    Description(kind, tokenizer.fingerprint, *sizes).write(description_path(prefix))

@@ -1,0 +1,92 @@
+"""Batches: the same rows in any layout, resumed at any row."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from megatron_hybrid.training.data.batches import Batch, batches
+
+
+class Numbered(Dataset):
+    """Row i is filled with i; its sequences are of i % 7 + 1 tokens and of the rest."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        tokens = torch.full((8,), i)
+        lengths = [n for n in (i % 7 + 1, 7 - i % 7) if n]
+        return {"tokens": tokens, "labels": -tokens, "loss_mask": torch.ones(8), "lengths": lengths}
+
+
+def read(size, rank=0, ranks=1, **more):
+    found = batches(
+        Numbered(),
+        micro_batch_size=size,
+        global_batch_size=12,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+        **more,
+    )
+    return [batch.tokens[0, ::8].tolist() for batch in found]
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 1), (1, 4), (2, 3), (6, 2)])
+def test_every_layout_reads_the_same_global_batches(size, ranks):
+    by_rank = [read(size, rank, ranks) for rank in range(ranks)]
+    steps = 12 // (size * ranks)
+    assert {len(own) for own in by_rank} == {4 * steps}
+    for step in range(4):
+        own = slice(step * steps, (step + 1) * steps)
+        samples = [i for rank in by_rank for micro_batch in rank[own] for i in micro_batch]
+        assert sorted(samples) == list(range(step * 12, step * 12 + 12))
+
+
+def test_a_run_goes_on_where_it_stopped():
+    assert read(3, consumed_samples=24) == read(3)[8:]
+    assert read(2, 1, 2, consumed_samples=12) == read(2, 1, 2)[3:]
+
+
+def test_reading_ahead_changes_nothing():
+    assert read(3, workers=2) == read(3)
+
+
+def test_reading_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    read(3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_is_one_row_of_sequences():
+    batch = Batch.of([Numbered()[i] for i in (2, 6, 9)])
+    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape == (1, 24)
+    assert batch.lengths == [3, 5, 7, 1, 3, 5]
+    params = batch.packed_seq_params()
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8, 15, 16, 19, 24] and params.max_seqlen_q == 7
+    assert params.cu_seqlens_q.dtype == torch.int32 and params.qkv_format == "thd"
+    positions = [i for n in batch.lengths for i in range(n)]
+    assert batch.position_ids.tolist() == [positions]
+
+
+def test_sequences_are_cut_without_moving_a_token():
+    batch = Batch.of([Numbered()[i] for i in (2, 6)])
+    cut = batch.cut(3)
+    assert cut.lengths == [3, 3, 2, 3, 3, 1, 1] and torch.equal(cut.tokens, batch.tokens)
+    assert batch.cut(8).lengths == batch.lengths
+    with pytest.raises(ValueError, match="cut at 0 tokens"):
+        batch.cut(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"micro_batch_size": 5}, "global_batch_size 12 must be a multiple of micro_batch_size 5"),
+        ({"data_parallel_rank": 2}, "data_parallel_rank 2 is not of 2"),
+        ({"consumed_samples": 39}, "after 39 of 50 rows there is no global batch of 12"),
+        ({"consumed_samples": -1}, "after -1 of 50"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, match):
+    good = {"micro_batch_size": 3, "global_batch_size": 12, "data_parallel_size": 2}
+    with pytest.raises(ValueError, match=match):
+        batches(Numbered(), **{**good, **arguments})
