@@ -120,7 +120,7 @@ class RankWatch:
             if not (is_gloo or isinstance(error, _BROKEN)):
                 raise
             # A rank that ends breaks the collectives of the others before they are told why.
-            end = time.monotonic() + 1.0
+            end = time.monotonic() + GRACE_SECONDS
             while self._watch.failure is None and time.monotonic() < end:
                 time.sleep(0.01)
             self._check(error)

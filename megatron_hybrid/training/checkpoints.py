@@ -1,0 +1,220 @@
+"""Checkpoints of a training run: folders of megatron-core's distributed format, whole or not there.
+
+A save fills `iter_0000100.saving` and renames it to `iter_0000100` once all of it is on disk, so a
+crash at any moment leaves the checkpoints before it as they were. A file beside the tensors lists
+the sizes of all others; a folder that does not have them is torn, and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.files import replace_file
+from megatron_hybrid.training.fields import Fields
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest_checkpointed_iteration.txt"
+"""File with the newest step, as Megatron-LM has it."""
+_FILES = "files.json"
+_SAVING = ".saving"
+_NAME = re.compile(r"iter_(\d{7,})")
+
+OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""Metadata by which core names an optimizer's states after parameters, for any layout."""
+
+
+@dataclass
+class CheckpointFields(Fields):
+    """When a run saves, and how much it keeps."""
+
+    every_steps: int = 1000
+    """0: at the end alone."""
+
+    keep: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+
+    asynchronous: bool = True
+    """Write in a process of its own while the training goes on."""
+
+    def check(self) -> None:
+        """See `Fields.check`."""
+        self.require_at_least(0, "every_steps", "keep")
+
+
+class Checkpoints:
+    """The checkpoints in one folder, shared by all ranks.
+
+    Args:
+        folder: where they lie; made with the first one.
+        keep: newest ones that a save leaves; 0: all.
+        asynchronous: whether `save` returns while files are written.
+    """
+
+    def __init__(self, folder: Path, keep: int = 0, asynchronous: bool = False):
+        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        self._queue = AsyncCallsQueue()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint; every rank calls it.
+
+        Args:
+            step: its number.
+            state: sharded, see `megatron.core.dist_checkpointing`.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.finish()  # one at a time
+        target = self.folder / f"iter_{step:07d}"
+        partial = target.with_name(target.name + _SAVING)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        request.add_finalize_fn(lambda: self._complete(step, partial, target))
+        if self.asynchronous:
+            self._queue.schedule_async_request(request)
+        else:
+            request.execute_sync()
+
+    def poll(self) -> None:
+        """Complete a save whose files are written; every rank calls it after each step."""
+        if self._queue.get_num_unfinalized_calls():
+            self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the save under way and complete it; every rank calls it."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def _complete(self, step: int, partial: Path, target: Path) -> None:
+        if dist.get_rank() == 0:
+            sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+            (partial / _FILES).write_text(json.dumps(sizes))
+            for path in [*partial.iterdir(), partial]:
+                _flush(path)
+            if target.exists():  # a torn one, or of a run that was taken up before it
+                shutil.rmtree(target)
+            os.replace(partial, target)
+            _flush(self.folder)
+            replace_file(self.folder / LATEST, lambda path: path.write_text(str(step)))
+            self._prune()
+        dist.barrier()
+
+    def _prune(self) -> None:
+        whole = [path for _, path in self._steps() if why_torn(path) is None]
+        for path in whole[self.keep :] if self.keep else ():
+            # Renamed first: what is half removed must not look whole.
+            doomed = path.with_name(path.name + _SAVING)
+            os.replace(path, doomed)
+            shutil.rmtree(doomed)
+
+    def _steps(self) -> Iterator[tuple[int, Path]]:
+        """(step, folder), newest first, whole or not."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = [(int(m[1]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
+        yield from sorted(found, reverse=True)
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, the same on all ranks, which all call it. Torn ones are
+        named in a warning."""
+        found: list[Path | None] = [None]
+        if dist.get_rank() == 0:
+            for path in self.folder.glob(f"iter_*{_SAVING}"):
+                logger.warning("%s is a save that was not finished: passed over", path)
+            for _, path in self._steps():
+                if (why := why_torn(path)) is None:
+                    found = [path]
+                    break
+                logger.warning("%s is torn, %s: passed over", path, why)
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+
+def why_torn(path: Path) -> str | None:
+    """What is missing of a checkpoint's files; None if it is whole."""
+    try:
+        sizes = json.loads((path / _FILES).read_text())
+    except (OSError, ValueError):
+        return f"{_FILES} is missing or broken"
+    for name, size in sizes.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} of {size} bytes"
+    return None
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return dist_checkpointing.load_common_state_dict(str(path))
+    except Exception as error:
+        raise CheckpointError(f"{path} is no checkpoint of a training run: {error}") from error
+
+
+def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill a sharded state with a checkpoint's values; every rank calls it.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    try:
+        with torch.no_grad():  # core writes into views of the parameters
+            return dist_checkpointing.load(state, str(path))
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+
+
+def random_state() -> ShardedObject:
+    """This rank's random generators, as a part of a state to save or load."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    state["tracker"] = get_cuda_rng_tracker().get_states()
+    size = dist.get_world_size()
+    return ShardedObject(f"random_state_of_{size}", state, (size,), (dist.get_rank(),))
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if state["tracker"]:
+        get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _flush(path: Path) -> None:
+    """To the disk, so that a rename cannot overtake what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,322 @@
+"""Optimizers of megatron-core over a model, and the schedules of their rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_hybrid.training.fields import Fields
+
+DECAYS = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+@dataclass
+class OptimizerFields(Fields):
+    """The optimizer, its rates and their schedules. Counts are of optimizer steps."""
+
+    name: Literal["adam", "muon", "sgd"] = "adam"
+    """AdamW (that of Transformer Engine or apex where there is one), SGD, or Muon (Jordan et al.
+    2024) for the weight matrices of the layers and AdamW for all else."""
+
+    learning_rate: float = 3e-4
+    """The highest one, reached after the warm-up."""
+
+    min_learning_rate: float = 0.0
+    """That of the last step."""
+
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0, linearly."""
+
+    decay: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """How the rate falls between warm-up and end. `WSD` (warm-up, stable, decay) is constant up to
+    the last `decay_steps`, over which it falls linearly."""
+
+    decay_steps: int | None = None
+    """Of `WSD`."""
+
+    weight_decay: float = 0.1
+    """Decoupled. Embeddings and the matrices of the layers decay; vectors, norms, convolutions and
+    the constants of recurrent layers do not."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the end, to which it rises linearly; None: constant."""
+
+    beta1: float = 0.9
+    """Of Adam."""
+
+    beta2: float = 0.95
+    """Of Adam."""
+
+    epsilon: float = 1e-8
+    """Of Adam."""
+
+    momentum: float = 0.95
+    """Of Muon and of SGD."""
+
+    clip_gradient: float = 1.0
+    """Largest norm of the gradient over all parameters and ranks; 0: not clipped."""
+
+    distributed: bool = False
+    """Split the optimizer's states over the data-parallel ranks."""
+
+    def check(self) -> None:
+        """See `Fields.check`."""
+        self.require_one_of("name", "adam", "muon", "sgd")
+        self.require_one_of("decay", *DECAYS)
+        self.require_positive("learning_rate", "epsilon")
+        self.require_at_least(
+            0, "min_learning_rate", "warmup_steps", "weight_decay", "clip_gradient", "momentum"
+        )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate is {self.min_learning_rate}, above the learning_rate of "
+                f"{self.learning_rate}."
+            )
+        if (self.decay == "WSD") != (self.decay_steps is not None):
+            raise ValueError(
+                f"decay is {self.decay!r} and decay_steps is {self.decay_steps}: WSD alone has, "
+                "and needs, steps of its own to decay in."
+            )
+        if self.end_weight_decay is not None and self.end_weight_decay < self.weight_decay:
+            raise ValueError(
+                f"end_weight_decay is {self.end_weight_decay}, but weight decay starts at "
+                f"{self.weight_decay} and can only rise."
+            )
+        if self.name != "muon":
+            return
+        if self.distributed:
+            raise ValueError(
+                "optimizer muon with distributed=true: Muon needs the whole momentum of a matrix, "
+                "and the distributed optimizer splits it at any element. Use distributed=false, or "
+                "adam."
+            )
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"optimizer muon needs torch.optim.Muon of torch 2.9, this is {torch.__version__}. "
+                "Install a newer torch, or use adam."
+            )
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], fields: OptimizerFields
+) -> ChainedOptimizer:
+    """megatron-core's optimizers over a model's trainable parameters; every rank calls it.
+
+    Args:
+        chunks: the model, wrapped for data parallelism.
+        fields: as checked.
+
+    Raises:
+        ValueError: Muon for matrices that are cut over tensor-parallel ranks.
+    """
+    model_config = chunks[0].config
+    is_low = model_config.params_dtype != torch.float32
+    if fields.name == "muon" and model_config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            "optimizer muon with tensor_model_parallel_size="
+            f"{model_config.tensor_model_parallel_size}: Muon orthogonalises whole matrices, and "
+            "these are cut. Use data or pipeline parallelism, or adam."
+        )
+    config = OptimizerConfig(
+        optimizer="sgd" if fields.name == "sgd" else "adam",
+        lr=fields.learning_rate,
+        min_lr=fields.min_learning_rate,
+        weight_decay=fields.weight_decay,
+        adam_beta1=fields.beta1,
+        adam_beta2=fields.beta2,
+        adam_eps=fields.epsilon,
+        sgd_momentum=fields.momentum,
+        clip_grad=fields.clip_gradient,
+        bf16=model_config.params_dtype == torch.bfloat16,
+        fp16=model_config.params_dtype == torch.float16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=fields.distributed,
+    )
+    if fields.distributed:
+        return get_megatron_optimizer(config, list(chunks), _NO_DECAY)
+    # A mixed-precision optimizer of core cannot save the states of a parameter that is fp32 in the
+    # model, so these have one of their own.
+    precisions = [(config, model_config.params_dtype)] if is_low else []
+    precisions.append((replace(config, bf16=False, fp16=False), torch.float32))
+    optimizers: list[MegatronOptimizer] = []
+    for own, dtype in precisions:
+
+        def is_own(name: str, parameter: nn.Parameter, dtype: torch.dtype = dtype) -> bool:
+            return parameter.dtype == dtype
+
+        def is_muons(name: str, parameter: nn.Parameter) -> bool:
+            return fields.name == "muon" and is_layer_matrix(name, parameter)
+
+        with _only(chunks, lambda n, p: is_own(n, p) and not is_muons(n, p)):
+            optimizers += get_megatron_optimizer(own, list(chunks), _NO_DECAY).chained_optimizers
+        if fields.name == "muon":
+            matrices = [
+                parameter
+                for chunk in chunks
+                for name, parameter in chunk.named_parameters()
+                if parameter.requires_grad and is_own(name, parameter) and is_muons(name, parameter)
+            ]
+            optimizers.append(_muon(matrices, own, fields, chunks[0].module.pg_collection))
+    for optimizer in optimizers:
+        optimizer.config = config  # core chains those of one config
+    return ChainedOptimizer(optimizers)
+
+
+def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a weight matrix of a layer, as Muon updates it: neither of the
+    embedding and the output layer, nor a constant of a recurrent layer such as `A_log`."""
+    is_outside = any(part in name for part in ("embedding", "output_layer"))
+    return parameter.dim() == 2 and name.endswith("weight") and not is_outside
+
+
+def _decays(parameter: nn.Parameter, name: str) -> bool:
+    """Whether weight decay applies: to matrices, of experts also stacked, but not to those of a
+    convolution and to constants of recurrent layers."""
+    is_stacked = parameter.dim() == 3 and ".experts." in name
+    return name.rpartition(".")[2].startswith("weight") and (parameter.dim() == 2 or is_stacked)
+
+
+_NO_DECAY = {
+    ParamKey(
+        with_name_predicate=ParamWithNamePredicate(
+            name="no_decay", fn=lambda parameter, name: not _decays(parameter, name)
+        )
+    ): ParamGroupOverride(wd_mult=0.0)
+}
+
+
+@contextmanager
+def _only(
+    chunks: Sequence[nn.Module], wanted: Callable[[str, nn.Parameter], bool]
+) -> Iterator[None]:
+    """Freeze all other parameters, which core then leaves out, in here."""
+    others = [
+        parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not wanted(name, parameter)
+    ]
+    for parameter in others:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad = True
+
+
+def _muon(
+    matrices: list[nn.Parameter],
+    config: OptimizerConfig,
+    fields: OptimizerFields,
+    groups: ProcessGroupCollection,
+) -> MegatronOptimizer:
+    """torch's Muon in core's wrapper. Its updates are scaled to the size of Adam's, so that both
+    share a learning rate (Liu et al. 2025)."""
+
+    def init_states(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    optimizer = None
+    if matrices:
+        group = {
+            "params": matrices,
+            "is_expert_parallel": False,
+            "default_config": True,
+            "wd_mult": 1.0,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "max_lr": config.lr,
+            "min_lr": config.min_lr,
+        }
+        optimizer = torch.optim.Muon(
+            [group],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=fields.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    if config.bf16 or config.fp16:
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_states)
+    else:
+        wrapped = FP32Optimizer(optimizer, config, init_states)
+    wrapped.grad_stats_parallel_group = groups.mp
+    wrapped.tp_group = groups.tp
+    return wrapped
+
+
+def build_schedule(
+    optimizer: MegatronOptimizer, fields: OptimizerFields, steps: int
+) -> OptimizerParamScheduler:
+    """The learning rate and weight decay of each of `steps` steps; call its `step(1)` before each.
+
+    Raises:
+        ValueError: warm-up and decay do not fit the steps.
+    """
+    needed = fields.warmup_steps + (fields.decay_steps or 0)
+    if needed > steps or fields.warmup_steps >= steps:
+        raise ValueError(
+            f"warmup_steps={fields.warmup_steps} and decay_steps={fields.decay_steps} need more "
+            f"than the {steps} steps of the run."
+        )
+    final = fields.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=fields.learning_rate,
+        min_lr=fields.min_learning_rate,
+        lr_warmup_steps=fields.warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style=fields.decay,
+        start_wd=fields.weight_decay,
+        end_wd=fields.weight_decay if final is None else final,
+        wd_incr_steps=steps,
+        wd_incr_style="constant" if final is None else "linear",
+        wsd_decay_steps=fields.decay_steps,
+        lr_wsd_decay_style="linear",
+    )
+
+
+@torch.no_grad()
+def update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
+    """Clip the gradients and update the model, unless a gradient is not finite.
+
+    Returns:
+        Whether the model was updated, and the norm of the gradient before it was clipped; both are
+        the same on all ranks.
+    """
+    overflows = optimizer.prepare_grads()  # fp16's loss scale falls then
+    norm = float(optimizer.get_grad_norm())
+    if overflows or not math.isfinite(norm):
+        return False, norm
+    limit = optimizer.config.clip_grad
+    for part in optimizer.chained_optimizers:
+        if limit > 0 and not part.is_stub_optimizer and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return True, norm

@@ -1,0 +1,189 @@
+"""Recipes: all that a training run's result depends on, in a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_hybrid.models.config.hybrid_config import SAVED_FIELDS, HybridConfig
+from megatron_hybrid.training.checkpoints import CheckpointFields
+from megatron_hybrid.training.data.config import DataFields
+from megatron_hybrid.training.fields import Fields, check_known
+from megatron_hybrid.training.optimizer import OptimizerFields
+from megatron_hybrid.training.reports import ReportFields
+
+RECIPES = Path(__file__).parent / "recipes"
+"""The recipes in the package, which go by their names."""
+
+
+@dataclass
+class RunFields(Fields):
+    """The run: its length, its batches, and how it is watched."""
+
+    steps: int = 1000
+    """Optimizer steps; the schedules of rates end with them."""
+
+    stop_at_step: int | None = None
+    """Save and end here, as if the run had been stopped; None: at the last step."""
+
+    micro_batch_size: int = 1
+    """Rows in a forward pass of a rank."""
+
+    global_batch_size: int = 1
+    """Rows in an optimizer step, over all ranks: those of a rank that do not fit into a micro-batch
+    come one after the other, and their gradients add up."""
+
+    seed: int = 1234
+    """Of the initial weights, of the order of the data and of dropout."""
+
+    eval_every_steps: int = 0
+    """Steps between two evaluations; 0: none."""
+
+    eval_batches: int = 10
+    """Global batches of validation data in an evaluation, always the same ones."""
+
+    max_skipped_steps: int = 10
+    """Steps in a row without a finite gradient, which are skipped; the next one ends the run."""
+
+    short_length: int | None = None
+    """Longest sequence in the first `short_length_steps` steps: rows are cut into such pieces,
+    which is cheaper, and learns no less (Li et al. 2022); None: all steps have whole rows."""
+
+    short_length_steps: int = 0
+    """See `short_length`."""
+
+    overlap_gradients: bool = False
+    """Reduce gradients over data-parallel ranks during the backward pass."""
+
+    def check(self) -> None:
+        """See `Fields.check`."""
+        self.require_positive("steps", "micro_batch_size", "global_batch_size", "eval_batches")
+        self.require_at_least(0, "eval_every_steps", "max_skipped_steps", "seed")
+        self.require_at_least(1, "stop_at_step", "short_length")
+        if (self.short_length is None) != (self.short_length_steps == 0):
+            raise ValueError(
+                f"short_length is {self.short_length} and short_length_steps is "
+                f"{self.short_length_steps}: set both, or none."
+            )
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size is {self.global_batch_size}, no multiple of micro_batch_size="
+                f"{self.micro_batch_size}."
+            )
+
+
+@dataclass
+class Recipe:
+    """A training run. Each section is a dataclass; its fields are documented there."""
+
+    model: dict[str, Any]
+    """Fields of HybridConfig, values as in config.json; `vocab_size` defaults to the tokenizer's.
+    With `pretrained`, a folder for `load_pretrained`, the fields replace those of that model."""
+    tokenizer: str
+    """A folder with a tokenizer, or "demo"."""
+    data: DataFields
+    run: RunFields = field(default_factory=RunFields)
+    optimizer: OptimizerFields = field(default_factory=OptimizerFields)
+    checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
+    reports: ReportFields = field(default_factory=ReportFields)
+
+    @classmethod
+    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+        """Read a recipe.
+
+        Args:
+            source: a YAML file, or the name of a recipe in the package.
+            overrides: as `run.steps=100`; values are YAML.
+
+        Raises:
+            ValueError: no such recipe, no YAML, or keys or values that are not legal.
+        """
+        path = Path(source)
+        if not path.is_file() and (shipped := RECIPES / f"{source}.yaml").is_file():
+            path = shipped
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            names = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
+            raise ValueError(
+                f"{source} cannot be read as a recipe ({error}). Name a YAML file, or a recipe of "
+                f"the package: {names}."
+            ) from error
+        values = _parse(text, str(path))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} has no sections: a recipe is a mapping.")
+        for override in overrides:
+            _override(values, override)
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe of nested mappings.
+
+        Raises:
+            ValueError: keys or values that are not legal.
+        """
+        check_known("the recipe", values, (one.name for one in dataclasses.fields(cls)))
+        for name in ("model", "tokenizer", "data"):
+            if name not in values:
+                raise ValueError(f"the recipe has no section {name!r}, which every run needs.")
+        model, tokenizer = values["model"], values["tokenizer"]
+        if not isinstance(model, Mapping):
+            raise ValueError(f"model is {model!r}; it must be a section with fields.")
+        check_known("model", model, ["pretrained", *_MODEL_FIELDS])
+        if not isinstance(tokenizer, str):
+            raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
+        recipe = cls(
+            dict(model),
+            tokenizer,
+            DataFields.of("data", values["data"]),
+            RunFields.of("run", values.get("run")),
+            OptimizerFields.of("optimizer", values.get("optimizer")),
+            CheckpointFields.of("checkpoints", values.get("checkpoints")),
+            ReportFields.of("reports", values.get("reports")),
+        )
+        return recipe
+
+    def model_config(self, vocab_size: int) -> HybridConfig:
+        """The model's configuration, without a pretrained one.
+
+        Args:
+            vocab_size: of the tokenizer.
+
+        Raises:
+            ValueError: fields that no model has.
+        """
+        model = {"vocab_size": vocab_size, **self.model}
+        architecture = {name: model.pop(name) for name in SAVED_FIELDS if name in model}
+        return HybridConfig.from_dict(architecture, **model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested mappings for `of`, with all defaults."""
+        return dataclasses.asdict(self)
+
+
+_MODEL_FIELDS = [one.name for one in dataclasses.fields(HybridConfig)]
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is no YAML: {error}") from error
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, name = key.split(".")
+    if not equals or not name:
+        raise ValueError(f"{override!r} is no override: write section.field=value.")
+    for section in sections:
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise ValueError(f"{override!r}: {section} has no fields.")
+        values = values[section]
+    values[name] = _parse(text, override)

@@ -1,0 +1,177 @@
+"""What a training run tells: a line on the terminal, a log of JSON lines, tensorboard, a plot."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_hybrid.training.fields import Fields
+
+LOG = "log.jsonl"
+
+_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "B200": 2250.0, "A100": 312.0}
+"""Dense bf16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets."""
+
+
+@dataclass
+class ReportFields(Fields):
+    """What is logged, and how often."""
+
+    every_steps: int = 10
+    """Steps whose mean makes a line."""
+
+    tensorboard: bool = False
+    """Write events for tensorboard, too; needs the package `tensorboard`."""
+
+    peak_tflops: float | None = None
+    """Of one device in the model's dtype, for the FLOPs utilisation; None: by the device's name,
+    and on an unknown one there is no utilisation."""
+
+    def check(self) -> None:
+        """See `Fields.check`."""
+        self.require_positive("every_steps")
+        if self.peak_tflops is not None:
+            self.require_positive("peak_tflops")
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of one device at best; None where it is not known."""
+        if self.peak_tflops is not None:
+            return self.peak_tflops * 1e12
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        found = [peak for part, peak in _PEAK_TFLOPS.items() if part in name]
+        return found[0] * 1e12 if found else None
+
+
+class Reports:
+    """Writes what the first rank of a run tells.
+
+    Args:
+        folder: of the run.
+        fields: see there.
+        steps: of the run, for the bar.
+        step: done already; what the log has behind it, of a run that was taken up again, goes.
+        console: default stderr. Without a terminal each report is a line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fields: ReportFields,
+        steps: int,
+        step: int = 0,
+        console: Console | None = None,
+    ):
+        self.path = folder / LOG
+        self.console = console or Console(stderr=True, highlight=False)
+        self._writer = _tensorboard(folder, step) if fields.tensorboard else None
+        kept = [record for record in read_log(self.path) if record.get("step", 0) <= step]
+        self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._bar = Progress(
+            TextColumn("{task.fields[note]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=step, note="")
+        self._bar.start()
+
+    def write(self, step: int, line: str, **values: Any) -> None:
+        """Report a step.
+
+        Args:
+            step: the steps that are done.
+            line: for the terminal.
+            values: for the log and tensorboard.
+        """
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            if self._writer is not None and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._bar.update(self._task, completed=step)
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def advance(self, step: int, note: str) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=step, note=note)
+
+    def close(self) -> None:
+        """End the bar and flush."""
+        self._bar.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a log; none where there is no file. A last line that a crash cut is left."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def plot_losses(folder: Path, picture: Path) -> None:
+    """Plot training and validation losses of a run's log against the tokens read.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = read_log(folder / LOG)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for key, name, style in (
+        ("loss", "training", {"lw": 1, "color": "#7aa6c2"}),
+        ("eval_loss", "validation", {"lw": 1.6, "marker": "o", "ms": 3, "color": "#c0504d"}),
+    ):
+        points = [(record["tokens"] / 1e6, record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points), label=name, **style)
+    axes.set(xlabel="tokens read (millions)", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+class Stopwatch:
+    """Tokens and seconds since the last report."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self.tokens, self.flops, self._start = 0, 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "reports.tensorboard=true needs the package tensorboard: pip install tensorboard, or "
+            "leave it at false"
+        ) from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

@@ -1,0 +1,183 @@
+"""Optimizers over a model of one rank, against torch's own on the same gradients."""
+
+import math
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.optimizer import (
+    OptimizerFields,
+    build_optimizer,
+    build_schedule,
+    is_layer_matrix,
+    update,
+)
+
+CONFIG = dict(
+    layer_pattern="M-*E",
+    hidden_size=32,
+    num_attention_heads=2,
+    vocab_size=40,
+    ffn_hidden_size=48,
+    mamba_head_dim=8,
+    mamba_state_dim=8,
+    mamba_num_groups=1,
+    num_moe_experts=2,
+    moe_ffn_hidden_size=16,
+    init_method_std=0.2,
+)
+RATE, DECAY = 1e-2, 0.1
+UNDECAYED = {"A_log", "D", "dt_bias", "bias"}
+
+
+@pytest.fixture(autouse=True)
+def seam():
+    with cpu_seam() as seam:
+        yield seam
+
+
+def wrapped(dtype=torch.float32, distributed=False, **fields):
+    config = HybridConfig(**{**CONFIG, **fields}, params_dtype=dtype)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+    )
+    return DistributedDataParallel(config, ddp_config, build_hybrid_model(config))
+
+
+def fields(**values):
+    return OptimizerFields.of(
+        "optimizer",
+        {"learning_rate": RATE, "weight_decay": DECAY, "decay": "constant", **values},
+    )
+
+
+def backward(chunk, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(CONFIG["vocab_size"], (1, 24), generator=generator)
+    chunk.zero_grad_buffer()
+    chunk(ids[:, :-1], labels=ids[:, 1:].contiguous()).mean().backward()
+    chunk.finish_grad_sync()
+
+
+def decays(name, parameter):
+    is_matrix = parameter.dim() == 2 or ".experts." in name
+    return is_matrix and name.rpartition(".")[2] not in UNDECAYED
+
+
+def torch_optimizers(mains, is_muon):
+    matrices = [p for n, p in mains.items() if is_muon and is_layer_matrix(n, p)]
+    others = {n: p for n, p in mains.items() if all(p is not one for one in matrices)}
+    groups = [
+        {"params": [p for n, p in others.items() if decays(n, p) == own], "weight_decay": decay}
+        for own, decay in ((True, DECAY), (False, 0.0))
+    ]
+    optimizers = [torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                lr=RATE,
+                weight_decay=DECAY,
+                momentum=0.95,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return optimizers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "distributed"), [("adam", False), ("adam", True), ("muon", False)]
+)
+def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
+    chunk = wrapped(dtype, distributed)
+    optimizer = build_optimizer([chunk], fields(name=name, distributed=distributed))
+    build_schedule(optimizer, fields(name=name), steps=10).step(1)
+    parameters = dict(chunk.module.named_parameters())
+    mains = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in parameters.items()}
+    assert any(p.dtype == torch.float32 for p in parameters.values())
+    reference = torch_optimizers(mains, name == "muon")
+    for step in range(3):
+        backward(chunk, step)
+        for n, parameter in parameters.items():
+            mains[n].grad = parameter.main_grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(mains.values(), 1.0)
+        updated, own_norm = update(optimizer)
+        assert updated and own_norm == pytest.approx(norm.item(), rel=1e-5)
+        for one in reference:
+            one.step()
+        for n, parameter in parameters.items():
+            # One of the two may round up where the other rounds down.
+            rtol = 1e-5 if parameter.dtype == torch.float32 else 2**-7
+            expected = mains[n].to(parameter.dtype)
+            torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-6, msg=n)
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing():
+    chunk = wrapped()
+    optimizer = build_optimizer([chunk], fields())
+    backward(chunk, 0)
+    next(chunk.module.parameters()).main_grad.view(-1)[3] = math.nan
+    before = [p.detach().clone() for p in chunk.module.parameters()]
+    updated, norm = update(optimizer)
+    assert not updated and math.isnan(norm)
+    assert all(torch.equal(one, p) for one, p in zip(before, chunk.module.parameters()))
+    backward(chunk, 0)
+    assert update(optimizer)[0]
+    assert all(torch.isfinite(p).all() for p in chunk.module.parameters())
+
+
+def rates(optimizer, schedule, steps):
+    found = []
+    for _ in range(steps):
+        schedule.step(1)
+        group = next(group for group in optimizer.param_groups if group["wd_mult"])
+        found.append((group["lr"], group["weight_decay"]))
+    return found
+
+
+def test_rates_rise_stay_and_fall():
+    chosen = fields(
+        decay="WSD", warmup_steps=4, decay_steps=5, min_learning_rate=1e-3, end_weight_decay=0.2
+    )
+    optimizer = build_optimizer([wrapped()], chosen)
+    found = rates(optimizer, build_schedule(optimizer, chosen, 20), 20)
+    learning_rates = [rate for rate, _ in found]
+    assert learning_rates[:4] == pytest.approx([RATE / 4, RATE / 2, 3 * RATE / 4, RATE])
+    assert learning_rates[4:15] == pytest.approx([RATE] * 11)
+    assert learning_rates[15:] == pytest.approx([8.2e-3, 6.4e-3, 4.6e-3, 2.8e-3, 1e-3])
+    assert [decay for _, decay in found] == pytest.approx([0.1 + 0.005 * i for i in range(1, 21)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "lion"}, "optimizer: name is 'lion'; use one of adam, muon, sgd"),
+        ({"name": "muon", "distributed": True}, "splits it at any element"),
+        ({"decay": "WSD"}, "decay_steps is None"),
+        ({"decay_steps": 5}, "WSD alone has"),
+        ({"learning_rate": 0}, "learning_rate is 0; it must be positive"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; it must be a number"),
+        ({"min_learning_rate": 1.0}, "above the learning_rate"),
+        ({"learning_rat": 1.0}, "no field 'learning_rat'. Near it: learning_rate"),
+        ({"distributed": 1}, "distributed is 1; it must be true or false"),
+    ],
+)
+def test_a_field_without_a_legal_value_is_refused(values, message):
+    with pytest.raises(ValueError) as error:
+        fields(**values)
+    assert message in str(error.value)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    assert fields(learning_rate="3e-4").learning_rate == 3e-4
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    optimizer = build_optimizer([wrapped()], fields())
+    with pytest.raises(ValueError, match="more than the 5 steps"):
+        build_schedule(optimizer, fields(warmup_steps=6), 5)
