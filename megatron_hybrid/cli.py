@@ -120,6 +120,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     convert.set_defaults(command=_convert)
 
+    train = commands.add_parser(
+        "train",
+        help="train a model by a recipe; on many GPUs under torchrun",
+        description="Train by a recipe. A run that was stopped goes on from its newest checkpoint.",
+        epilog="On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_hybrid train RECIPE",
+        formatter_class=_Formatter,
+    )
+    train.add_argument("recipe", help="a YAML file, or the name of a recipe in the package")
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="SECTION.FIELD=VALUE",
+        help="values in the place of the recipe's, such as run.steps=100",
+    )
+    train.add_argument(
+        "--folder", help="of the run (default: runs/ and the recipe's name in this folder)"
+    )
+    train.set_defaults(command=_train)
+
     plan = commands.add_parser(
         "plan",
         help="memory of a model: KV, states, largest batch, what a cache holds",
@@ -296,6 +315,13 @@ def _convert(options: argparse.Namespace) -> int:
     )
     print(f"wrote {options.target}")
     return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megatron_hybrid.training.run import train
+
+    folder = options.folder or Path("runs") / Path(options.recipe).stem
+    return train(options.recipe, options.overrides, Path(folder))
 
 
 def _plan(options: argparse.Namespace) -> int:

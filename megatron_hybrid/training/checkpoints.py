@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        with _quiet():
+            request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         request.add_finalize_fn(lambda: self._complete(step, partial, target))
         if self.asynchronous:
             self._queue.schedule_async_request(request)
@@ -186,7 +189,7 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: it does not fit.
     """
     try:
-        with torch.no_grad():  # core writes into views of the parameters
+        with torch.no_grad(), _quiet():  # core writes into views of the parameters
             return dist_checkpointing.load(state, str(path))
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
@@ -209,6 +212,14 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if state["tracker"]:
         get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Core calls torch by older names, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _flush(path: Path) -> None:

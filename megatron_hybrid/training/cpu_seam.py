@@ -82,6 +82,7 @@ PLACES = [
         "optimizer.optimizer",
         ("FP32Optimizer.__init__", DEVICE),
         ("MixedPrecisionOptimizer.__init__", DEVICE),
+        ("Float16OptimizerWithFloat16Params.__init__", TYPE),  # which parameters are bf16 of CUDA
         ("MegatronOptimizer.has_grad_norm_group", DEVICE, NEW),
     ),
     *_places(  # sums, and that gradients are fp32 of CUDA
@@ -105,6 +106,12 @@ PLACES = [
     *_places(
         "dist_checkpointing.strategies.filesystem_async",
         ("FileSystemWriterAsync.preload_tensors", SYNCHRONIZE),  # after copies to the host
+    ),
+    *_places(  # saves that go on beside the training: whether all ranks have written
+        "dist_checkpointing.strategies.async_utils",
+        ("AsyncCaller.sync_all_async_calls", CURRENT),
+        ("TemporalAsyncCaller.schedule_async_call", SYNCHRONIZE),
+        ("AsyncCallsQueue.maybe_finalize_async_calls", CURRENT),
     ),
 ]
 

@@ -28,6 +28,10 @@ class Fields:
             raise ValueError(f"{section} is {values!r}; it must be a section with fields.")
         values = dict(values or {})
         check_known(section, values, (field.name for field in dataclasses.fields(cls)))
+        for field in dataclasses.fields(cls):
+            defaults = (field.default, field.default_factory)
+            if field.name not in values and set(defaults) == {dataclasses.MISSING}:
+                raise ValueError(f"{section} needs the field {field.name!r}.")
         try:
             fields = cls(**values)
             fields.check_types()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -320,3 +320,19 @@ def update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
             clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
     optimizer.step_with_ready_grads()
     return True, norm
+
+
+def fill_step_counts(state: dict[Any, Any], updates: int) -> None:
+    """Give the loaded states of every Adam the number of updates. Core saves that of the optimizers
+    of the first pipeline stage, where one of them, such as that of the experts, may be empty.
+
+    Args:
+        state: of `ChainedOptimizer.load_state_dict`.
+        updates: steps that changed the model.
+    """
+    if not isinstance(states := state.get("state"), dict):
+        for part in state.values():
+            if isinstance(part, dict):
+                fill_step_counts(part, updates)
+    elif any(isinstance(one, dict) and "exp_avg" in one for one in states.values()):
+        states.setdefault("common_step", torch.tensor(float(updates)))

@@ -27,20 +27,25 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.checkpoints.pretrained import load_tokenizer, model_folder
+from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.ranks import fail_together
-from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.training import checkpoints
 from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
-from megatron_hybrid.training.optimizer import build_optimizer, build_schedule, update
+from megatron_hybrid.training.optimizer import (
+    build_optimizer,
+    build_schedule,
+    fill_step_counts,
+    update,
+)
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports, Stopwatch
 
@@ -132,6 +137,7 @@ class Trainer:
                 0,
             ),
         )
+        config.calculate_per_token_loss = True  # a micro-batch counts by its labels; DDP reads it
         self.chunk = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -143,7 +149,6 @@ class Trainer:
         )
         config.finalize_model_grads_func = _finalize_gradients
         config.no_sync_func = self.chunk.no_sync
-        config.calculate_per_token_loss = True  # a micro-batch counts by its labels
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
@@ -313,7 +318,6 @@ class Trainer:
         return {
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
-            "schedule": self.schedule.state_dict(),
             "progress": asdict(self.progress),
             "config": self.model.config.to_dict(),
             "data": self._data_identity(),
@@ -344,10 +348,12 @@ class Trainer:
             del state["random_state"]
         state = checkpoints.load(path, state)
         self.chunk.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.num_steps = state["schedule"]["num_steps"]
-        self.schedule.step(0)
         self.progress = Progress(**state["progress"])
+        updates = self.progress.step - self.progress.skipped_steps
+        fill_step_counts(state["optimizer"], updates)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.num_steps = self.progress.step
+        self.schedule.step(0)
         if same_ranks:
             checkpoints.set_random_state(state["random_state"])
 
@@ -482,13 +488,12 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
     folder = model_folder(recipe.tokenizer)
-    tokenizer = load_tokenizer(folder, None)
-    if tokenizer is None:
+    if find_tokenizer(folder) is None:
         raise ValueError(
             f"tokenizer is {recipe.tokenizer!r}, but there is no tokenizer.json in {folder}. Name "
             "the folder of a tokenizer, or 'demo'."
         )
-    return tokenizer
+    return Tokenizer.from_folder(folder)
 
 
 def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:

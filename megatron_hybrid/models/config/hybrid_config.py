@@ -80,7 +80,7 @@ class HybridConfig(
                 f"{len(symbols)} layers. Leave num_layers out: it follows from the pattern."
             )
         self.num_layers = len(symbols)
-        check_types(type(self), {name: getattr(self, name) for name in _SAVED_FIELDS})
+        check_types(type(self), {name: getattr(self, name) for name in SAVED_FIELDS})
         ArchitectureFields.check(self)
         split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
         check_unsupported(self)
@@ -186,7 +186,7 @@ class HybridConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """The architecture as JSON-able values: what `config.json` of a checkpoint holds."""
-        values = _encode({name: getattr(self, name) for name in _SAVED_FIELDS})
+        values = _encode({name: getattr(self, name) for name in SAVED_FIELDS})
         values["layer_overrides"] = {
             layers: _encode(fields) for layers, fields in self.layer_overrides.items()
         }
@@ -202,10 +202,10 @@ class HybridConfig(
         Raises:
             ValueError: an unknown key, or a value that no config takes.
         """
-        unknown = sorted(set(values) - set(_SAVED_FIELDS))
+        unknown = sorted(set(values) - set(SAVED_FIELDS))
         if unknown:
             raise ValueError(
-                f"config has the unknown key {unknown[0]!r}. Known: {', '.join(_SAVED_FIELDS)}."
+                f"config has the unknown key {unknown[0]!r}. Known: {', '.join(SAVED_FIELDS)}."
             )
         fields = _decode(values)
         if "layer_overrides" in fields:
@@ -257,7 +257,7 @@ def _fields_of(kind: type[FieldGroup]) -> tuple[str, ...]:
 _LAYER_FIELDS = _fields_of(LayerFields)
 """Keys that `layer_overrides` accepts."""
 
-_SAVED_FIELDS = _fields_of(ModelFields) + _LAYER_FIELDS
+SAVED_FIELDS = _fields_of(ModelFields) + _LAYER_FIELDS
 """Keys of config.json: the architecture and its numerics, nothing of a particular run."""
 
 _FOLLOWERS = {

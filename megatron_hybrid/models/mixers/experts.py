@@ -117,11 +117,11 @@ class Experts(nn.Module):
             config, (num_experts, sum(sections), hidden), 1, self.groups, sections
         )
         self.linear_fc2 = StackedLinear(config, (num_experts, hidden, width), 2, self.groups)
-        elsewhere = self.groups.num_parts > 1 or self.groups.tp.size() != self.tp_group.size()
         for parameter in self.parameters():
             mark_experts(parameter, num_experts)
-            if elsewhere:
-                parameter.allreduce = False  # core averages it over other ranks than the rest
+            # Core sums its gradients over ranks of its own, and gives it an optimizer of its own:
+            # in all layouts, so that each goes on from the checkpoints of any other.
+            parameter.allreduce = False
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
 
+from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.validation import is_int, is_number
 
 KINDS = ("pretraining", "sft")
@@ -16,7 +17,7 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass
-class DataFields:
+class DataFields(Fields):
     """Datasets by the prefix of their files, as `megatron-hybrid preprocess --output` writes them.
 
     Either `blend` and `split`, or one blend for each split. A blend is a list of prefixes or of

@@ -1,0 +1,52 @@
+"""`megatron-hybrid train`: a recipe from its file to an exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+
+from megatron_hybrid.files import replace_file
+from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.reports import plot_losses
+from megatron_hybrid.training.trainer import Trainer, training_device
+
+EXPORTED = "exported"
+
+
+def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
+    """Train by a recipe in `folder`, on every rank. At the last step the model is exported to the
+    folder `exported`, for `load_pretrained`, and the losses are plotted if there is matplotlib.
+
+    Returns:
+        The exit status: 0, or 3 where the run was stopped before its last step.
+
+    Raises:
+        ValueError: the recipe, or what it names, does not fit.
+    """
+    recipe = Recipe.load(source, overrides)
+    with training_device() as device:
+        trainer = Trainer(recipe, folder, device)
+        is_first = dist.get_rank() == 0
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
+            replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
+        trainer.train()
+        if trainer.progress.step < recipe.run.steps:
+            if is_first:
+                print(
+                    f"stopped and saved after step {trainer.progress.step} of {recipe.run.steps}; "
+                    "run it again to go on"
+                )
+            return 3
+        trainer.export(folder / EXPORTED)
+        if is_first:
+            print(f"the model is in {folder / EXPORTED}")
+            try:
+                plot_losses(folder, folder / "losses.png")
+            except ImportError:
+                print("no plot of the losses without matplotlib: pip install matplotlib")
+    return 0
