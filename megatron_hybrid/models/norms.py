@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut
+from megatron_hybrid.ops.checks import compute_dtype
 
 
 class LocalNorm(nn.Module):
-    """RMSNorm or LayerNorm by `config.normalization`; statistics in fp32.
+    """RMSNorm or LayerNorm by `config.normalization`; statistics in fp32 (float64 for float64).
 
     With `layernorm_zero_centered_gamma` the factor is 1 + weight, as in Transformer Engine.
 
@@ -39,18 +40,19 @@ class LocalNorm(nn.Module):
             # core's finalize_model_grads sums the gradients of all ranks' rows.
             parameter.sequence_parallel = config.sequence_parallel
 
-    def factor(self) -> Tensor:
-        """Of the normed values, fp32 [hidden_size]."""
-        weight = self.weight.float()
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """Of the normed values, [hidden_size]."""
+        weight = self.weight.to(dtype)
         return 1.0 + weight if self.zero_centered else weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
-        weight = self.factor()
+        dtype = compute_dtype(x)
+        weight = self.factor(dtype)
         if self.bias is None:
-            y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
+            y = F.rms_norm(x.to(dtype), weight.shape, weight, self.eps)
         else:
-            y = F.layer_norm(x.float(), weight.shape, weight, self.bias.float(), self.eps)
+            y = F.layer_norm(x.to(dtype), weight.shape, weight, self.bias.to(dtype), self.eps)
         return y.to(x.dtype)
 
 
@@ -82,12 +84,12 @@ class SplitNorm(LocalNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part, [..., hidden_size * copies / ranks] -> the same shape and dtype."""
-        y = x.float()
+        y = x.to(compute_dtype(x))
         if self.bias is not None:
             y = y - self._mean(y)
-        y = y * torch.rsqrt(self._mean(y.square()) + self.eps) * self.factor()[self.part]
+        y = y * torch.rsqrt(self._mean(y.square()) + self.eps) * self.factor(y.dtype)[self.part]
         if self.bias is not None:
-            y = y + self.bias.float()[self.part]
+            y = y + self.bias.to(y.dtype)[self.part]
         return y.to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.ops.checks import compute_dtype
 
 
 def build_delta_norm(
@@ -37,8 +38,9 @@ def build_delta_norm(
 
 
 def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
-    """y SiLU(z) in fp32, in the dtype of y."""
-    return (y_TC.float() * F.silu(z_TC.float())).to(y_TC.dtype)
+    """y SiLU(z) in fp32 (float64 for float64), in the dtype of y."""
+    dtype = compute_dtype(y_TC)
+    return (y_TC.to(dtype) * F.silu(z_TC.to(dtype))).to(y_TC.dtype)
 
 
 class GatedGroupNorm(nn.Module):
@@ -78,13 +80,14 @@ class GatedGroupNorm(nn.Module):
         mark_tensor_parallel(self.weight, Cut(0, (channels,), tp_group.size()))
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
-        """Gate and normalise in fp32; returns [T, C] in the dtype of `y_TC`."""
-        x, gate = y_TC.float(), F.silu(z_TC.float())
+        """Gate and normalise in fp32 (float64 for float64); returns [T, C] in the dtype of y."""
+        dtype = compute_dtype(y_TC)
+        x, gate = y_TC.to(dtype), F.silu(z_TC.to(dtype))
         if not self.norm_before_gate:
             x = x * gate
         groups = x.unflatten(-1, (-1, min(self.group_size, x.shape[-1])))
         scale = torch.rsqrt(self._mean_squares(groups) + self.eps)
-        normed = (groups * scale).flatten(-2) * self.weight.float()
+        normed = (groups * scale).flatten(-2) * self.weight.to(dtype)
         if self.norm_before_gate:
             normed = normed * gate
         return normed.to(y_TC.dtype)

@@ -1,0 +1,201 @@
+"""Whole Jacobians in float64, entry by entry against finite differences, as training calls the ops.
+
+Several sequences in a row, with boundaries inside of chunks, some of them of one token, and rows of
+padding. Initial states, captures and long sequences: `test_recurrent_ops.py`, by random
+projections.
+"""
+
+import pytest
+import torch
+from recurrences import (
+    CONV,
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    OPS,
+    SSD,
+    randn,
+    seeded,
+)
+from small_models import small_config
+
+from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
+from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
+from megatron_hybrid.models.norms import LocalNorm
+from megatron_hybrid.ops import (
+    AttentionPattern,
+    RaggedLayout,
+    paged_attention,
+    varlen_attention,
+)
+from megatron_hybrid.ops.activations import ACTIVATIONS
+from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.ssd.reference import ssd_scan
+
+RAGGED = RaggedLayout((2, 1, 4), (0, 0, 0), num_padding=1)
+STEPS = RaggedLayout((1, 1, 2), (0, 0, 0))
+CONTINUED = RaggedLayout((1, 3, 2), (7, 5, 2), captures=(1, 3, 6))
+
+
+def assert_right(function, *tensors):
+    """Tensors are leaves; the Jacobian of each output by each of them is that of differences."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    for output in outputs(function(*leaves)):
+        assert output.dtype == torch.float64
+    assert torch.autograd.gradcheck(function, leaves, nondet_tol=0.0)
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def case(op, layout):
+    """Inputs, parameters and states; half of the heads, where an op has heads."""
+    generator = seeded(5)
+    inputs, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
+    states = op.states(layout.num_sequences, generator)
+    if op in (SSD, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION):
+        inputs = tuple(t[:, : t.shape[1] // 2] for t in inputs)
+        parameters = tuple(t[: len(t) // 2] for t in parameters)
+        states = states[:, : states.shape[1] // 2]
+    return inputs, parameters, states
+
+
+@pytest.mark.parametrize("layout", [RAGGED, STEPS], ids=["ragged", "steps"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_recurrent_ops_from_zeros(op, layout):
+    inputs, parameters, _ = case(op, layout)
+    count = len(inputs)
+
+    def call(*tensors):
+        return op.call(tensors[:count], tensors[count:], None, layout, 3)[:2]
+
+    assert_right(call, *inputs, *parameters)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_recurrent_ops_from_states_and_to_captures(op):
+    inputs, parameters, states = case(op, CONTINUED)
+    count = len(inputs)
+
+    def call(*tensors):
+        return op.call(tensors[:count], tensors[count:-1], tensors[-1], CONTINUED, 3)
+
+    assert_right(call, *inputs, *parameters, states)
+
+
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [(GATED_DELTA_RULE, gated_delta_rule), (KIMI_DELTA_ATTENTION, kimi_delta_attention)],
+    ids=["gated_delta_rule", "kimi_delta_attention"],
+)
+def test_delta_rules_without_norm_and_with_a_scale(op, rule):
+    inputs, _, _ = case(op, RAGGED)
+
+    def call(*tensors):
+        return rule(*tensors, None, RAGGED, 3, 0.7, False)[:2]
+
+    assert_right(call, *inputs)
+
+
+def test_a_scan_and_a_convolution_without_optional_inputs():
+    (x, dt, B, C), (A, _), _ = case(SSD, RAGGED)
+    assert_right(lambda *t: ssd_scan(*t, None, None, RAGGED, 3)[:2], x, dt, A, B, C)
+    (x,), (weight, _), _ = case(CONV, RAGGED)
+    assert_right(lambda *t: causal_conv1d(*t, None, None, RAGGED)[:2], x, weight)
+
+
+PATTERNS = {
+    "all": AttentionPattern(0.3),
+    "window": AttentionPattern(0.3, window=3),
+    "chunk": AttentionPattern(0.3, chunk=4),
+    "softcap": AttentionPattern(0.3, softcap=0.8),
+    "window and softcap": AttentionPattern(0.3, window=3, softcap=0.8),
+}
+each_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
+
+
+@each_pattern
+@with_or_without_sinks
+def test_attention(pattern, with_sinks):
+    """Values are narrower than keys, two query heads share each key and value head."""
+    generator, T = seeded(6), RAGGED.num_rows
+    tensors = [randn(generator, T, *shape) for shape in ((4, 3), (2, 3), (2, 2))]
+    if with_sinks:
+        tensors.append(randn(generator, 4))
+
+    def call(q, k, v, sinks=None):
+        return varlen_attention(q, k, v, RAGGED, pattern, sinks)
+
+    assert_right(call, *tensors)
+
+
+@each_pattern
+@with_or_without_sinks
+def test_paged_attention(pattern, with_sinks):
+    """Queries, and the pages that are read; decodes and a prefill that goes on."""
+    generator, layout = seeded(7), RaggedLayout((1, 1, 4), (6, 2, 3))
+    table = torch.tensor([[4, 1], [0, 0], [3, 2]])
+    tensors = [randn(generator, *shape) for shape in ((6, 4, 3), (5, 4, 2, 3), (5, 4, 2, 2))]
+    if with_sinks:
+        tensors.append(randn(generator, 4))
+
+    def call(q, k, v, sinks=None):
+        return paged_attention(q, k, v, table, layout, pattern, sinks)
+
+    assert_right(call, *tensors)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms(kind, zero_centered):
+    norm = LocalNorm(
+        small_config("-", normalization=kind, layernorm_zero_centered_gamma=zero_centered), 7, 1e-2
+    ).double()
+    names = [name for name, _ in norm.named_parameters()]
+    generator = seeded(8)
+
+    def call(x, *parameters):
+        return torch.func.functional_call(norm, dict(zip(names, parameters)), x)
+
+    assert_right(call, randn(generator, 5, 7), *(randn(generator, 7) for _ in names))
+
+
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_gated_norms(norm_before_gate):
+    class OneRank:
+        def size(self):
+            return 1
+
+    norm = GatedGroupNorm(8, 4, OneRank(), 1e-2, torch.float64, norm_before_gate)
+    generator = seeded(9)
+
+    def call(y, z, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, (y, z))
+
+    assert_right(call, *(randn(generator, *shape) for shape in ((5, 8), (5, 8), (8,))))
+    assert_right(gated, randn(generator, 5, 8), randn(generator, 5, 8))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(interleaved):
+    rotary = RotaryEmbedding(6, 50.0, interleaved=interleaved)
+    cos_sin = rotary.cos_sin(torch.tensor([0, 3, 3, 40]), 41, torch.float64)
+    assert_right(lambda x: rotary.rotate(x, cos_sin), randn(seeded(10), 4, 2, 8))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    assert_right(ACTIVATIONS[name], randn(seeded(11), 4, 5))
+
+
+def test_gradients_stay_inside_their_sequence():
+    """The row of a packed batch gets its gradient from its own sequence alone."""
+    layout = RaggedLayout.packed((0, 5, 6, 15))
+    for op in OPS:
+        inputs, parameters, _ = case(op, layout)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        y = op.call(leaves, parameters, None, layout, 3)[0]
+        for gradient in torch.autograd.grad(y[5:6].square().sum(), leaves):
+            assert not gradient[:5].any() and not gradient[6:].any()
