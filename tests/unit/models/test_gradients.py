@@ -1,0 +1,161 @@
+"""Gradients of a model of all mixers against the same model written out: token by token, sequence
+by sequence, in float64, from the parameters alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from recurrences import naive_conv, naive_delta_rule, naive_selective_scan, naive_ssd
+from small_models import random_tokens, small_model
+
+LENGTHS = (23, 1, 17)
+PATTERN = "MGSK*W-"
+
+
+def rms(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def conv(p, x, activation=F.silu):
+    """A short convolution from no inputs before the first."""
+    weight = p["conv1d.weight"].squeeze(1)
+    bias = p.get("conv1d.bias", weight.new_zeros(len(weight)))
+    return naive_conv((x,), (weight, bias), weight[:, 1:] * 0, activation)[0]
+
+
+def mamba2(c, p, x):
+    H, P = c.mamba_num_heads, c.mamba_head_dim
+    G, N = c.mamba_num_groups, c.mamba_state_dim
+    z, xBC, dt = (x @ p["in_proj.weight"].T).split([H * P, H * P + 2 * G * N, H], -1)
+    v, B, C = conv(p, xBC).split([H * P, G * N, G * N], -1)
+    dt = F.softplus(dt + p["dt_bias"])
+    inputs = v.unflatten(1, (H, P)), dt, B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+    y, _ = naive_ssd(inputs, (-p["A_log"].exp(), p["D"]), x.new_zeros(H, P, N))
+    y = (y.flatten(1) * F.silu(z)).unflatten(1, (G, -1))
+    y = rms(y, 1.0, c.mamba_norm_epsilon).flatten(1) * p["norm.weight"]
+    return y @ p["out_proj.weight"].T
+
+
+def mamba1(c, p, x):
+    rank, N = p["dt_proj.weight"].shape[1], p["A_log"].shape[1]
+    v, z = (x @ p["in_proj.weight"].T).chunk(2, -1)
+    v = conv(p, v)
+    dt, B, C = (v @ p["x_proj.weight"].T).split([rank, N, N], -1)
+    dt = F.softplus(dt @ p["dt_proj.weight"].T + p["dt_proj.bias"])
+    A = -p["A_log"].exp()
+    y, _ = naive_selective_scan((v, dt, B, C), (A, p["D"]), torch.zeros_like(A))
+    return (y * F.silu(z)) @ p["out_proj.weight"].T
+
+
+def gated_delta_net(c, p, x):
+    K, V = c.linear_num_key_heads, c.linear_num_value_heads
+    N, P = c.linear_key_head_dim, c.linear_value_head_dim
+    sizes = [2 * K * N + V * P, V * P, V, V]
+    qkv, z, beta, alpha = (x @ p["in_proj.weight"].T).split(sizes, -1)
+    q, k, v = conv(p, qkv).split([K * N, K * N, V * P], -1)
+    g = -p["A_log"].exp() * F.softplus(alpha + p["dt_bias"])
+    inputs = q.unflatten(1, (K, N)), k.unflatten(1, (K, N)), v.unflatten(1, (V, P)), g
+    o, _ = naive_delta_rule((*inputs, beta.sigmoid()), (), x.new_zeros(V, N, P))
+    o = rms(o, p["out_norm.weight"], c.layernorm_epsilon).flatten(1) * F.silu(z)
+    return o @ p["out_proj.weight"].T
+
+
+def kimi_delta_attention(c, p, x):
+    H, N, P = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    qkv, beta = (x @ p["in_proj.weight"].T).split([2 * H * N + H * P, H], -1)
+    q, k, v = conv(p, qkv).split([H * N, H * N, H * P], -1)
+    dt = F.softplus(x @ p["f_a_proj.weight"].T @ p["f_b_proj.weight"].T + p["dt_bias"])
+    g = -p["A_log"].exp()[:, None] * dt.unflatten(1, (H, N))
+    inputs = q.unflatten(1, (H, N)), k.unflatten(1, (H, N)), v.unflatten(1, (H, P)), g
+    o, _ = naive_delta_rule((*inputs, beta.sigmoid()), (), x.new_zeros(H, N, P))
+    gate = (x @ p["g_a_proj.weight"].T @ p["g_b_proj.weight"].T).sigmoid()
+    o = rms(o, p["out_norm.weight"], c.layernorm_epsilon).flatten(1) * gate
+    return o @ p["out_proj.weight"].T
+
+
+def rotated(x, base):
+    """[T, heads, D]: the pair (i, i + D/2) as a complex number, turned."""
+    half = x.shape[-1] // 2
+    # Frequencies are fp32 numbers in all models.
+    radians = (1.0 / base ** (torch.arange(0, 2 * half, 2).float() / (2 * half))).double()
+    angles = torch.arange(len(x)).double()[:, None, None] * radians
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones(()).double(), angles
+    )
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def attention(c, p, x, window=None):
+    G, D = c.num_query_groups, c.kv_channels
+    heads = c.num_attention_heads // G
+    mixed = (x @ p["linear_qkv.weight"].T).unflatten(1, (G, heads + 2, D))
+    q, k, v = mixed.split([heads, 1, 1], 2)
+    q = rotated(q.flatten(1, 2), c.rotary_base).unflatten(1, (G, heads))
+    k = rotated(k.squeeze(2), c.rotary_base)
+    scores = torch.einsum("tghd,sgd->ghts", q, k) * D**-0.5
+    t, s = torch.arange(len(x))[:, None], torch.arange(len(x))
+    hidden = (s > t) if window is None else (s > t) | (s <= t - window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    o = torch.einsum("ghts,sgd->tghd", weights, v.squeeze(2)).flatten(1)
+    return o @ p["linear_proj.weight"].T
+
+
+def mlp(c, p, x):
+    gate, value = (x @ p["linear_fc1.weight"].T).chunk(2, -1)
+    return (F.silu(gate) * value) @ p["linear_fc2.weight"].T
+
+
+MIXERS = {
+    "M": mamba2,
+    "S": mamba1,
+    "G": gated_delta_net,
+    "K": kimi_delta_attention,
+    "*": attention,
+    "W": lambda c, p, x: attention(c, p, x, c.sliding_window),
+    "-": mlp,
+}
+
+
+def below(parameters, prefix):
+    length = len(prefix)
+    return {name[length:]: p for name, p in parameters.items() if name.startswith(prefix)}
+
+
+def naive_loss(config, parameters, tokens, labels):
+    """Sum over the tokens of one sequence."""
+    x = parameters["embedding.word_embeddings.weight"][tokens]
+    for i, symbol in enumerate(config.layer_pattern):
+        layer = below(parameters, f"decoder.layers.{i}.")
+        (norm,) = (p for name, p in layer.items() if name.count(".") == 1 and "norm" in name)
+        (mixer,) = {name.split(".")[0] for name in layer if name.count(".") == 2}
+        x = x + MIXERS[symbol](
+            config, below(layer, f"{mixer}."), rms(x, norm, config.layernorm_epsilon)
+        )
+    x = rms(x, parameters["decoder.final_norm.weight"], config.layernorm_epsilon)
+    logits = x @ parameters["output_layer.weight"].T
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def packed(lengths):
+    bounds = torch.tensor((0, *lengths)).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, *PATTERN])
+def test_gradients_of_packed_sequences(pattern):
+    model = small_model(pattern).train()
+    parameters = {
+        name: p.detach().double().requires_grad_() for name, p in model.named_parameters()
+    }
+    tokens, labels = random_tokens(sum(LENGTHS)), random_tokens(sum(LENGTHS))
+    pairs = zip(tokens.split(LENGTHS), labels.split(LENGTHS))
+    expected_loss = sum(naive_loss(model.config, parameters, *pair) for pair in pairs)
+    expected_loss.backward()
+
+    loss = model(tokens[None], labels=labels[None], packed_seq_params=packed(LENGTHS)).sum()
+    loss.backward()
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        wanted = parameters[name].grad
+        error = (parameter.grad - wanted).norm() / wanted.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"
