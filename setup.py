@@ -18,7 +18,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
-    package_data={"megatron_hybrid": ["demo_model/*", "cache/README.md", "cache/policy/README.md"]},
+    package_data={
+        "megatron_hybrid": [
+            "demo_model/*",
+            "cache/README.md",
+            "cache/policy/README.md",
+            "training/recipes/*.yaml",
+        ]
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
@@ -28,6 +35,7 @@ setup(
         "tokenizers>=0.20",
         "jinja2>=3.1.6",  # chat templates
         "rich>=13",
+        "pyyaml>=6",  # recipes of training
         # megatron-core imports these without declaring them.
         "einops>=0.7",
         "psutil>=5",
