@@ -1,0 +1,80 @@
+"""Models that were trained here, in transformers: by the weights of a folder, or from scratch by a
+config.json alone."""
+
+import json
+
+import pytest
+import torch
+from huggingface import Reference, build, config_names
+from transformers import AutoModelForCausalLM
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import read_config
+
+STEPS = 3
+
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        rows = torch.randint(3, model.vocab_size, (2, 41), generator=generator)
+        optimizer.zero_grad()
+        model(rows[:, :-1], labels=rows[:, 1:].contiguous()).mean().backward()
+        optimizer.step()
+    model.eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(tokens_for(model)).float()
+
+
+def largest(difference):
+    return difference.abs().max()
+
+
+def tokens_for(model):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, model.vocab_size, (2, 60), generator=generator)
+
+
+def logits_in_transformers(model, folder):
+    mh.save_huggingface(model, folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert theirs.dtype == model.config.params_dtype
+    return Reference(theirs.eval()).logits(tokens_for(model)).float()
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_fine_tuned(name, tmp_path):
+    build(name).save_pretrained(tmp_path / "before")
+    model, _ = mh.load_pretrained(tmp_path / "before")
+    before = logits(model)
+    train(model)
+    ours, theirs = logits(model), logits_in_transformers(model, tmp_path / "after")
+    assert largest(ours - theirs) < 2e-5 * ours.std()
+    assert largest(ours - before) > ours.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "nemotron_h_moe", "qwen3_next", "jamba"])
+def test_trained_from_scratch(name, tmp_path):
+    """The model never had weights of transformers, only its config.json."""
+    values = json.loads(build(name).config.to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = mh.build_hybrid_model(read_config(tmp_path))
+    train(model)
+    ours, theirs = logits(model), logits_in_transformers(model, tmp_path / "trained")
+    assert largest(ours - theirs) < 2e-5 * ours.std()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "olmo_hybrid"])
+def test_trained_in_bfloat16(name, tmp_path):
+    """What stays in fp32 here is written as it was trained; transformers rounds it."""
+    build(name).save_pretrained(tmp_path / "before")
+    model, _ = mh.load_pretrained(tmp_path / "before", dtype=torch.bfloat16)
+    train(model)
+    ours, theirs = logits(model), logits_in_transformers(model, tmp_path / "after")
+    again, _ = mh.load_pretrained(tmp_path / "after")
+    assert torch.equal(logits(again), ours)
+    assert (ours - theirs).abs().median() < 0.02 * ours.std()
