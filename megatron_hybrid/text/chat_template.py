@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import jinja2
@@ -20,6 +22,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
+
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around the model's words, in a rendering that marks them: no characters of any text."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -128,6 +134,94 @@ class ChatTemplate:
         forks.add(self._common_length(full, conversation, turns, False))
         return sorted(forks - {None, len(full)})
 
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template has `{% generation %}` around the model's words."""
+        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    def render_with_answers(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a whole conversation, and find the model's answers in it.
+
+        They are the template's `{% generation %}` blocks. A template without any is rendered up to
+        each answer and after it: the answer is the difference, with what ends its turn.
+
+        Args:
+            messages, tools, variables: as in `render`.
+
+        Returns:
+            The text, and [start, end) of each answer in it, ascending.
+
+        Raises:
+            ValueError: as `render`; or the conversation has no answer, or not one whose place can
+                be told.
+            TypeError: as `render`.
+        """
+        conversation = _Conversation(messages, {"tools": tools, **variables})
+        full = self._run(conversation, conversation.messages, False)
+        if self.marks_answers:
+            spans = self._marked_spans(full, conversation)
+        else:
+            roles = enumerate(message.get("role") for message in conversation.messages)
+            indices = [index for index, role in roles if role == "assistant"]
+            spans = [self._answer_span(full, conversation, index) for index in indices]
+        spans = [(start, end) for start, end in spans if start < end]
+        if not spans:
+            raise ValueError("the conversation has no answer: no message of the assistant's")
+        return full, spans
+
+    def _marked_spans(self, full: str, conversation: _Conversation) -> list[tuple[int, int]]:
+        try:
+            template = _environment(_MarkedGeneration).from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
+        marked = self._run(conversation, conversation.messages, False, template)
+        parts = re.split(f"[{_OPEN}{_CLOSE}]", marked)
+        if "".join(parts) != full or len(parts) % 2 == 0:
+            raise ValueError(
+                f"{self.origin} changes the text of its {{% generation %}} blocks afterwards, so "
+                "the answers cannot be found: write the blocks out where they are."
+            )
+        ends = list(accumulate(map(len, parts)))
+        return list(zip(ends[:-1:2], ends[1::2]))
+
+    def _answer_span(self, full: str, conversation: _Conversation, index: int) -> tuple[int, int]:
+        """Of the answer in message `index`."""
+        plain = conversation.messages
+        start = self._prefix_length(full, conversation, plain[:index], True)
+        end = self._prefix_length(full, conversation, plain[: index + 1])
+        if end is None and start is not None:
+            end = self._answer_end(full, conversation, index)
+        if start is None or end is None:
+            raise ValueError(
+                f"{self.origin} renders messages[{index}] in another way when the conversation "
+                "goes on, so its answer cannot be found: mark answers by {% generation %} in the "
+                "template."
+            )
+        return start, end
+
+    def _answer_end(self, full: str, conversation: _Conversation, index: int) -> int | None:
+        """Where an answer ends that is rendered in another way as the last message, say with its
+        reasoning: behind its content and what ends its turn."""
+        plain = conversation.messages
+        texts = []
+        for messages in (plain, plain[: index + 1]):
+            others = [
+                [*messages[:index], _with_content(plain[index], letter), *messages[index + 1 :]]
+                for letter in "ab"
+            ]
+            whole = self._run(conversation, messages, False)[::-1]
+            after = self._common_length(whole, conversation, others, False, reverse=True)
+            if after is None:
+                return None
+            texts.append(whole[:after][::-1])
+        behind, turn_end = texts
+        return len(full) - len(behind) + len(turn_end) if behind.startswith(turn_end) else None
+
     def _start(
         self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
@@ -146,20 +240,30 @@ class ChatTemplate:
         ]
         return self._common_length(full, conversation, others, add_generation_prompt)
 
-    def _prefix_length(self, full: str, conversation: _Conversation, messages) -> int | None:
+    def _prefix_length(
+        self, full: str, conversation: _Conversation, messages, add_generation_prompt: bool = False
+    ) -> int | None:
         try:
-            text = self._run(conversation, messages, False)
+            text = self._run(conversation, messages, add_generation_prompt)
         except ValueError:
             return None
         return len(text) if full.startswith(text) else None
 
     def _common_length(
-        self, full: str, conversation: _Conversation, others, add_generation_prompt: bool
+        self,
+        full: str,
+        conversation: _Conversation,
+        others,
+        add_generation_prompt: bool,
+        reverse: bool = False,
     ) -> int | None:
+        """Characters that all renderings begin with; reverse: that they end with, `full` being
+        reversed."""
         try:
             texts = [self._run(conversation, other, add_generation_prompt) for other in others]
         except ValueError:
             return None
+        texts = [text[::-1] for text in texts] if reverse else texts
         # Equal texts: the template does not show this content.
         if len(set(texts)) == 1:
             return None
@@ -172,8 +276,14 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
 
-    def _run(self, conversation: _Conversation, messages, add_generation_prompt: bool) -> str:
-        compiled = self._compiled
+    def _run(
+        self,
+        conversation: _Conversation,
+        messages,
+        add_generation_prompt: bool,
+        compiled: jinja2.Template | None = None,
+    ) -> str:
+        compiled = compiled or self._compiled
         try:
             return compiled.render(
                 **conversation.variables,
@@ -228,14 +338,25 @@ class _Generation(Extension):
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        return nodes.Scope(self.around(body)).set_lineno(line)
+
+    def around(self, body: list[nodes.Node]) -> list[nodes.Node]:
+        return body
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+class _MarkedGeneration(_Generation):
+    """Renders marks around the body."""
+
+    def around(self, body: list[nodes.Node]) -> list[nodes.Node]:
+        before, after = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
+        return [before, *body, after]
+
+
+def _environment(generation: type[Extension] = _Generation) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        extensions=[generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

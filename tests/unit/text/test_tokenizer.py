@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.train_tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -859,3 +860,152 @@ def test_malformed_tokenizer(write):
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tokenizer"):
         Tokenizer.from_folder(folder)
     shutil.rmtree(folder)
+
+
+# Answers -----------------------------------------------------------------------------------------
+
+TURNS = "{%% for m in messages %%}<|im_start|>{{ m.role }}\n%s{%% endfor %%}"
+SPOKEN = "{{ m.content }}<|im_end|>"
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}SPOKEN{% endgeneration %}"
+    "{% else %}SPOKEN{% endif %}{{ '\\n\\n' }}"
+)
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINKING = "{% if m.role == 'assistant' and loop.last %}<think>\n</think>{% endif %}"
+WITH_MARKS = TURNS % MARKED.replace("SPOKEN", SPOKEN) + PROMPT
+WITHOUT_MARKS = TURNS % (SPOKEN + "\n\n") + PROMPT
+THINKING_WITH_MARKS = TURNS % MARKED.replace("SPOKEN", THINKING + SPOKEN) + PROMPT
+THINKING_WITHOUT_MARKS = TURNS % (THINKING + SPOKEN + "\n\n") + PROMPT
+SPEECHES = [
+    [QUESTION, ANSWER],
+    [SYSTEM, QUESTION, ANSWER, QUESTION],
+    [QUESTION, {"role": "assistant", "content": " two  words"}, QUESTION, ANSWER],
+    [QUESTION, ANSWER, ANSWER, {"role": "tool", "content": "🙂"}, {**ANSWER, "content": ""}],
+    [{"role": "assistant", "content": "hi there 漢字🙂"}, QUESTION],
+]
+
+
+def spans_of(mask):
+    """[start, end) of each run of ones."""
+    edges = [i for i in range(len(mask) + 1) if [0, *mask][i] != [*mask, 0][i]]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def their_answers(folder, messages):
+    other = theirs(folder)
+    found = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return found["input_ids"], spans_of(found["assistant_masks"])
+
+
+@pytest.mark.parametrize("template", [WITH_MARKS, THINKING_WITH_MARKS, EXTENSIONS])
+@pytest.mark.parametrize("messages", SPEECHES)
+def test_marked_answers_are_those_of_transformers(write, template, messages):
+    folder = write(tokenizer_config=ROLES, **{"chat_template.jinja": template})
+    ours = Tokenizer.from_folder(folder).chat_with_answers(messages)
+    assert ours == their_answers(folder, messages)
+
+
+@pytest.mark.parametrize(
+    ("plain", "marked", "messages"),
+    [(WITHOUT_MARKS, WITH_MARKS, messages) for messages in SPEECHES]
+    + [(THINKING_WITHOUT_MARKS, THINKING_WITH_MARKS, messages) for messages in SPEECHES[:3]],
+)
+def test_answers_are_found_without_marks(write, plain, marked, messages):
+    """The same as of a template that marks what a model writes, up to its end token."""
+    settings = {**ROLES, "eos_token": END}
+    folder = write(tokenizer_config=settings, **{"chat_template.jinja": plain})
+    ours = Tokenizer.from_folder(folder).chat_with_answers(messages)
+    write(tokenizer_config=settings, **{"chat_template.jinja": marked})
+    assert ours == their_answers(folder, messages)
+
+
+def test_an_answer_in_the_middle_of_tokens_has_them_whole(write):
+    template = (
+        "{% for m in messages %}a b{% generation %}{{ m.content }}{% endgeneration %}d{% endfor %}"
+    )
+    folder = write(with_bos, **{"tokenizer_config": ROLES, "chat_template.jinja": template})
+    tokenizer = Tokenizer.from_folder(folder)
+    ids, ((start, end),) = tokenizer.chat_with_answers([{"role": "user", "content": "  Hello"}])
+    assert tokenizer.detokenize(ids[start:end]) == "  Hello"
+    ids, ((start, end),) = tokenizer.chat_with_answers([{"role": "user", "content": "ello worl"}])
+    assert tokenizer.detokenize(ids[start:end]) in (" bello worl", "bello worl", "ello world")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "match"),
+    [
+        (WITH_MARKS, [QUESTION], "the conversation has no answer"),
+        (WITHOUT_MARKS, [QUESTION], "the conversation has no answer"),
+        (THINKING_WITHOUT_MARKS, SPEECHES[3], r"renders messages\[2\] in another way"),
+        (REASONING, CHATS[2], r"renders messages\[1\] in another way .* by {% generation %}"),
+        (
+            "{% set x %}{% generation %} {{ messages[0].content }}{% endgeneration %}{% endset %}"
+            "{{ x | trim | length }}",
+            [QUESTION],
+            "changes the text of its {% generation %} blocks afterwards",
+        ),
+    ],
+)
+def test_answers_that_cannot_be_found_are_refused(write, template, messages, match):
+    folder = write(tokenizer_config=ROLES, **{"chat_template.jinja": template})
+    with pytest.raises(ValueError, match=match):
+        Tokenizer.from_folder(folder).chat_with_answers(messages)
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_has_the_tokens_of_each_text(write):
+    tokenizer = Tokenizer.from_folder(write(with_bos, tokenizer_config=ROLES))
+    assert tokenizer.tokenize_batch(TEXTS) == [tokenizer.tokenize(text) for text in TEXTS]
+    with pytest.raises(ValueError, match=r"text 1 has \\ud83d, half of a character"):
+        tokenizer.tokenize_batch(["a", "\ud83d"])
+
+
+def lower_case(tokenizer):
+    tokenizer.normalizer = normalizers.Lowercase()
+
+
+def fewer_merges(tokenizer):
+    values = json.loads(tokenizer.to_str())
+    values["model"]["merges"] = values["model"]["merges"][1:]
+    tokenizer.model = tokenizers.Tokenizer.from_str(json.dumps(values)).model
+
+
+def test_fingerprints_tell_tokenizers_apart(write):
+    made = [
+        Tokenizer.from_folder(write(change, tokenizer_config=settings))
+        for change in (None, lower_case, fewer_merges)
+        for settings in (ROLES, {**ROLES, "eos_token": END})
+    ]
+    again = Tokenizer.from_folder(write(for_batches, tokenizer_config=ROLES))
+    assert len({each.fingerprint for each in made}) == len(made)
+    assert again.fingerprint == made[0].fingerprint
+    assert again.unique_identifiers["fingerprint"] == again.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("pad", "expected"), [(None, -1), (EOS, -1), (BOS, -1), (START, 2), ("?!", -1)]
+)
+def test_pad_is_a_token_of_its_own(write, pad, expected):
+    tokenizer = Tokenizer.from_folder(write(tokenizer_config={**ROLES, "pad_token": pad}))
+    assert tokenizer.pad == expected
+
+
+def test_a_trained_tokenizer_writes_any_text_and_is_of_the_size(tmp_path):
+    made = train_tokenizer(["Once upon a time there was an old man. " * 9, "the sea"], 280)
+    assert made.vocab_size == 280 and made.eod == 0 and made.detokenize([0]) == ""
+    made.save(tmp_path)
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded.fingerprint == made.fingerprint
+    for text in TEXTS[:3]:
+        assert loaded.detokenize(loaded.tokenize(text)) == text
+        assert theirs(tmp_path)(text)["input_ids"] == loaded.tokenize(text)
+    assert len(loaded.tokenize("Once upon a time")) < 8
+    with pytest.raises(ValueError, match="vocab_size is 256; it must be 257 or more"):
+        train_tokenizer([], 256)
+
+
+def test_a_tokenizer_is_trained_alike_each_time():
+    texts = [f"{i} birds sang {i * i} songs" for i in range(300)]
+    assert train_tokenizer(texts, 400).fingerprint == train_tokenizer(iter(texts), 400).fingerprint
