@@ -170,6 +170,55 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
     profile.set_defaults(command=_profile)
 
+    preprocess = commands.add_parser(
+        "preprocess",
+        help="text or conversations to a dataset of tokens, for training",
+        description="Writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json "
+        "(which tokenizer made them). Documents keep their order.",
+        formatter_class=_Formatter,
+    )
+    preprocess.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=".jsonl, .txt (also .gz) or .parquet; a text file is one document",
+    )
+    preprocess.add_argument(
+        "--tokenizer", required=True, help="folder of the model that is to be trained, or 'demo'"
+    )
+    preprocess.add_argument("--output", metavar="PREFIX", help="of the files to write")
+    preprocess.add_argument(
+        "--key", help="field of the text (default: text) or of the conversation (messages)"
+    )
+    preprocess.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes that encode"
+    )
+    preprocess.add_argument(
+        "--chat",
+        action="store_true",
+        help="documents are conversations: the chat template writes them, with loss on the "
+        "answers alone",
+    )
+    preprocess.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="end each document with the end token (default: yes, without --chat)",
+    )
+    preprocess.add_argument(
+        "--one-per-line", action="store_true", help="each line of a text file is a document"
+    )
+    preprocess.add_argument(
+        "--skip-broken", action="store_true", help="leave out lines that are no documents"
+    )
+    preprocess.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="TOKENS",
+        help="first train a tokenizer (byte-level BPE) of so many tokens on the input, and write "
+        "it to --tokenizer",
+    )
+    preprocess.set_defaults(command=_preprocess)
+
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
     return parser
@@ -361,6 +410,43 @@ def _check_png(path: str) -> None:
         raise ValueError(f"--png {path} is a folder: give the name of a file in it")
     if not Path(path).resolve().parent.is_dir():
         raise ValueError(f"--png {path}: there is no such folder; make it first")
+
+
+def _preprocess(options: argparse.Namespace) -> int:
+    from functools import partial
+
+    from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
+
+    if options.output is None and options.train_tokenizer is None:
+        raise ValueError("--output PREFIX is missing: where to write the dataset")
+    read = {"key": options.key, "one_per_line": options.one_per_line}
+    if options.train_tokenizer is not None:
+        if options.chat:
+            raise ValueError("--train-tokenizer makes no chat template, which --chat needs")
+        tokenizer = train_and_save_tokenizer(
+            options.inputs, options.tokenizer, options.train_tokenizer, **read
+        )
+        print(f"wrote {options.tokenizer}: a tokenizer of {tokenizer.vocab_size} tokens")
+        if options.output is None:
+            return 0
+    made = preprocess(
+        options.inputs,
+        options.tokenizer,
+        options.output,
+        workers=options.workers,
+        chat=options.chat,
+        append_eod=options.append_eod,
+        skip_broken=options.skip_broken,
+        tell=partial(print, file=sys.stderr),
+        **read,
+    )
+    of_answers = f" ({made.answer_tokens:,} of answers)" if options.chat else ""
+    left_out = f", {made.broken:,} left out" if made.broken else ""
+    print(
+        f"wrote {options.output}: {made.documents:,} documents, {made.tokens:,} tokens{of_answers}"
+        f"{left_out}; {made.tokens / made.seconds:,.0f} tokens/s"
+    )
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -1,0 +1,139 @@
+"""DocumentEncoder: chunks of documents to token ids. Each worker of preprocess imports this module,
+so it needs no torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+
+def token_dtype(vocab_size: int) -> type[np.integer]:
+    """Of token ids in a dataset, as megatron-core chooses it."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+@dataclass
+class EncodedChunk:
+    """Documents of a chunk, in order; those without text are left out."""
+
+    bytes_read: int
+    """As in `Chunk`."""
+    tokens: np.ndarray
+    """Of all documents, one after the other."""
+    lengths: list[int]
+    """Tokens of each document."""
+    answers: list[list[int]] = field(default_factory=list)
+    """For each conversation [start, end, start, end, ...] of its answers."""
+    broken: list[str] = field(default_factory=list)
+    """Records that are no documents: place and reason."""
+
+
+class DocumentEncoder:
+    """Encodes the documents of chunks.
+
+    Args:
+        folder: of the tokenizer.
+        key: field of the text or, with chat, of the messages.
+        chat: documents are conversations, with their tools in the field "tools".
+        append_eod: end each text with the tokenizer's end token.
+    """
+
+    def __init__(self, folder: str | os.PathLike, key: str, chat: bool, append_eod: bool):
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.key, self.chat = key, chat
+        self.end = [self.tokenizer.eod] if append_eod else []
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def encode(self, chunk: Chunk) -> EncodedChunk:
+        encoded = EncodedChunk(chunk.bytes_read, np.empty(0, self.dtype), [])
+        if self.chat:
+            ids = list(self._conversations(chunk, encoded))
+        else:
+            found = list(chunk.texts(self.key))
+            encoded.broken = [str(each) for each in found if isinstance(each, BrokenRecordError)]
+            ids = self.tokenizer.tokenize_batch([each for each in found if isinstance(each, str)])
+            # Some tokenizers write the end token themselves.
+            ids = [each + self.end if each[-1:] != self.end else each for each in ids]
+        encoded.lengths = [len(each) for each in ids]
+        if ids:
+            encoded.tokens = np.concatenate([np.array(each, self.dtype) for each in ids])
+        return encoded
+
+    def _conversations(self, chunk: Chunk, encoded: EncodedChunk) -> Iterator[list[int]]:
+        for index in range(len(chunk.records)):
+            try:
+                fields = chunk.parse(index, self.key)
+                if fields is None:
+                    continue
+                if not isinstance(messages := fields[self.key], list):
+                    raise BrokenRecordError(f"has no list in {self.key!r}, but {messages!r:.80}")
+                ids, answers = self.tokenizer.chat_with_answers(messages, fields.get("tools"))
+            except BrokenRecordError as error:
+                encoded.broken.append(f"{chunk.place(index)} {error}")
+            except (ValueError, TypeError) as error:
+                encoded.broken.append(f"{chunk.place(index)}: {error}")
+            else:
+                encoded.answers.append([place for span in answers for place in span])
+                yield ids
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+def encode_all(chunks: Iterator[Chunk], arguments: tuple, workers: int) -> Iterator[EncodedChunk]:
+    """Encode chunks in as many processes, in order; two for each process wait at most.
+
+    arguments: of `DocumentEncoder`.
+
+    Raises:
+        RuntimeError: a process died.
+    """
+    # Not forked: the tokenizer's threads do not survive that.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, arguments)
+    waiting: deque[Future] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode, chunk))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker of preprocess died, perhaps for want of memory: use fewer of them."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: DocumentEncoder
+
+
+def _start_worker(*arguments) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker takes one core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _encoder = DocumentEncoder(*arguments)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _encode(chunk: Chunk) -> EncodedChunk:
+    return _encoder.encode(chunk)

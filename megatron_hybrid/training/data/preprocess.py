@@ -1,0 +1,196 @@
+"""preprocess: files of documents to a dataset of token ids for training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_hybrid.checkpoints.pretrained import model_folder
+from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
+from megatron_hybrid.text.document_files import check_files, read_chunks, read_texts
+from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.train_tokenizer import train_tokenizer
+from megatron_hybrid.training.data.index_files import ANSWERS, Description
+
+_BAR_FROM_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What a run of `preprocess` made."""
+
+    documents: int
+    tokens: int
+    answer_tokens: int
+    """Tokens with loss, of conversations."""
+    broken: int
+    """Records that were left out."""
+    seconds: float
+
+
+def preprocess(
+    inputs: Sequence[str | os.PathLike],
+    tokenizer: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    key: str | None = None,
+    workers: int = 1,
+    chat: bool = False,
+    append_eod: bool | None = None,
+    one_per_line: bool = False,
+    skip_broken: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Preprocessed:
+    """Write the dataset `output`.bin, .idx and .json (and .answers.bin and .idx with chat).
+
+    Documents keep their order, whatever the number of workers. The files appear when all is done;
+    the .idx, without which there is no dataset, is the last of them.
+
+    Args:
+        inputs: files of JSONL, text or parquet, by their endings.
+        tokenizer: folder of the model that is to be trained, or "demo".
+        output: prefix of the files to write; there must be no such dataset.
+        key: field of the text, None: "text"; with chat of the messages, None: "messages".
+        workers: processes that encode, beside this one, which reads and writes.
+        chat: documents are conversations, for supervised fine-tuning.
+        append_eod: end each document with the tokenizer's end token; None: all but conversations,
+            whose ends the chat template writes.
+        one_per_line: each line of a text file is a document; else the file is one.
+        skip_broken: leave out records that are no documents, and tell of each.
+        tell: gets these lines.
+
+    Raises:
+        ValueError: a file cannot be read, a record is no document, or there are no documents.
+        ImportError: parquet files need pyarrow.
+        RuntimeError: a worker died.
+    """
+    paths, folder = check_files(inputs), model_folder(tokenizer)
+    if append_eod is None:
+        append_eod = not chat
+    loaded = Tokenizer.from_folder(folder)
+    _check(loaded, folder, output, workers, chat, append_eod)
+    arguments = folder, key or ("messages" if chat else "text"), chat, append_eod
+    chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
+    began = time.perf_counter()
+    total = sum(path.stat().st_size for path in paths)
+    broken = 0
+    with _Output(Path(output), loaded, chat) as files:
+        with progress("preprocess", total, _BAR_FROM_BYTES) as advance:
+            for encoded in encode_all(chunks, arguments, workers):
+                advance(encoded.bytes_read)
+                broken += len(encoded.broken)
+                for line in encoded.broken:
+                    if not skip_broken:
+                        raise ValueError(f"{line}. Repair it, or leave such out by --skip-broken.")
+                    tell(f"left out: {line}")
+                files.add(encoded)
+        files.finish()
+    counts = files.documents, files.tokens, files.answer_tokens
+    return Preprocessed(*counts, broken, time.perf_counter() - began)
+
+
+def train_and_save_tokenizer(
+    inputs: Sequence[str | os.PathLike],
+    folder: str | os.PathLike,
+    vocab_size: int,
+    *,
+    key: str | None = None,
+    one_per_line: bool = False,
+) -> Tokenizer:
+    """Train a tokenizer on the documents of files (see `preprocess`), and write it to a folder,
+    which must have none.
+
+    Raises:
+        ValueError: the folder has a tokenizer, or as `preprocess` and `train_tokenizer`.
+    """
+    if (found := find_tokenizer(folder)) is not None:
+        raise ValueError(f"{found} exists: name another folder, or leave out --train-tokenizer.")
+    texts = read_texts(check_files(inputs), key or "text", one_per_line)
+    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer.save(folder)
+    return tokenizer
+
+
+def _check(
+    tokenizer: Tokenizer,
+    folder: Path,
+    output: str | os.PathLike,
+    workers: int,
+    chat: bool,
+    append_eod: bool,
+) -> None:
+    index = Path(f"{os.fspath(output)}.idx")
+    if index.exists():
+        raise ValueError(f"{index} exists: remove it, or name another output.")
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; it must be 1 or more.")
+    if chat and append_eod:
+        raise ValueError("with --chat the template writes the end tokens: leave out --append-eod.")
+    if append_eod and tokenizer.eod is None:
+        raise ValueError(
+            f"the tokenizer of {folder} has no end token: give it an eos_token in "
+            "tokenizer_config.json, or use --no-append-eod."
+        )
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {folder} has no chat template, which --chat needs.")
+
+
+class _Output:
+    """Files of a dataset, in a folder beside it until they are whole."""
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer, chat: bool):
+        self.prefix, self.tokenizer, self.chat = prefix, tokenizer, chat
+        self.folder = prefix.with_name(f"{prefix.name}.partial")
+        self.documents = self.tokens = self.answer_tokens = 0
+
+    def __enter__(self) -> _Output:
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+        self.folder.mkdir(parents=True)
+        self.text = self._builder("", token_dtype(self.tokenizer.vocab_size))
+        self.answers = self._builder(ANSWERS, np.int32) if self.chat else None
+        return self
+
+    def __exit__(self, *error) -> None:
+        shutil.rmtree(self.folder)
+
+    def _builder(self, suffix: str, dtype: type[np.integer]) -> IndexedDatasetBuilder:
+        return IndexedDatasetBuilder(str(self.folder / f"{suffix}.bin"), dtype)
+
+    def add(self, encoded: EncodedChunk) -> None:
+        ends = np.cumsum(encoded.lengths)[:-1]
+        for tokens in np.split(encoded.tokens, ends) if encoded.lengths else ():
+            self.text.add_document(tokens, [len(tokens)])
+        for spans in encoded.answers:
+            self.answers.add_document(spans, [len(spans)])
+            self.answer_tokens += sum(spans[1::2]) - sum(spans[::2])
+        self.documents += len(encoded.lengths)
+        self.tokens += len(encoded.tokens)
+
+    def finish(self) -> None:
+        """Put the files in their places, the index of the tokens last."""
+        if not self.documents:
+            raise ValueError("the input has no documents: nothing is written.")
+        self.text.finalize(str(self.folder / ".idx"))
+        suffixes = [".bin", ".json", ".idx"]
+        if self.answers is not None:
+            self.answers.finalize(str(self.folder / f"{ANSWERS}.idx"))
+            suffixes = [f"{ANSWERS}.bin", f"{ANSWERS}.idx", *suffixes]
+        tokenizer = self.tokenizer
+        Description(
+            "sft" if self.chat else "pretraining",
+            tokenizer.fingerprint,
+            tokenizer.vocab_size,
+            tokenizer.eod,
+            self.documents,
+            self.tokens,
+        ).write(self.folder / ".json")
+        for suffix in suffixes:
+            os.replace(self.folder / suffix, f"{self.prefix}{suffix}")

@@ -1,0 +1,310 @@
+"""preprocess: files of documents to a dataset, whole or not at all."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+from megatron_hybrid import cli
+from megatron_hybrid.text import document_files
+from megatron_hybrid.text.document_encoder import encode_all, token_dtype
+from megatron_hybrid.text.document_files import read_chunks
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.train_tokenizer import train_tokenizer
+from megatron_hybrid.training.data.config import DataFields
+from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["Once upon a time there was a fox. "] * 9, 300).save(path)
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+def write_lines(path: Path, records) -> Path:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    return path
+
+
+def texts(count: int) -> list[str]:
+    return [f"Fox {i} was there.\n" + "Zażółć 漢🙂 " * (i % 7) for i in range(count)]
+
+
+def stored(prefix) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def expected(folder, documents, end=True) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(folder)
+    return [tokenizer.tokenize(text) + [tokenizer.eod] * end for text in documents]
+
+
+def test_every_format_and_any_number_of_workers_give_the_same_dataset(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(document_files, "CHUNK_BYTES", 2000)  # many chunks
+    documents = texts(300)
+    records = [{"id": i, "text": text} for i, text in enumerate(documents)]
+    plain = write_lines(tmp_path / "a.jsonl", records[:200])
+    zipped = write_lines(tmp_path / "b.jsonl.gz", records[200:])
+    parts = []
+    for workers in (1, 3):
+        made = preprocess([plain, zipped], folder, tmp_path / f"with_{workers}", workers=workers)
+        parts.append(stored(tmp_path / f"with_{workers}"))
+        assert made.documents == 300 and made.tokens == sum(map(len, parts[-1]))
+    assert parts[0] == parts[1] == expected(folder, documents)
+    assert sorted(p.name for p in tmp_path.glob("with_1*")) == [
+        "with_1.bin",
+        "with_1.idx",
+        "with_1.json",
+    ]
+
+
+def test_text_files_are_documents_or_lines_of_them(folder, tmp_path):
+    documents = ["one\ntwo\n\n", "\ufeffthree漢\r\nfour"]
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt.gz"]
+    paths[0].write_bytes(documents[0].encode())
+    paths[1].write_bytes(gzip.compress(documents[1].encode()))
+    preprocess(paths, folder, tmp_path / "whole", append_eod=False)
+    whole = [documents[0], documents[1].removeprefix("\ufeff")]
+    assert stored(tmp_path / "whole") == expected(folder, whole, end=False)
+    preprocess(paths, folder, tmp_path / "lines", one_per_line=True)
+    assert stored(tmp_path / "lines") == expected(folder, ["one", "two", "three漢", "four"])
+
+
+def test_the_dataset_trains(folder, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(50)])
+    preprocess([path], folder, tmp_path / "new" / "data")
+    fields = DataFields(32, train=[str(tmp_path / "new" / "data")])
+    tokenizer = Tokenizer.from_folder(folder)
+    train, _, _ = build_datasets(fields, tokenizer, (None, 0, 0))
+    row = train[0]
+    assert len(row["lengths"]) > 1 and "fox" in tokenizer.detokenize(row["tokens"].tolist()).lower()
+
+
+def test_token_ids_are_stored_as_core_stores_them():
+    for size in (10, 65499, 65500, 1 << 20):
+        assert token_dtype(size) is DType.optimal_dtype(size)
+
+
+def conversation(i: int) -> list[dict]:
+    return [
+        {"role": "user", "content": f"question {i}"},
+        {"role": "assistant", "content": f"answer {i} 漢"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "no" * i},
+    ]
+
+
+def test_conversations_keep_their_answers(folder, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": conversation(i)} for i in range(40)])
+    made = preprocess([path], folder, tmp_path / "chats", chat=True, workers=2)
+    tokenizer = Tokenizer.from_folder(folder)
+    pairs = [tokenizer.chat_with_answers(conversation(i)) for i in range(40)]
+    assert stored(tmp_path / "chats") == [ids for ids, _ in pairs]
+    assert stored(tmp_path / "chats.answers") == [[*sum(spans, ())] for _, spans in pairs]
+    assert made.answer_tokens == sum(b - a for _, spans in pairs for a, b in spans)
+    fields = DataFields(1000, kind="sft", train=[str(tmp_path / "chats")])
+    train, _, _ = build_datasets(fields, tokenizer, (None, 0, 0))
+    learnt = [
+        tokenizer._tokenizer.decode(
+            [token for token, counts in zip(labels.tolist(), mask) if counts],
+            skip_special_tokens=False,
+        )
+        for row in (train[i] for i in range(len(train)))
+        for labels, mask in zip(
+            row["labels"].split(row["lengths"]), row["loss_mask"].split(row["lengths"])
+        )
+    ]
+    end = "<|endoftext|>"
+    answers = [f"answer {i} 漢{end}{'no' * i}{end}" for i in range(40)]
+    assert sorted(filter(None, learnt)) == sorted(answers)
+
+
+# What does not fit -------------------------------------------------------------------------------
+
+BROKEN = [
+    (b"{", r":2 is not JSON: "),
+    (b"[1]", r":2 is not an object with a field 'text'"),
+    (b'{"body": 1, "id": 2}', r":2 has no field 'text', but 'body', 'id'; choose one by --key"),
+    (b'{"text": null}', r":2 has no text in 'text', but None"),
+    (b'{"text": "\\ud83d"}', r":2 has a 'text' that has \\ud83d, half of a character"),
+    (b'{"text": "\xff"}', r":2 is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "match"), BROKEN)
+def test_a_broken_line_is_named_and_nothing_is_written(folder, tmp_path, line, match):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n\n{"text": ""}\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=f"a.jsonl{match}.*--skip-broken"):
+        preprocess([path], folder, tmp_path / "data")
+    assert list(tmp_path.iterdir()) == [path]
+    told = []
+    made = preprocess([path], folder, tmp_path / "data", skip_broken=True, tell=told.append)
+    assert stored(tmp_path / "data") == expected(folder, ["one", "two"])
+    assert made.broken == 1 and len(told) == 1 and "a.jsonl:2 " in told[0]
+
+
+def test_a_broken_conversation_is_named(folder, tmp_path):
+    good = {"messages": conversation(1)}
+    bad = [{"messages": "hello"}, {"messages": conversation(1)[:1]}, {"messages": [1]}]
+    path = write_lines(tmp_path / "a.jsonl", [good, *bad])
+    told = []
+    made = preprocess([path], folder, tmp_path / "d", chat=True, skip_broken=True, tell=told.append)
+    assert made.documents == 1 and made.broken == 3
+    assert "a.jsonl:2 has no list in 'messages', but 'hello'" in told[0]
+    assert "a.jsonl:3: the conversation has no answer" in told[1]
+    assert "a.jsonl:4: messages must be a sequence of mappings" in told[2]
+
+
+def test_files_that_cannot_be_read_are_named(folder, tmp_path):
+    def refuse(name, match, error=ValueError):
+        with pytest.raises(error, match=match):
+            preprocess([tmp_path / name], folder, tmp_path / "data")
+
+    refuse("none.jsonl", r"none.jsonl is not a file")
+    (tmp_path / "a.csv").touch()
+    refuse("a.csv", r"a.csv has none of the endings .jsonl, .ndjson, .json, .txt")
+    (tmp_path / "a.jsonl").touch()
+    refuse("a.jsonl", "the input has no documents: nothing is written")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 999)[:-9])
+    refuse("b.jsonl.gz", r"b.jsonl.gz cannot be read: Compressed file ended")
+    (tmp_path / "c.txt.gz").write_bytes(b"text")
+    refuse("c.txt.gz", r"c.txt.gz cannot be read: Not a gzipped file")
+    assert not list(tmp_path.glob("data*"))
+
+
+def test_parquet_needs_pyarrow(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(ImportError, match="parquet files need pyarrow: pip install pyarrow"):
+        preprocess([tmp_path / "a.parquet"], folder, tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"workers": 0}, "workers is 0; it must be 1 or more"),
+        ({"chat": True, "append_eod": True}, "the template writes the end tokens"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder, tmp_path, options, match):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    with pytest.raises(ValueError, match=match):
+        preprocess([path], folder, tmp_path / "data", **options)
+
+
+def test_a_tokenizer_that_lacks_what_is_needed_is_refused(folder, tmp_path):
+    bare = Tokenizer(Tokenizer.from_folder(folder)._tokenizer)
+    bare.save(tmp_path / "bare")
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    with pytest.raises(ValueError, match=r"has no end token: give it an eos_token .*--no-append"):
+        preprocess([path], tmp_path / "bare", tmp_path / "data")
+    with pytest.raises(ValueError, match="has no chat template, which --chat needs"):
+        preprocess([path], tmp_path / "bare", tmp_path / "data", chat=True)
+
+
+def test_a_dataset_is_not_overwritten(folder, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    preprocess([path], folder, tmp_path / "data")
+    with pytest.raises(ValueError, match=r"data.idx exists: remove it, or name another output"):
+        preprocess([path], folder, tmp_path / "data")
+
+
+def test_what_a_killed_run_left_is_no_dataset_and_gives_way(folder, tmp_path):
+    """Killed while it writes; the workers end with it."""
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text * 40} for text in texts(4000)])
+    command = ["preprocess", str(path), "--tokenizer", str(folder), "--output"]
+    command = [sys.executable, "-m", "megatron_hybrid", *command, str(tmp_path / "data")]
+    process = subprocess.Popen([*command, "--workers", "2"], start_new_session=True)
+    part = tmp_path / "data.partial" / ".bin"
+    deadline = time.monotonic() + 120
+    while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not list(tmp_path.glob("data.*[xn]"))
+    with pytest.raises(ValueError, match=r"data.idx does not exist. Run"):
+        build_datasets(
+            DataFields(8, train=[str(tmp_path / "data")]), Tokenizer.from_folder(folder), (1, 0, 0)
+        )
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.02)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail("the workers outlive the run")
+    small = write_lines(tmp_path / "b.jsonl", [{"text": "one"}])
+    preprocess([small], folder, tmp_path / "data")
+    assert stored(tmp_path / "data") == expected(folder, ["one"])
+    assert not (tmp_path / "data.partial").exists()
+
+
+def test_a_worker_that_dies_is_told(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    with pytest.raises(RuntimeError, match="a worker of preprocess died"):
+        list(encode_all(read_chunks(path), (tmp_path / "no folder", "text", False, True), 1))
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def test_the_command_trains_a_tokenizer_and_writes_a_dataset(tmp_path, capsys):
+    path = write_lines(tmp_path / "a.jsonl", [{"body": text} for text in texts(200)])
+    own, output = str(tmp_path / "tokenizer"), str(tmp_path / "data")
+    arguments = ["preprocess", str(path), "--tokenizer", own, "--key", "body"]
+    status = cli.main(
+        [*arguments, "--output", output, "--train-tokenizer", "270", "--workers", "1"]
+    )
+    out = capsys.readouterr().out
+    assert status == 0 and f"wrote {own}: a tokenizer of 270 tokens" in out
+    assert f"wrote {output}: 200 documents, " in out and " tokens/s" in out
+    assert stored(output) == expected(own, texts(200))
+    assert np.memmap(f"{output}.bin", np.uint16).max() < 270
+    assert cli.main([*arguments, "--train-tokenizer", "270"]) == 2
+    assert "tokenizer.json exists" in capsys.readouterr().err
+    assert cli.main(arguments) == 2
+    assert "--output PREFIX is missing" in capsys.readouterr().err
+
+
+def test_the_command_names_what_it_leaves_out(folder, tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": 1}\n' + json.dumps({"messages": conversation(3)}))
+    arguments = ["preprocess", str(path), "--tokenizer", str(folder), "--workers", "1", "--chat"]
+    output = str(tmp_path / "data")
+    assert cli.main([*arguments, "--output", output]) == 2
+    assert "a.jsonl:1 has no list in 'messages', but 1" in capsys.readouterr().err
+    assert cli.main([*arguments, "--output", output, "--skip-broken"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 documents, " in out and " of answers), 1 left out; " in out
+    assert "left out: " in err and "a.jsonl:1" in err
+
+
+def test_broken_text_trains_no_tokenizer(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": 2}])
+    with pytest.raises(ValueError, match=r"a.jsonl:2 has no text in 'text', but 2"):
+        train_and_save_tokenizer([path], tmp_path / "own", 300)
+    assert not (tmp_path / "own").exists()
