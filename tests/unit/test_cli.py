@@ -157,7 +157,9 @@ def test_explain_of_a_saved_cache(folder, capsys, tmp_path):
     assert "41 can be fetched: the disk has them" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "explain", "convert", "plan", "profile"])
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "explain", "convert", "plan", "profile", "preprocess"]
+)
 def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -171,6 +173,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
         "convert": "(default: ours)",
         "plan": "(default: 8k)",
         "profile": "(default: exact)",
+        "preprocess": "field of the text (default: text) or of the conversation (messages)",
     }
     assert expected[command] in out
 
