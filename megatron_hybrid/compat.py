@@ -11,7 +11,10 @@ import importlib.util
 import logging
 import warnings
 from types import SimpleNamespace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 _OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
 
@@ -102,6 +105,26 @@ def core_model_kind(module: object) -> Literal["gpt", "hybrid"] | None:
             if kind.__name__ in ("MambaModel", "HybridModel"):
                 return "hybrid"
     return None
+
+
+def record_aux_loss(
+    name: str,
+    value: torch.Tensor,
+    layer_number: int,
+    num_layers: int,
+    group: torch.distributed.ProcessGroup | None,
+) -> None:
+    """Add a loss of a layer, counted from 1 in the whole model, to core's tracker, which sums it
+    over the ranks of the group when it reports (gloo cannot average)."""
+    layer = name, value, layer_number, num_layers
+    if MEGATRON_CORE_VERSION < (0, 17, 0):
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        save_to_aux_losses_tracker(*layer, reduce_group=group, reduce_group_has_dp=True)
+    else:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker().record(*layer, reduce_group=group, needs_dp_avg=False)
 
 
 def have_apex(extension: str = "amp_C") -> bool:

@@ -262,7 +262,8 @@ def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
         names.add("num_attention_heads")
     names &= {field.name for field in dataclasses.fields(MLATransformerConfig)} & values.keys()
     carried = {name: values[name] for name in sorted(names - {"init_method_std", "params_dtype"})}
-    if "E" in symbols:
+    if "E" in symbols and isinstance(values["moe_router_load_balancing_type"], str):
+        # Some choose the experts; several at a time are losses.
         carried["moe_router_load_balancing_type"] = values["moe_router_load_balancing_type"]
     return carried
 

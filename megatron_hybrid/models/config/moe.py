@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
-from megatron_hybrid.models.config.unsupported import EXPERT_BIAS
+
+AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Losses in `moe_router_load_balancing_type`, each with its `moe_aux_loss_coeff`."""
 
 
 @dataclass
@@ -17,7 +19,9 @@ class MoEFields(LayerFields):
         add_bias_linear: bool
         mlp_gate_multiplier: float
         mlp_output_multiplier: float
-        moe_router_load_balancing_type: str | list[str] | None
+        moe_router_load_balancing_type: str | list[str]
+        moe_aux_loss_coeff: float | list[float]
+        moe_z_loss_coeff: float | None
 
     num_moe_experts: int | None = None
     """Experts of a layer."""
@@ -101,13 +105,7 @@ class MoEFields(LayerFields):
                 "A token cannot go to more experts than there are."
             )
         self._require_one_of("moe_router_score_function", "softmax", "sigmoid")
-        # A name, several or None; with a coefficient of 0 the others do nothing.
-        balancing = self.moe_router_load_balancing_type
-        if any(name in (balancing or ()) for name in ("sinkhorn", "quantile_balancing")):
-            raise ValueError(
-                f"moe_router_load_balancing_type is {balancing!r}, which HybridModel does not "
-                f"support: balance the experts by {EXPERT_BIAS}."
-            )
+        self._check_losses()
         softmax = self.moe_router_score_function == "softmax"
         if softmax and topk == 1 and not self.moe_router_pre_softmax:
             raise ValueError(
@@ -147,6 +145,43 @@ class MoEFields(LayerFields):
                 f"num_moe_experts={experts} and moe_router_topk={topk}: groups must divide the "
                 "experts evenly, and each chosen group must give an equal share of the top-k."
             )
+
+    def _check_losses(self) -> None:
+        """Raises ValueError unless the losses of the router and their coefficients are legal."""
+        kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        lists = [isinstance(value, (list, tuple)) for value in (kinds, factors)]
+        if lists[0] != lists[1] or (lists[0] and len(kinds) != len(factors)):
+            raise ValueError(
+                f"moe_router_load_balancing_type is {kinds!r} and moe_aux_loss_coeff is "
+                f"{factors!r}. Give one loss and one coefficient, or a list of each, of the same "
+                "length."
+            )
+        if not lists[0]:
+            kinds, factors = [kinds], [factors]
+        names = (*AUXILIARY_LOSSES, "none")
+        for kind in kinds:
+            if kind == "quantile_balancing":
+                raise ValueError(
+                    "moe_router_load_balancing_type is 'quantile_balancing', which moves a bias "
+                    "that checkpoints and serving do not have here. Balance the experts by "
+                    "moe_router_enable_expert_bias, whose bias they have."
+                )
+            if kind not in names:
+                raise ValueError(
+                    f"moe_router_load_balancing_type is {self.moe_router_load_balancing_type!r}; "
+                    f"use {', '.join(map(repr, names[:-1]))} or {names[-1]!r}."
+                )
+        if len(set(kinds)) != len(kinds):
+            raise ValueError(
+                f"moe_router_load_balancing_type is {kinds!r}; name each loss once, with the sum "
+                "of its coefficients."
+            )
+        for factor in (*factors, self.moe_z_loss_coeff):
+            if factor is not None and not factor >= 0:
+                raise ValueError(
+                    f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r} and moe_z_loss_coeff is "
+                    f"{self.moe_z_loss_coeff!r}; coefficients must be 0 or more."
+                )
 
 
 @dataclass

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPERT_BIAS = (
-    "moe_router_enable_expert_bias (megatron-core's finalize_model_grads moves it in each step)"
-)
-
 CONTEXT_PARALLEL = (
     "shard by tensor_model_parallel_size, and sequence_parallel in training: the state of a "
     "recurrent layer passes through all tokens of a sequence in order, and pages of the cache hold "
@@ -78,7 +74,6 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
         "use_kitchen_attention",
     ),
     "train without multi-token prediction": ("mtp_num_layers",),
-    f"balance the experts by {EXPERT_BIAS}": ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "route in fp32": ("moe_router_dtype",),
     "route by the router": ("moe_enable_routing_replay",),
     "let each expert take every token routed to it": ("moe_token_dropping",),

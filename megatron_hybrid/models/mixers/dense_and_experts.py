@@ -23,8 +23,8 @@ class DenseAndExpertsMixer(Mixer):
     Args:
         config: the fields of the symbols `-` and `E` are used.
         submodules: classes of the MLP's projections and of the norms.
-        layer_number: unused; every mixer is built with it.
-        pg_collection: process groups; see `Experts`.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; see `Experts` and `Router`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DenseAndExpertsMixer(Mixer):
                 self.add_module(f"{place}_{name}_layernorm", norm)
         submodules = replace(submodules, input_projection=submodules.column)
         self.dense = MLPMixer(config, submodules, layer_number, pg_collection)
-        self.router = Router(config)
+        self.router = Router(config, layer_number, pg_collection)
         self.router_scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
         self.expert_scale = nn.Parameter(
             torch.ones(config.num_moe_experts, dtype=config.params_dtype)
@@ -55,8 +55,7 @@ class DenseAndExpertsMixer(Mixer):
         dense_Th, bias = self.dense(self.pre_dense_layernorm(hidden_Th), context)
         if bias is not None:
             dense_Th = dense_Th + bias
-        num_tokens = context.ragged_layout().num_tokens
-        weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), num_tokens)
+        weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), context)
         y_Th = self.experts(
             self.pre_experts_layernorm(hidden_Th),
             weights_nE * self.expert_scale.float(),

@@ -44,6 +44,10 @@ class MixerContext(Protocol):
     token travels: each rank's experts take all tokens, and the ranks' outputs are summed. Else the
     ranks may have different tokens, as in training, where they are data-parallel ranks."""
 
+    padding_mask_T: Tensor | None
+    """Read in training alone: bool [T], True for rows that routers do not count, though their
+    sequences have them; None: all tokens count."""
+
     def ragged_layout(self) -> RaggedLayout:
         """Lengths, start positions and captures of this call."""
 
@@ -100,13 +104,19 @@ class UncachedContext:
         layout: the sequences, from position 0.
         device: where `token_positions` lies.
         shared_kv_layers: numbers of the layers whose keys and values other layers read too.
+        padding_mask_T: see `MixerContext`.
     """
 
     same_tokens_on_expert_ranks = False
 
     def __init__(
-        self, layout: RaggedLayout, device: torch.device, shared_kv_layers: Collection[int] = ()
+        self,
+        layout: RaggedLayout,
+        device: torch.device,
+        shared_kv_layers: Collection[int] = (),
+        padding_mask_T: Tensor | None = None,
     ):
+        self.padding_mask_T = padding_mask_T
         self._layout = layout
         self._device = device
         self._shared_kv_layers = shared_kv_layers

@@ -27,8 +27,8 @@ class MoEMixer(Mixer):
     Args:
         config: `num_moe_experts` and the `moe_*` fields are used.
         submodules: classes of the shared expert's projections.
-        layer_number: unused; every mixer is built with it.
-        pg_collection: process groups; see `Experts`.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; see `Experts` and `Router`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MoEMixer(Mixer):
         pg_collection: ProcessGroupCollection,
     ):
         super().__init__(config)
-        self.router = Router(config)
+        self.router = Router(config, layer_number, pg_collection)
         self.experts = Experts(config, pg_collection)
         if (latent := config.moe_latent_size) is not None:
             self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, latent)
@@ -52,7 +52,7 @@ class MoEMixer(Mixer):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
         """[T, hidden] -> (output [T, hidden], None); padding rows get the shared expert alone."""
-        weights_nE, chosen_nE = self.router(hidden_Th, context.ragged_layout().num_tokens)
+        weights_nE, chosen_nE = self.router(hidden_Th, context)
         latent = self.config.moe_latent_size is not None
         x_Th = self.fc1_latent_proj(hidden_Th) if latent else hidden_Th
         y_Th = self.experts(x_Th, weights_nE, chosen_nE, context.same_tokens_on_expert_ranks)

@@ -3,12 +3,17 @@ TopKRouter (whose class keeps its tensors on CUDA)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses, is_counting
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import replicated_weight
 
 _CORE_EPSILON = 1e-20  # what core adds to the sum of the chosen sigmoid scores
@@ -20,11 +25,16 @@ class Router(nn.Module):
 
     Args:
         config: its `moe_router_*` fields are used; with `add_bias_linear` the logits have a bias.
+        layer_number: from 1, within the pipeline stage.
+        pg_collection: process groups; see `AuxiliaryLosses`.
     """
 
-    def __init__(self, config: HybridConfig):
+    def __init__(
+        self, config: HybridConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__()
         self.config = config
+        self._losses = AuxiliaryLosses(config, layer_number, pg_collection)
         num_experts = config.num_moe_experts
         self.weight = replicated_weight(
             config, num_experts, config.hidden_size, dtype=torch.float32
@@ -38,16 +48,49 @@ class Router(nn.Module):
             self.register_buffer("expert_bias", torch.zeros(num_experts))
             self.register_buffer("local_tokens_per_expert", torch.zeros(num_experts), False)
 
-    def forward(self, hidden_Th: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        # Buffers stay fp32: in bf16, counts would end at 256 and steps of the bias be rounded off.
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            if self._buffers[name].dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """For core's finalize_model_grads, at the end of each global batch."""
+        self._losses.start_global_batch()
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
         """The weight of each expert for each token, fp32 [n, E], and the chosen ones, bool [n, E].
 
         Args:
-            hidden_Th: all rows, with padding, so that a row's bits do not depend on their number.
-            num_tokens: n, the number of leading rows that are tokens.
+            hidden_Th: n tokens, then padding rows, so that a row's bits do not depend on their
+                number.
+            context: the sequences of the tokens, and in training those that do not count.
         """
-        config = self.config
+        num_tokens = context.ragged_layout().num_tokens
         bias = None if self.bias is None else self.bias.float()
         logits_TE = F.linear(hidden_Th.float(), self.weight.float(), bias)
+        if not (self.training and torch.is_grad_enabled()):
+            weights_TE, chosen_TE = self._choose(logits_TE)
+            return weights_TE[:num_tokens], chosen_TE[:num_tokens]
+        padding_n = context.padding_mask_T
+        if padding_n is not None:
+            padding_n = padding_n[:num_tokens]
+        logits_nE = self._losses.attach_to_logits(logits_TE[:num_tokens], padding_n)
+        weights_nE, chosen_nE = self._choose(logits_nE)
+        weights_nE = self._losses.attach_to_weights(
+            weights_nE, logits_nE, padding_n, context.ragged_layout()
+        )
+        if self.config.moe_router_enable_expert_bias and is_counting():
+            counted_nE = chosen_nE if padding_n is None else chosen_nE & ~padding_n.unsqueeze(1)
+            self.local_tokens_per_expert += counted_nE.sum(0)
+        return weights_nE, chosen_nE
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight of each expert, and the chosen ones, bool, both [T, E]."""
+        config = self.config
         expert_bias = self.expert_bias.float() if config.moe_router_enable_expert_bias else None
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
@@ -62,8 +105,4 @@ class Router(nn.Module):
         if config.moe_router_topk_epsilon > _CORE_EPSILON:
             sums = (logits_TE.sigmoid() * chosen_TE).sum(-1, keepdim=True)
             weights_TE = weights_TE * (sums / (sums + config.moe_router_topk_epsilon))
-        weights_nE, chosen_nE = weights_TE[:num_tokens], chosen_TE[:num_tokens]
-        if expert_bias is not None and self.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                self.local_tokens_per_expert += chosen_nE.sum(0)
-        return weights_nE, chosen_nE
+        return weights_TE, chosen_TE

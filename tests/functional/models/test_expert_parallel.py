@@ -14,7 +14,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from rank_processes import train_on_ranks
+from router_losses import forget_losses, take_losses
 from sharded_tensors import pieces
 from split_models import assert_close, assert_same_checkpoint
 
@@ -63,7 +65,19 @@ MODELS = {
         },
     ),
     "biased": dict(layer_pattern="*E", layer_overrides={"E": {"add_bias_linear": True}}),
+    "balanced": dict(layer_pattern="*E"),
 }
+LOSSES = {
+    "cut": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.5],
+        "moe_z_loss_coeff": 0.2,
+    },
+    "biased": {},
+    # The ranks' micro batches have one loss.
+    "balanced": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.7},
+}
+"""Of the router, by model."""
 LAYOUTS = {
     "ep2": ("cut", {EP: 2}),
     "ep4": ("biased", {EP: 4}),
@@ -73,6 +87,9 @@ LAYOUTS = {
     "tp2_whole": ("cut", {TP: 2, ETP: 1}),
     "core_ep4": ("biased", {EP: 4, **CORE}),
     "core_tp2_whole_ep2": ("cut", {TP: 2, EP: 2, ETP: 1, **CORE}),
+    "tp2_ep2_balanced": ("balanced", {TP: 2, EP: 2}),
+    "tp2_rows_balanced": ("balanced", {TP: 2, ROWS: True}),
+    "tp2_ep2_rows": ("cut", {TP: 2, EP: 2, ROWS: True}),
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }
 """{name: (model, sizes)}"""
@@ -122,7 +139,8 @@ def run_layout(folder, name, sizes):
     parallel_state.initialize_model_parallel(
         **{field: sizes[field] for field in (TP, EP, ETP) if field in sizes}
     )
-    model = load(folder, **sizes)
+    forget_losses()
+    model = load(folder, **sizes, **LOSSES[folder.name])
     save_checkpoint(model, folder / name)
     sharded = model.sharded_state_dict()
     built = [getattr(value, "build", lambda own=value: own)() for value in sharded.values()]
@@ -140,6 +158,7 @@ def run_layout(folder, name, sizes):
             context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
             same = model(batch(0)[0], inference_context=context)
         loss, found = gradients(model, inputs, labels)
+    router_losses = take_losses(of_all_ranks=True)
     parallel_state.destroy_model_parallel()
     return {
         "number": number,
@@ -149,6 +168,7 @@ def run_layout(folder, name, sizes):
         "logits": logits[..., :VOCAB_SIZE],
         "same_tokens": same,
         "loss": loss,
+        "router_losses": router_losses,
         "gradients": found,
     }
 
@@ -196,21 +216,31 @@ def run_all(folder):
 
 def single_process(folder, name):
     torch.manual_seed(3)
-    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name]))
+    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name], **LOSSES[name]))
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():  # biases
                 parameter.normal_(std=0.1)
     save_checkpoint(model, folder / name)
-    result = {"logits": [], "loss": [], "pieces": pieces(model.sharded_state_dict())}
-    for number in range(RANKS):
-        inputs, labels = batch(number)
-        loss = model(inputs, labels=labels)
-        result["loss"].append(loss.mean().detach())
-        result["logits"].append(model(inputs).detach())
-        loss.mean().backward()
-        result[number + 1] = {  # of so many data-parallel ranks
-            key: parameter.grad / (number + 1) for key, parameter in model.named_parameters()
+    rows = [batch(number) for number in range(RANKS)]
+    with torch.no_grad():
+        result = {
+            "pieces": pieces(model.sharded_state_dict()),
+            "logits": [model(inputs) for inputs, _ in rows],
+            "loss": [model(inputs, labels=labels).mean() for inputs, labels in rows],
+        }
+    forget_losses()
+    for num_ranks in range(1, RANKS + 1):
+        steps = rows[:num_ranks]
+        if name == "balanced":
+            steps = [[torch.cat(part) for part in zip(*steps)]]
+        model.zero_grad()
+        reset_model_temporary_tensors(model.config, [model])
+        for inputs, labels in steps:
+            (model(inputs, labels=labels).mean() * num_ranks / len(steps)).backward()
+        result[num_ranks] = {
+            "gradients": {key: p.grad / num_ranks for key, p in model.named_parameters()},
+            "router_losses": {key: loss / len(steps) for key, loss in take_losses().items()},
         }
     return result
 
@@ -241,12 +271,14 @@ def test_different_tokens_on_the_ranks(outcome, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_the_concatenated_batch(outcome, layout):
+def test_gradients_and_losses_of_routers_are_those_of_the_concatenated_batch(outcome, layout):
     single, ranks, _ = outcome
     model, sizes = LAYOUTS[layout]
-    for name, expected in single[model][RANKS // sizes.get(TP, 1)].items():
+    for kind, expected in single[model][RANKS // sizes.get(TP, 1)].items():
         for rank in ranks:
-            assert_close(rank[layout]["gradients"][name], expected, name)
+            assert rank[layout][kind].keys() == expected.keys()
+            for name, value in expected.items():
+                assert_close(rank[layout][kind][name], value, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

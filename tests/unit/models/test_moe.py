@@ -296,7 +296,7 @@ def test_a_model_learns_through_its_router():
         ),
         (
             {"moe_router_load_balancing_type": "sinkhorn"},
-            "moe_router_load_balancing_type is 'sinkhorn', which",
+            "moe_router_load_balancing_type is 'sinkhorn'; use 'aux_loss'",
         ),
         ({"moe_token_dropping": True}, "let each expert take every token"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
@@ -309,8 +309,27 @@ def test_a_model_learns_through_its_router():
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "do not fit"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "do not fit"),
         ({"mlp_output_multiplier": 0.5}, "mlp_output_multiplier 0.5, which experts do not have"),
-        ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff is 0.01"),
-        ({"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff is 0.1"),
+        (
+            {"moe_router_load_balancing_type": "quantile_balancing"},
+            "a bias that checkpoints and serving do not have",
+        ),
+        ({"moe_aux_loss_coeff": [0.01]}, "moe_aux_loss_coeff is .0.01.. Give one loss and one"),
+        (
+            {
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+                "moe_aux_loss_coeff": [0.01],
+            },
+            "a list of each, of the same length",
+        ),
+        (
+            {
+                "moe_router_load_balancing_type": ["aux_loss", "aux_loss"],
+                "moe_aux_loss_coeff": [0.01, 0.1],
+            },
+            "name each loss once",
+        ),
+        ({"moe_aux_loss_coeff": -0.1}, "moe_aux_loss_coeff is -0.1 .* must be 0 or more"),
+        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; .* must be 0 or more"),
         ({"moe_router_dtype": None}, "moe_router_dtype is None"),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
         (
