@@ -23,7 +23,7 @@ from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
 from megatron_hybrid.models.config.mamba1 import Mamba1Fields
 from megatron_hybrid.models.config.mamba2 import Mamba2Fields
 from megatron_hybrid.models.config.mlp import MLPFields
-from megatron_hybrid.models.config.moe import MoEFields
+from megatron_hybrid.models.config.moe import MoEFields, MoERunFields
 from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
 from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
 from megatron_hybrid.models.config.position import PositionFields
@@ -59,6 +59,7 @@ class HybridConfig(
     ParallelHeadsFields,
     MLPFields,
     MoEFields,
+    MoERunFields,
     RunFields,
     TransformerConfig,
 ):

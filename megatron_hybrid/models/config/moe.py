@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import FieldGroup, LayerFields
 
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Losses in `moe_router_load_balancing_type`, each with its `moe_aux_loss_coeff`."""
@@ -19,6 +19,7 @@ class MoEFields(LayerFields):
         add_bias_linear: bool
         mlp_gate_multiplier: float
         mlp_output_multiplier: float
+        moe_router_dtype: str | None
         moe_router_load_balancing_type: str | list[str]
         moe_aux_loss_coeff: float | list[float]
         moe_z_loss_coeff: float | None
@@ -105,6 +106,8 @@ class MoEFields(LayerFields):
                 "A token cannot go to more experts than there are."
             )
         self._require_one_of("moe_router_score_function", "softmax", "sigmoid")
+        if self.moe_router_dtype is not None:
+            self._require_one_of("moe_router_dtype", "fp32", "fp64")
         self._check_losses()
         softmax = self.moe_router_score_function == "softmax"
         if softmax and topk == 1 and not self.moe_router_pre_softmax:
@@ -182,6 +185,14 @@ class MoEFields(LayerFields):
                     f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r} and moe_z_loss_coeff is "
                     f"{self.moe_z_loss_coeff!r}; coefficients must be 0 or more."
                 )
+
+
+@dataclass
+class MoERunFields(FieldGroup):
+    """Fields of a run of a model with experts, which config.json does not hold."""
+
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    """dtype of the router's logits; None: that of its input. (core's default is None.)"""
 
 
 @dataclass

@@ -30,9 +30,6 @@ class RunFields(FieldGroup):
     use_cpu_initialization: bool = True
     """Draw initial weights on the CPU, so that they do not depend on the device."""
 
-    moe_router_dtype: str = "fp32"
-    """No other value is supported: routing is fp32 whatever params_dtype is."""
-
     def check(self) -> None:
         """See `FieldGroup.check`."""
         self._require_one_of("layer_spec", "auto", "local", "transformer_engine")

@@ -74,7 +74,6 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
         "use_kitchen_attention",
     ),
     "train without multi-token prediction": ("mtp_num_layers",),
-    "route in fp32": ("moe_router_dtype",),
     "route by the router": ("moe_enable_routing_replay",),
     "let each expert take every token routed to it": ("moe_token_dropping",),
     "run the shared expert after the others": ("moe_shared_expert_overlap",),

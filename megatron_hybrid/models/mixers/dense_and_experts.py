@@ -15,6 +15,7 @@ from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.ops.checks import compute_dtype
 
 
 class DenseAndExpertsMixer(Mixer):
@@ -58,7 +59,7 @@ class DenseAndExpertsMixer(Mixer):
         weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), context)
         y_Th = self.experts(
             self.pre_experts_layernorm(hidden_Th),
-            weights_nE * self.expert_scale.float(),
+            weights_nE * self.expert_scale.to(weights_nE.dtype),
             chosen_nE,
             context.same_tokens_on_expert_ranks,
         )
@@ -67,5 +68,7 @@ class DenseAndExpertsMixer(Mixer):
     def _router_input(self, hidden_Th: Tensor) -> Tensor:
         """Rows with a mean square of 1, scaled."""
         size = hidden_Th.shape[-1]
-        normed_Th = F.rms_norm(hidden_Th.float(), (size,), eps=self.config.layernorm_epsilon)
+        normed_Th = F.rms_norm(
+            hidden_Th.to(compute_dtype(hidden_Th)), (size,), eps=self.config.layernorm_epsilon
+        )
         return normed_Th.to(hidden_Th.dtype) * self.router_scale * size**-0.5

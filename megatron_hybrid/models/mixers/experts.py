@@ -134,7 +134,7 @@ class Experts(nn.Module):
 
         Args:
             hidden_Th: n tokens, then padding rows, which get zeros; equal on tensor-parallel ranks.
-            weights_nE: weight of each of all experts, fp32.
+            weights_nE: weight of each of all experts, fp32 or fp64.
             chosen_nE: the chosen experts, bool, the same number k for each token.
             same_tokens_on_expert_ranks: see `MixerContext`.
         """

@@ -15,6 +15,7 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.ops.checks import compute_dtype
 
 
 class MoEMixer(Mixer):
@@ -92,6 +93,7 @@ class SharedExperts(MLPMixer):
         if self.gate_weight is not None:
             # Neither F.linear nor a sigmoid in fp32: over one column, the bits of a row would
             # depend on the number of rows.
-            logits_T1 = (hidden_Th.float() * self.gate_weight.float()).sum(-1, keepdim=True)
+            weight_h = self.gate_weight.to(compute_dtype(hidden_Th))
+            logits_T1 = (hidden_Th * weight_h).sum(-1, keepdim=True)
             output_Th = logits_T1.double().sigmoid().to(output_Th.dtype) * output_Th
         return output_Th

@@ -15,13 +15,16 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses, is_counting
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import replicated_weight
+from megatron_hybrid.ops.checks import compute_dtype
 
 _CORE_EPSILON = 1e-20  # what core adds to the sum of the chosen sigmoid scores
 
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
 
 class Router(nn.Module):
-    """Scores all experts in fp32 and takes the best `moe_router_topk` of them. Its parameters are
-    fp32 in a bf16 model too: rounded weights would choose other experts.
+    """Scores all experts and takes the best `moe_router_topk` of them, in `moe_router_dtype`. Its
+    parameters are fp32 in a bf16 model too: rounded weights would choose other experts.
 
     Args:
         config: its `moe_router_*` fields are used; with `add_bias_linear` the logits have a bias.
@@ -62,7 +65,8 @@ class Router(nn.Module):
         self._losses.start_global_batch()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token, fp32 [n, E], and the chosen ones, bool [n, E].
+        """The weight of each expert for each token, fp32 (fp64 of such tokens) [n, E], and the
+        chosen ones, bool [n, E].
 
         Args:
             hidden_Th: n tokens, then padding rows, so that a row's bits do not depend on their
@@ -70,11 +74,13 @@ class Router(nn.Module):
             context: the sequences of the tokens, and in training those that do not count.
         """
         num_tokens = context.ragged_layout().num_tokens
-        bias = None if self.bias is None else self.bias.float()
-        logits_TE = F.linear(hidden_Th.float(), self.weight.float(), bias)
+        dtype = _DTYPES.get(self.config.moe_router_dtype, hidden_Th.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits_TE = F.linear(hidden_Th.to(dtype), self.weight.to(dtype), bias)
+        weights_dtype = compute_dtype(hidden_Th)
         if not (self.training and torch.is_grad_enabled()):
             weights_TE, chosen_TE = self._choose(logits_TE)
-            return weights_TE[:num_tokens], chosen_TE[:num_tokens]
+            return weights_TE[:num_tokens].to(weights_dtype), chosen_TE[:num_tokens]
         padding_n = context.padding_mask_T
         if padding_n is not None:
             padding_n = padding_n[:num_tokens]
@@ -86,7 +92,7 @@ class Router(nn.Module):
         if self.config.moe_router_enable_expert_bias and is_counting():
             counted_nE = chosen_nE if padding_n is None else chosen_nE & ~padding_n.unsqueeze(1)
             self.local_tokens_per_expert += counted_nE.sum(0)
-        return weights_nE, chosen_nE
+        return weights_nE.to(weights_dtype), chosen_nE
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each expert, and the chosen ones, bool, both [T, E]."""

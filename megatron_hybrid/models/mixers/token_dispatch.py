@@ -29,7 +29,7 @@ class TokenDispatcher(Protocol):
 
         Args:
             hidden_nh: this rank's tokens.
-            weights_nE: weight of each of all experts, fp32.
+            weights_nE: weight of each of all experts, fp32 or fp64.
             chosen_nE: the chosen experts, bool, the same number for each token.
         """
 
@@ -62,7 +62,7 @@ class LocalDispatcher:
 
     def combine(self, y_mh: Tensor) -> Tensor:
         """See `TokenDispatcher`."""
-        weighted_mh = y_mh.float()
+        weighted_mh = y_mh.to(self._weights_m1.dtype)
         if not self._config.moe_apply_probs_on_input:
             weighted_mh = weighted_mh * self._weights_m1
         return self._pairs.sum(weighted_mh).to(y_mh.dtype)
@@ -133,7 +133,7 @@ class CoreDispatcher:
     def combine(self, y_mh: Tensor) -> Tensor:
         """See `TokenDispatcher`."""
         if not self._config.moe_apply_probs_on_input:
-            y_mh = (y_mh.float() * self._weights_m1).to(y_mh.dtype)
+            y_mh = (y_mh * self._weights_m1).to(y_mh.dtype)
         y_mh = self._core.token_combine(self._core.combine_preprocess(y_mh))
         return self._core.combine_postprocess(y_mh)
 

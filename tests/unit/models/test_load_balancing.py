@@ -122,6 +122,39 @@ def test_losses_per_token(losses):
     check_step(ours, core, torch.zeros(2, 1, LENGTH, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("scores", [{}, SIGMOID])
+@pytest.mark.parametrize("router_dtype", ["fp32", "fp64", None])
+def test_dtypes_of_the_logits_are_those_of_core(router_dtype, scores):
+    ours, core = routers(**scores, moe_router_dtype=router_dtype, params_dtype=torch.bfloat16)
+    core.to(torch.float32)
+    core.load_state_dict(ours.state_dict())
+    hidden = torch.randn(1, LENGTH, HIDDEN).bfloat16()
+    weights, chosen = ours(hidden[0], context(RaggedLayout.uniform(1, LENGTH)))
+    expected, core_chosen = core(hidden.transpose(0, 1))
+    assert weights.dtype is torch.float32
+    assert expected.dtype is {"fp32": torch.float32, "fp64": torch.float64}.get(
+        router_dtype, torch.bfloat16
+    )
+    assert torch.equal(chosen, core_chosen)
+    torch.testing.assert_close(weights, expected.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_tokens_of_fp64_keep_their_precision():
+    mixer = small_model("E", **FIELDS, moe_router_dtype="fp64").decoder.layers[0].mlp.double()
+    hidden = torch.randn(LENGTH, HIDDEN, dtype=torch.float64)
+    output, _ = mixer(hidden, context(RaggedLayout.uniform(1, LENGTH)))
+    experts = mixer.experts
+    scores, chosen = (hidden @ mixer.router.weight.t()).topk(3)
+    for row, x in enumerate(hidden):
+        expected = 0
+        for weight, e in zip(scores[row].softmax(-1), chosen[row].tolist()):
+            gate, value = (experts.linear_fc1.weight[e] @ x).chunk(2)
+            inner = torch.nn.functional.silu(gate) * value
+            expected = expected + weight * (experts.linear_fc2.weight[e] @ inner)
+        # The scores are fp32 in megatron-core.
+        torch.testing.assert_close(output[row], expected, atol=1e-6, rtol=1e-6)
+
+
 def test_padding_is_no_token_to_the_bias():
     ours, _ = routers(**SIGMOID)
     mask = torch.arange(16) % 4 == 0

@@ -330,7 +330,7 @@ def test_a_model_learns_through_its_router():
         ),
         ({"moe_aux_loss_coeff": -0.1}, "moe_aux_loss_coeff is -0.1 .* must be 0 or more"),
         ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; .* must be 0 or more"),
-        ({"moe_router_dtype": None}, "moe_router_dtype is None"),
+        ({"moe_router_dtype": "bf16"}, "moe_router_dtype is 'bf16'; use 'fp32' or 'fp64'"),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
         (
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
