@@ -33,10 +33,7 @@ _RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
     "use params_dtype=torch.float32": ("fp32_residual_connection",),
     "route by the router": ("moe_router_force_load_balancing", "moe_router_force_biased"),
     "use moe_router_group_topk": ("moe_router_topk_limited_devices",),
-    "let each expert take every token routed to it": (
-        "moe_expert_capacity_factor",
-        "moe_expert_rank_capacity_factor",
-    ),
+    "let each expert take every token routed to it": ("moe_expert_rank_capacity_factor",),
     "keep gates and values apart": (
         "moe_mlp_glu_interleave_size",
         "moe_shared_expert_glu_interleave_size",

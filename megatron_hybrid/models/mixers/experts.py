@@ -135,7 +135,7 @@ class Experts(nn.Module):
         Args:
             hidden_Th: n tokens, then padding rows, which get zeros; equal on tensor-parallel ranks.
             weights_nE: weight of each of all experts, fp32 or fp64.
-            chosen_nE: the chosen experts, bool, the same number k for each token.
+            chosen_nE: the chosen experts, bool, at most `moe_router_topk` for each token.
             same_tokens_on_expert_ranks: see `MixerContext`.
         """
         num_tokens, num_rows = len(weights_nE), len(hidden_Th)

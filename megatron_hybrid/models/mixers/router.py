@@ -8,7 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    apply_router_token_dropping,
+    topk_routing_with_score_function,
+)
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -66,7 +69,9 @@ class Router(nn.Module):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
         """The weight of each expert for each token, fp32 (fp64 of such tokens) [n, E], and the
-        chosen ones, bool [n, E].
+        chosen ones, bool [n, E], `moe_router_topk` for each token. In training
+        `moe_expert_capacity_factor` leaves some out; in evaluation and inference it does not, since
+        a token's experts would depend on the others of its batch.
 
         Args:
             hidden_Th: n tokens, then padding rows, so that a row's bits do not depend on their
@@ -77,22 +82,41 @@ class Router(nn.Module):
         dtype = _DTYPES.get(self.config.moe_router_dtype, hidden_Th.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits_TE = F.linear(hidden_Th.to(dtype), self.weight.to(dtype), bias)
-        weights_dtype = compute_dtype(hidden_Th)
-        if not (self.training and torch.is_grad_enabled()):
+        if self.training:
+            weights_nE, chosen_nE = self._choose_in_training(logits_TE[:num_tokens], context)
+        else:
             weights_TE, chosen_TE = self._choose(logits_TE)
-            return weights_TE[:num_tokens].to(weights_dtype), chosen_TE[:num_tokens]
+            weights_nE, chosen_nE = weights_TE[:num_tokens], chosen_TE[:num_tokens]
+        return weights_nE.to(compute_dtype(hidden_Th)), chosen_nE
+
+    def _choose_in_training(
+        self, logits_nE: Tensor, context: MixerContext
+    ) -> tuple[Tensor, Tensor]:
+        """The weights and the choice, [n, E], without pairs that are dropped, and with the losses
+        attached."""
+        config, has_losses = self.config, torch.is_grad_enabled()
         padding_n = context.padding_mask_T
         if padding_n is not None:
-            padding_n = padding_n[:num_tokens]
-        logits_nE = self._losses.attach_to_logits(logits_TE[:num_tokens], padding_n)
+            padding_n = padding_n[: len(logits_nE)]
+        if has_losses:
+            logits_nE = self._losses.attach_to_logits(logits_nE, padding_n)
         weights_nE, chosen_nE = self._choose(logits_nE)
-        weights_nE = self._losses.attach_to_weights(
-            weights_nE, logits_nE, padding_n, context.ragged_layout()
-        )
-        if self.config.moe_router_enable_expert_bias and is_counting():
+        if config.moe_expert_capacity_factor is not None:
+            weights_nE, chosen_nE = apply_router_token_dropping(
+                weights_nE,
+                chosen_nE,
+                config.moe_router_topk,
+                config.moe_expert_capacity_factor,
+                config.moe_token_drop_policy,
+            )
+        if has_losses:
+            weights_nE = self._losses.attach_to_weights(
+                weights_nE, logits_nE, padding_n, context.ragged_layout()
+            )
+        if config.moe_router_enable_expert_bias and is_counting():
             counted_nE = chosen_nE if padding_n is None else chosen_nE & ~padding_n.unsqueeze(1)
             self.local_tokens_per_expert += counted_nE.sum(0)
-        return weights_nE.to(weights_dtype), chosen_nE
+        return weights_nE, chosen_nE
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each expert, and the chosen ones, bool, both [T, E]."""

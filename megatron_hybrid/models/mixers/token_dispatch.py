@@ -30,7 +30,7 @@ class TokenDispatcher(Protocol):
         Args:
             hidden_nh: this rank's tokens.
             weights_nE: weight of each of all experts, fp32 or fp64.
-            chosen_nE: the chosen experts, bool, the same number for each token.
+            chosen_nE: the chosen experts, bool, at most `moe_router_topk` for each token.
         """
 
     def combine(self, y_mh: Tensor) -> Tensor:

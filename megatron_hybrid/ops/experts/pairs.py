@@ -5,6 +5,8 @@ Shape suffixes: as in `ops.experts`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ class ExpertPairs:
     """The pairs of each token with its experts, or with some of them, expert by expert.
 
     Args:
-        chosen_nE: the experts of each token, bool, k for each token.
+        chosen_nE: the experts of each token, bool, at most k for each token.
         num_chosen: k.
         experts: range of the experts to take; None: all. Pairs with others are left out.
     """
@@ -25,14 +27,17 @@ class ExpertPairs:
         self._first = experts.start
         self.counts_E = torch.bincount(self._expert_m, minlength=len(experts))
         """Pairs of each expert, int64 on the device of `chosen_nE`."""
-        # The pair of each token's k experts, in the order of their numbers; m where it is left out.
+        # The pair of each token's experts, in the order of their numbers; m where it is left out.
         num_pairs = len(self._token_m)
         pair_nE = torch.full(chosen_nE.shape, num_pairs, device=chosen_nE.device)
         pair_nE[self._token_m, self._expert_m + self._first] = torch.arange(
             num_pairs, device=chosen_nE.device
         )
-        self._pair_nk = pair_nE[chosen_nE].view(len(chosen_nE), num_chosen)
-        self._is_whole = len(experts) == chosen_nE.shape[1]
+        shape = len(chosen_nE), num_chosen
+        pairs = pair_nE[chosen_nE]
+        has_all = len(pairs) == math.prod(shape)
+        self._pair_nk = pairs.view(shape) if has_all else pair_nE.sort(1).values[:, :num_chosen]
+        self._is_whole = has_all and len(experts) == chosen_nE.shape[1]
 
     def tokens(self, hidden_nh: Tensor) -> Tensor:
         """Each pair's token, [m, h]."""

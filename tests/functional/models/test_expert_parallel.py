@@ -66,6 +66,7 @@ MODELS = {
     ),
     "biased": dict(layer_pattern="*E", layer_overrides={"E": {"add_bias_linear": True}}),
     "balanced": dict(layer_pattern="*E"),
+    "dropping": dict(layer_pattern="*E"),
 }
 LOSSES = {
     "cut": {
@@ -74,6 +75,7 @@ LOSSES = {
         "moe_z_loss_coeff": 0.2,
     },
     "biased": {},
+    "dropping": {"moe_expert_capacity_factor": 0.7},
     # The ranks' micro batches have one loss.
     "balanced": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.7},
 }
@@ -89,6 +91,10 @@ LAYOUTS = {
     "core_tp2_whole_ep2": ("cut", {TP: 2, EP: 2, ETP: 1, **CORE}),
     "tp2_ep2_balanced": ("balanced", {TP: 2, EP: 2}),
     "tp2_rows_balanced": ("balanced", {TP: 2, ROWS: True}),
+    "ep2_dropping": ("dropping", {EP: 2}),
+    "tp2_ep2_dropping": ("dropping", {TP: 2, EP: 2}),
+    "tp2_whole_ep2_dropping": ("dropping", {TP: 2, EP: 2, ETP: 1}),
+    "core_ep4_dropping": ("dropping", {EP: 4, **CORE}),
     "tp2_ep2_rows": ("cut", {TP: 2, EP: 2, ROWS: True}),
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }

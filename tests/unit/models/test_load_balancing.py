@@ -115,6 +115,32 @@ def test_padding_in_sequences_does_not_count(losses):
     check_step(ours, core, masks)
 
 
+@pytest.mark.parametrize("scores", [{}, SIGMOID])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5, 3.0])
+def test_tokens_beyond_the_capacity_are_dropped_as_by_core(factor, policy, scores):
+    fields = {"moe_expert_capacity_factor": factor, "moe_token_drop_policy": policy}
+    ours, core = routers(**scores, **LOSSES["all"], **fields)
+    # The first tokens of several sequences have other places in core's rows.
+    shape = (1, BATCH * LENGTH) if policy == "position" else (BATCH, LENGTH)
+    check_step(ours, core, torch.zeros(2, *shape, dtype=torch.bool))
+
+
+def test_no_token_is_dropped_outside_of_training():
+    fields = {"moe_expert_capacity_factor": 0.5}
+    mixer = small_model("E", **FIELDS, **fields).decoder.layers[0].mlp
+    hidden, layout = torch.randn(LENGTH, HIDDEN), RaggedLayout.uniform(1, LENGTH)
+    whole, chosen = mixer.router(hidden, context(layout))
+    assert chosen.sum() == LENGTH * 3
+    weights, kept = mixer.router.train()(hidden, context(layout))
+    assert kept.sum() < LENGTH * 2
+    assert torch.equal(weights, whole * kept)
+    # The experts run on the pairs that are left, and give their weighted sum.
+    output = mixer.experts(hidden, weights, kept, False)
+    torch.testing.assert_close(output, mixer.experts(hidden, weights, chosen, False))
+    assert not output[~kept.any(1)].any()
+
+
 @pytest.mark.parametrize("losses", LOSSES)
 def test_losses_per_token(losses):
     ours, core = routers(**LOSSES[losses], calculate_per_token_loss=True)

@@ -45,9 +45,15 @@ def looped(hidden, weights, chosen, layers, experts):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("has_dropped", [False, True])
 @pytest.mark.parametrize("experts", [range(6), range(3), range(2, 5), range(5, 6)])
-def test_sums_over_all_and_over_some_experts(experts):
+def test_sums_over_all_and_over_some_experts(experts, has_dropped):
     given = draw()
+    if has_dropped:
+        chosen = given[2]
+        chosen &= torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.6
+        chosen[4] = False
+        assert set(chosen.sum(1).tolist()) == {0, 1, 2, 3}
     torch.testing.assert_close(
         mixed(*given, experts).double(), looped(*given, experts), atol=2e-5, rtol=1e-5
     )
