@@ -21,7 +21,11 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor, nn
 
-from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
+from megatron_hybrid.models.batch_checks import (
+    check_attention_mask,
+    check_position_ids,
+    document_lengths,
+)
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import split_stages
@@ -200,35 +204,50 @@ class HybridModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *,
+        decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
         inference_context: MixerContext | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
         runtime_gather_output: bool | None = None,
+        *,
+        inference_params: MixerContext | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the loss of each token.
+        """Logits, or the loss of each token. Arguments and their order are megatron-core's.
 
         Attention is causal and positions count from each sequence's start (in inference, from the
-        context's start positions). `position_ids` and `attention_mask` have no effect;
-        megatron-core passes them, and deviating ones are refused. Their values are compared on the
-        CPU only, since on a device every forward would have to wait for them: there GPTDataset's
-        `reset_position_ids` and `reset_attention_mask` go unnoticed.
+        context's start positions). Each row is one sequence, unless `packed_seq_params` tell
+        others, or `position_ids` or `attention_mask` restart inside of it (GPTDataset's
+        `reset_position_ids` and `reset_attention_mask`): then each document is a sequence, and
+        recurrent states, convolutions and windows restart too. To find that out, positions and
+        masks are read, and on a device a forward waits for them; with `packed_seq_params`, or
+        without positions and mask, they are not read there.
 
         Args:
-            input_ids: [b, s] int64. Packed and in inference: [1, T].
-            position_ids: [b, s], [1, s] or [s] int: 0..s-1. Packed: or counted from each boundary.
-                In inference: those of the context.
-            attention_mask: [b, 1, s, s] or [1, 1, s, s] bool, True = not seen: the causal mask.
-                Packed: or the one inside each sequence. In inference: None.
+            input_ids: [b, s] int64. Packed and in inference: [1, T]. None on later pipeline stages,
+                or with a `decoder_input`.
+            position_ids: [b, s], [1, s] or [s] int: counted from the start of each row or document.
+                Packed: from the start of the row or from each boundary. In inference: those of the
+                context.
+            attention_mask: [b, 1, s, s] or [1, 1, s, s] bool, True = not seen: the causal mask of
+                each row, or the one inside each sequence. In inference: None.
+            decoder_input: [s, b, hidden], the input of the first layer in place of the embedding;
+                under sequence parallelism this rank's rows, [s / tp, b, hidden].
             labels: [b, s] int64: for each token the next one, as in megatron-core; where it is -100
                 the loss is 0.
             inference_context: serves caches and states; given in inference only.
+            runtime_gather_output: gather the logits of all tensor-parallel ranks.
+            inference_params: an older name of `inference_context`.
+            loss_mask: [b, s]; without effect, as in megatron-core without multi-token prediction:
+                the caller multiplies the losses by it.
             packed_seq_params: boundaries of the sequences in the one row; recurrent states restart
                 at each. Rows after the last boundary are padding.
-            runtime_gather_output: gather the logits of all tensor-parallel ranks.
+            padding_mask: [b, s] bool, True = padding; without effect. In megatron-core it leaves
+                tokens out of the counts and losses that balance experts, not out of the forward.
 
         Returns:
             With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
@@ -238,14 +257,18 @@ class HybridModel(LanguageModule):
             this rank's rows, [s / tp, b, boundary_width].
 
         Raises:
-            ValueError: positions, a mask or boundaries that are not supported, or under sequence
+            ValueError: positions, a mask or boundaries that are not supported; documents in rows
+                without `packed_seq_params` over several pipeline stages; or under sequence
                 parallelism rows that do not divide over the ranks.
         """
-        b, s = input_ids.shape
+        if inference_context is None:
+            inference_context = inference_params
+        b, s = self._batch_shape(input_ids, labels, decoder_input)
         padding = self._row_padding(b, s, inference_context is not None)
         if inference_context is None:
-            layout = _layout(b, s, packed_seq_params, padding)
-            context = UncachedContext(layout, input_ids.device, self._shared_kv_layers)
+            layout = self._layout(b, s, padding, packed_seq_params, position_ids, attention_mask)
+            device = next(self.parameters()).device
+            context = UncachedContext(layout, device, self._shared_kv_layers)
         else:
             context = inference_context
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
@@ -253,7 +276,7 @@ class HybridModel(LanguageModule):
         check_position_ids(position_ids, *said)
         check_attention_mask(attention_mask, *said)
         if self.pre_process:
-            hidden_Th, inputs = self._embed(F.pad(input_ids.flatten(), (0, padding)))
+            hidden_Th, inputs = self._embed(input_ids, decoder_input, padding)
         else:
             hidden_Th, inputs = self._received(self.input_tensor)
         hidden_Th = self.decoder(hidden_Th, context, inputs)
@@ -277,19 +300,79 @@ class HybridModel(LanguageModule):
             return self.compute_logits(hidden_Th).view(b, s, -1)
         return self._local_logits(hidden_Th).view(b, s, -1)
 
-    def _embed(self, ids_T: Tensor) -> tuple[Tensor, StackInputs]:
-        """The input of the stack, and what some mixers need beside it."""
-        # One row of T tokens: core's [s, b, h] then lies in sequence order.
-        hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
-        if (factor := self.config.embedding_multiplier) != 1.0:
-            if self.config.round_embedding_multiplier:
-                factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
-            hidden_Th = hidden_Th * factor
+    def _batch_shape(
+        self, input_ids: Tensor | None, labels: Tensor | None, decoder_input: Tensor | None
+    ) -> tuple[int, int]:
+        """(b, s) of the tokens. Megatron's scripts give later pipeline stages labels at most."""
+        for tokens in (input_ids, labels):
+            if tokens is not None:
+                b, s = tokens.shape
+                return b, s
+        rows_sbh = decoder_input if self.pre_process else self.input_tensor
+        if rows_sbh is None:
+            raise ValueError("input_ids is None: the first pipeline stage needs tokens.")
+        tp_size = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return rows_sbh.shape[1], rows_sbh.shape[0] * tp_size
+
+    def _layout(
+        self,
+        b: int,
+        s: int,
+        padding: int,
+        packed_seq_params: PackedSeqParams | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> RaggedLayout:
+        """The layout of a batch [b, s] without caches, and of so many rows behind it."""
+        if packed_seq_params is not None:
+            return _packed_layout(b, s, packed_seq_params, padding)
+        lengths = document_lengths(position_ids, attention_mask, (b, s))
+        if lengths is None:
+            layout = RaggedLayout.uniform(b, s)
+            return replace(layout, num_padding=padding) if padding else layout
+        if (stages := self.pg_collection.pp.size()) > 1:
+            raise ValueError(
+                "position_ids or attention_mask restart at documents, and the model has "
+                f"pipeline_model_parallel_size={stages}: Megatron's scripts give them to the first "
+                "stage, and to the last one at most a mask, so the others would mix the documents. "
+                "Pass packed_seq_params on all stages."
+            )
+        return RaggedLayout(lengths, (0,) * len(lengths), num_padding=padding)
+
+    def _embed(
+        self, input_ids: Tensor | None, decoder_input: Tensor | None, padding: int
+    ) -> tuple[Tensor, StackInputs]:
+        """The input of the stack, and what some mixers need beside it.
+
+        Args:
+            input_ids: [b, s], or None with a decoder_input.
+            decoder_input: see `forward`.
+            padding: rows to add behind all others.
+        """
+        tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
+        ids_T = None if input_ids is None else F.pad(input_ids.flatten(), (0, padding))
+        if decoder_input is None:
+            # One row of T tokens: core's [s, b, h] then lies in sequence order.
+            hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
+            if (factor := self.config.embedding_multiplier) != 1.0:
+                if self.config.round_embedding_multiplier:
+                    factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
+                hidden_Th = hidden_Th * factor
+        else:
+            if splits_rows:
+                decoder_input = gather_rows(decoder_input, tp, whole_gradient=True)
+            hidden_Th = F.pad(decoder_input.transpose(0, 1).flatten(0, 1), (0, 0, 0, padding))
         embedding_Th, per_layer_TJp = hidden_Th, None
-        if self.config.sequence_parallel:
-            tp = self.pg_collection.tp
-            hidden_Th, ids_T = split_rows(hidden_Th, tp), ids_T.chunk(tp.size())[tp.rank()]
+        if splits_rows:
+            hidden_Th = split_rows(hidden_Th, tp)
         if self.per_layer_embedding is not None:
+            if ids_T is None:
+                raise ValueError(
+                    "input_ids is None, but the layers P of layer_pattern embed the tokens again. "
+                    "Pass input_ids beside decoder_input."
+                )
+            if splits_rows:
+                ids_T = ids_T.chunk(tp.size())[tp.rank()]
             per_layer_TJp = self.per_layer_embedding(ids_T, hidden_Th)
         return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
 
@@ -433,13 +516,10 @@ def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
             state_dict[own.get(canonical_name(name), name)] = value
 
 
-def _layout(
-    b: int, s: int, packed_seq_params: PackedSeqParams | None, padding: int
+def _packed_layout(
+    b: int, s: int, packed_seq_params: PackedSeqParams, padding: int
 ) -> RaggedLayout:
-    """The layout of a batch [b, s] without caches, and of so many rows behind it."""
-    if packed_seq_params is None:
-        layout = RaggedLayout.uniform(b, s)
-        return replace(layout, num_padding=padding) if padding else layout
+    """The layout of one row of s tokens without caches, and of so many rows behind it."""
     if b != 1:
         raise ValueError(
             f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "

@@ -1,16 +1,17 @@
-"""Positions and masks of the caller: megatron-core's usual ones pass, others are refused."""
+"""Positions and masks of the caller: megatron-core's tell the documents, others are refused."""
 
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.packed_seq_params import PackedSeqParams
 from reference import greedy, tiny_engine, tiny_model
-from small_models import random_tokens, small_model
+from small_models import ALL_MIXERS, random_tokens, small_model
 
 from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 EOD = 60
+OTHERS = dict(num_moe_experts=4, moe_ffn_hidden_size=20, attention_chunk_size=4, mamba_num_heads=6)
 
 
 def documents():
@@ -42,22 +43,75 @@ def test_what_core_passes_changes_nothing():
     assert torch.equal(model(tokens, positions[0].int(), None), expected)
 
 
-def test_reset_positions_are_refused():
-    tokens = documents()
+def separately(model, tokens):
+    """Logits of each document alone, in the place of its tokens."""
+    rows = [row.split(ends) for row, ends in zip(tokens, ([5, 7], [8, 4]))]
+    return torch.stack([torch.cat([model(part[None])[0] for part in row]) for row in rows])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", [ALL_MIXERS, "K", "S", "C", "L", "+", "H"])
+def test_documents_are_sequences_of_their_own(pattern):
+    model, tokens = small_model(pattern, **OTHERS), documents()
+    expected = separately(model, tokens)
+    resets = {"reset_position_ids": True, "reset_attention_mask": True}
+    mask, positions = masks_and_positions(tokens, **resets)
+    whole_mask, whole_positions = masks_and_positions(tokens)
+    for said in ((positions, mask), (positions, None), (None, mask), (whole_positions, mask)):
+        torch.testing.assert_close(model(tokens, *said), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(tokens, whole_positions, whole_mask), expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_one_row_of_positions_holds_for_all_rows():
+    model = small_model()
+    tokens = random_tokens(2, 12)
+    positions = torch.tensor([*range(5), *range(7)])
+    expected = model(tokens, positions.expand(2, 12))
+    assert torch.equal(model(tokens, positions), expected)
+    assert torch.equal(model(tokens, positions[None]), expected)
+    assert not torch.equal(model(tokens), expected)
+
+
+def test_gradients_stop_at_documents():
+    model, tokens = small_model().train(), documents()
     _, positions = masks_and_positions(tokens, reset_position_ids=True)
-    with pytest.raises(
-        ValueError, match="have 0 for token 5 of row 0, whose position is 5"
-    ) as error:
-        small_model()(tokens, positions)
-    assert "pass their boundaries as packed_seq_params" in str(error.value)
+    rows = {}
+    model.embedding.register_forward_hook(lambda module, args, out: rows.update(out=out))
+    logits = model(tokens, positions)
+    rows["out"].retain_grad()
+    logits[0, 5:].sum().backward()
+    moved = rows["out"].grad.abs().amax((1, 2)) > 0  # rows of both sequences, one after the other
+    assert moved.tolist() == [False] * 5 + [True] * 7 + [False] * 12
 
 
-def test_a_reset_mask_is_refused():
+@pytest.mark.parametrize(
+    "token, value, message",
+    [(5, 3, "have 3 for token 5 of row 0"), (0, 4, "have 4 for token 0 of row 0")],
+)
+def test_positions_that_jump_are_refused(token, value, message):
+    positions = torch.arange(12).index_fill(0, torch.tensor(token), value)
+    with pytest.raises(ValueError, match=message) as error:
+        small_model()(documents(), positions)
+    assert "boundaries of the sequences as packed_seq_params" in str(error.value)
+
+
+def test_positions_and_a_mask_that_contradict_are_refused():
+    tokens = documents()
+    mask, positions = masks_and_positions(tokens, reset_position_ids=True)
+    with pytest.raises(ValueError, match="restart at token 5 of row 0, but attention_mask shows"):
+        small_model()(tokens, positions, mask)
+    mask, _ = masks_and_positions(tokens, reset_attention_mask=True)
+    with pytest.raises(ValueError, match="restart at token 5 of row 1, but attention_mask shows"):
+        small_model()(tokens, positions[0], mask)
+
+
+def test_a_mask_that_hides_part_of_a_document_is_refused():
     tokens = documents()
     mask, _ = masks_and_positions(tokens, reset_attention_mask=True)
-    with pytest.raises(ValueError, match="hides token 0 of row 0 from token 5") as error:
+    mask[1, 0, 7, 2] = True
+    with pytest.raises(ValueError, match="hides token 2 of row 1 from token 7"):
         small_model()(tokens, attention_mask=mask)
-    assert "pass their boundaries as packed_seq_params" in str(error.value)
 
 
 def test_a_mask_that_shows_later_tokens_is_refused():
@@ -74,7 +128,7 @@ def test_a_mask_of_another_form_is_refused(mask):
 
 
 def test_positions_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"shape \[12, 2\]; input_ids have \[2, 12\]"):
+    with pytest.raises(ValueError, match=r"shape \[12, 2\]; the tokens have \[2, 12\]"):
         small_model()(documents(), torch.zeros(12, 2, dtype=torch.long))
 
 
@@ -111,7 +165,7 @@ def test_an_inference_context_knows_its_positions():
             model(context.input_ids, None, mask, inference_context=context)
 
 
-def test_values_on_a_device_are_not_waited_for():
+def test_values_of_a_known_layout_are_not_waited_for():
     layout = RaggedLayout.uniform(2, 12)
     positions = torch.zeros(2, 12, dtype=torch.long, device="meta")  # it has no values at all
     mask = torch.zeros(2, 1, 12, 12, dtype=torch.bool, device="meta")

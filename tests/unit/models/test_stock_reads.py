@@ -1,13 +1,16 @@
-"""What inference scripts of Megatron read of a model before they make an engine."""
+"""What scripts of Megatron read of a model, and how they call it."""
+
+import inspect
 
 import pytest
 import stock_megatron
 import torch
+from megatron.core.models.mamba import MambaModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from small_models import small_config
 
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 
 
 @pytest.fixture(params=["ours", "stock"])
@@ -53,3 +56,38 @@ def test_a_model_without_mamba_layers_has_no_state_shapes():
     model = build_hybrid_model(small_config("*-"))
     assert model.decoder.mamba_state_shapes_per_request() is None
     assert model.vp_stage is None
+
+
+def parameters(model_class) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(model_class.forward).parameters)
+
+
+def test_forward_takes_the_arguments_of_the_stock_model():
+    stock, ours = parameters(MambaModel), parameters(HybridModel)
+    missing = set(stock) - set(ours)
+    assert not missing
+    positional = [
+        [name for name, p in each.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for each in (stock, ours)
+    ]
+    assert positional[0] == positional[1]
+
+
+@torch.no_grad()
+def test_a_decoder_input_takes_the_place_of_the_embedding():
+    model = build_hybrid_model(small_config("M*-")).eval()
+    tokens = torch.arange(14).view(2, 7)
+    rows_sbh = model.embedding(tokens, None)
+    expected = model(tokens)
+    assert torch.equal(model(None, None, None, rows_sbh), expected)
+    assert torch.equal(model(tokens + 1, decoder_input=rows_sbh), expected)
+    with pytest.raises(ValueError, match="the first pipeline stage needs tokens"):
+        model(None)
+
+
+@torch.no_grad()
+def test_masks_of_the_loss_and_of_padding_change_nothing():
+    model = build_hybrid_model(small_config("M*-")).eval()
+    tokens = torch.arange(14).view(2, 7)
+    masks = {"loss_mask": torch.zeros(2, 7), "padding_mask": torch.ones(2, 7, dtype=torch.bool)}
+    assert torch.equal(model(tokens, labels=tokens, **masks), model(tokens, labels=tokens))
