@@ -28,8 +28,8 @@ from megatron_hybrid.models.batch_checks import (
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import split_stages
-from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
+from megatron_hybrid.models.layer_pattern import layer_symbols, split_stages
+from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
@@ -40,6 +40,7 @@ from megatron_hybrid.models.parameter_names import (
     stack_experts,
 )
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
+from megatron_hybrid.models.recompute import check_recompute_modules
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
@@ -115,6 +116,7 @@ class HybridModel(LanguageModule):
         symbols = stages[stage]
         configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]
         self._shared_kv_layers = {own.kv_source_layer for own in configs} - {None}
+        check_recompute_modules(config, map(get_mixer, layer_symbols(config.layer_pattern)))
         specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
         self.decoder = HybridStack(
             config, symbols, configs, specs, get_norm(config), pg_collection, post_process

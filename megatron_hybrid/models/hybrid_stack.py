@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 
@@ -73,6 +74,7 @@ class HybridLayer(MegatronModule):
             layer_number=layer_number,
             pg_collection=pg_collection,
         )
+        self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
         self.add_module(norm_name, norm)
         self.add_module(mixer_name, mixer)
         self.post_layernorm = post_norm
@@ -85,13 +87,9 @@ class HybridLayer(MegatronModule):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism."""
-        # From the dict: access to a module as an attribute takes longer than a small kernel.
-        norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
-        extra = (inputs,) if mixer.takes_stack_inputs else ()
-        x_Th = norm(hidden_Th)
-        if self.gathers_rows:
-            x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
-        output, bias = mixer(x_Th, context, *extra)
+        output, bias = recompute_if(
+            self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs
+        )
         if bias is not None:
             output = output + bias
         if self.gathers_rows:
@@ -104,6 +102,18 @@ class HybridLayer(MegatronModule):
                 output = F.dropout(output, self.config.hidden_dropout)
         hidden_Th = hidden_Th + output
         return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
+
+    def _mix(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of the mixer on the normed input, and its bias."""
+        # From the dict: access to a module as an attribute takes longer than a small kernel.
+        norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
+        extra = (inputs,) if mixer.takes_stack_inputs else ()
+        x_Th = norm(hidden_Th)
+        if self.gathers_rows:
+            x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
+        return mixer(x_Th, context, *extra)
 
     def _dropout_state(self) -> AbstractContextManager:
         """The generator of the dropout: under sequence parallelism core's for this rank."""
@@ -142,11 +152,22 @@ class HybridStack(MegatronModule):
             build_module(spec, config=own, layer_number=i, pg_collection=pg_collection)
             for i, (own, spec) in enumerate(zip(layer_configs, layer_specs), start=1)
         )
+        self.recomputed_layers = self._recomputed_layers()
+        """Numbers of layers, from the first one on, that are recomputed together."""
         self.final_norm = (
             norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
             if post_process
             else None
         )
+
+    def _recomputed_layers(self) -> list[int]:
+        config, layers = self.config, len(self.layers)
+        if config.recompute_granularity != "full":
+            return []
+        size = config.recompute_num_layers
+        if config.recompute_method == "block":
+            return [1] * min(size, layers)
+        return [min(size, layers - start) for start in range(0, layers, size)]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """For core's inference configs: shapes of a Mamba-2 layer's last inputs of the convolution,
@@ -162,6 +183,19 @@ class HybridStack(MegatronModule):
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden], normed where this is the last stage; this rank's rows under
         sequence parallelism."""
-        for layer in self.layers:
-            hidden_Th = layer(hidden_Th, context, inputs)
+        layers = list(self.layers)
+        if self.training and torch.is_grad_enabled():
+            for size in self.recomputed_layers:
+                first, layers = layers[:size], layers[size:]
+                hidden_Th = recompute(_run, first, hidden_Th, context, inputs)
+        hidden_Th = _run(layers, hidden_Th, context, inputs)
         return hidden_Th if self.final_norm is None else self.final_norm(hidden_Th)
+
+
+def _run(
+    layers: Iterable[HybridLayer], hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+) -> Tensor:
+    """[T, hidden] -> [T, hidden], one layer after the other."""
+    for layer in layers:
+        hidden_Th = layer(hidden_Th, context, inputs)
+    return hidden_Th

@@ -12,7 +12,7 @@ from megatron_hybrid import compat
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
 from megatron_hybrid.models.layer_pattern import KINDS
-from megatron_hybrid.models.mixers.base import MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, LocalRowLinear
 from megatron_hybrid.models.norms import LocalNorm
 
@@ -39,6 +39,12 @@ def get_norm(config: HybridConfig) -> type:
     return LocalNorm
 
 
+def get_mixer(symbol: str) -> type[Mixer]:
+    """The class of the mixer of a pattern symbol."""
+    module, _, name = KINDS[symbol].mixer.rpartition(".")
+    return getattr(import_module(f"megatron_hybrid.models.mixers.{module}"), name)
+
+
 def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     """The spec of the layer of a pattern symbol.
 
@@ -49,9 +55,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     Raises:
         ImportError: `transformer_engine` is required and not installed.
     """
-    kind = KINDS[symbol]
-    module, _, name = kind.mixer.rpartition(".")
-    mixer = getattr(import_module(f"megatron_hybrid.models.mixers.{module}"), name)
+    kind, mixer = KINDS[symbol], get_mixer(symbol)
     norm = get_norm(config)
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
     if resolve_layer_spec(config) == "transformer_engine":

@@ -97,7 +97,10 @@ class HybridConfig(
             self.check_routing()
         replace_deprecated_defaults(self)
         left_out = {name for name in _FOLLOWERS if getattr(self, name) is None}
+        self.check_recompute()
+        granularity, self.recompute_granularity = self.recompute_granularity, None
         super().__post_init__()
+        self.recompute_granularity = granularity
         check_unsupported(self)  # core has derived some of them from others
         self.check()
         self._check_overrides(symbols, left_out)

@@ -30,6 +30,41 @@ class RunFields(FieldGroup):
     use_cpu_initialization: bool = True
     """Draw initial weights on the CPU, so that they do not depend on the device."""
 
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Of what the backward pass needs, what it computes again: `full`, all inside of whole layers;
+    `selective`, all inside of the `recompute_modules`; None, nothing. Gradients are equal to the
+    bit."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With `full`. `uniform`: all layers of a pipeline stage, `recompute_num_layers` at a time;
+    `block`: its first `recompute_num_layers`, one at a time."""
+
+    recompute_num_layers: int | None = None
+    """See `recompute_method`."""
+
+    recompute_modules: list[str] | None = None
+    """Parts of layers, as the mixers name them (`Mixer.recompute_name`, `recompute_parts`): whole
+    mixers such as 'mamba', 'attention', 'mlp', 'moe', and 'core_attn', 'mla_up_proj',
+    'shared_experts'. None: 'core_attn'."""
+
+    def check_recompute(self) -> None:
+        """Fills in `recompute_modules`; names are checked when a model is built. See
+        `FieldGroup.check`. Runs in place of megatron-core's own checks, which know other names."""
+        if self.recompute_modules is None:
+            self.recompute_modules = ["core_attn"]
+        if self.recompute_granularity is None:
+            return
+        self._require_one_of("recompute_granularity", "full", "selective")
+        if self.recompute_granularity == "full":
+            self._require_one_of("recompute_method", "uniform", "block")
+            self._require_positive("recompute_num_layers")
+        elif (self.recompute_method, self.recompute_num_layers) != (None, None):
+            raise ValueError(
+                f"recompute_method is {self.recompute_method!r} and recompute_num_layers "
+                f"{self.recompute_num_layers}, but recompute_granularity='selective' takes the "
+                "recompute_modules of all layers. Leave them out, or use 'full'."
+            )
+
     def check(self) -> None:
         """See `FieldGroup.check`."""
         self._require_one_of("layer_spec", "auto", "local", "transformer_engine")

@@ -74,9 +74,8 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
     "route by the router": ("moe_enable_routing_replay",),
     "let each expert take every token routed to it": ("moe_token_dropping",),
     "run the shared expert after the others": ("moe_shared_expert_overlap",),
-    "train with a smaller micro batch": (
-        "recompute_granularity",
-        "moe_layer_recompute",
+    "use recompute_granularity='selective' and recompute_modules=['moe']": ("moe_layer_recompute",),
+    "use recompute_granularity": (
         "num_microbatches_with_partial_activation_checkpoints",
         "fine_grained_activation_offloading",
         "activation_func_fp8_input_store",

@@ -23,6 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.models.norms import SplitNorm
+from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import AttentionPattern
 
@@ -39,6 +40,9 @@ class AttentionMixer(Mixer):
             "chunk": those of its own chunk of `config.attention_chunk_size`.
         input_size: width of the input; None: hidden_size.
     """
+
+    recompute_name = "attention"
+    recompute_parts = ("core_attn",)
 
     splits_rows = True
     input_projection = "linear_qkv"
@@ -63,6 +67,7 @@ class AttentionMixer(Mixer):
             chunk=config.attention_chunk_size if locality == "chunk" else None,
             softcap=config.attention_logit_softcap,
         )
+        self.recomputes_attention = is_selected(config, "core_attn")
         self.tp_group = pg_collection.tp
         tp_size, groups = self.tp_group.size(), config.num_query_groups
         self.num_groups = max(1, groups // tp_size)
@@ -146,7 +151,8 @@ class AttentionMixer(Mixer):
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
-        o = context.attend(kv_layer, q, k, v, self.pattern, self._sinks()).flatten(1)
+        args = kv_layer, q, k, v, self.pattern, self._sinks()
+        o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
         if gate is not None:
             o = (o * gate.float().sigmoid()).to(o.dtype)
         return self.linear_proj(o)

@@ -117,6 +117,12 @@ class Mixer(MegatronModule):
     """Whether the mixer takes and gives this rank's rows under sequence parallelism; else it does
     not know of it, and gets the rows of all ranks."""
 
+    recompute_name: str | None = None
+    """Name in `recompute_modules` of the whole mixer, the norm in front of it included."""
+
+    recompute_parts: tuple[str, ...] = ()
+    """Names in `recompute_modules` of parts that the mixer recomputes by itself."""
+
     def cache_requirements(self) -> LayerCache:
         """State of one sequence that is kept between calls."""
         return LayerCache()

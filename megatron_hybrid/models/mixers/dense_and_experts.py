@@ -28,6 +28,8 @@ class DenseAndExpertsMixer(Mixer):
         pg_collection: process groups; see `Experts` and `Router`.
     """
 
+    recompute_name = "moe"
+
     def __init__(
         self,
         config: HybridConfig,

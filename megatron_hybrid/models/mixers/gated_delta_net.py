@@ -38,6 +38,8 @@ class GatedDeltaNetMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "gated_delta_net"
+
     splits_rows = True
     input_projection = "in_proj"
 

@@ -25,6 +25,8 @@ class GatedShortConvMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "short_conv"
+
     splits_rows = True
     input_projection = "in_proj"
 

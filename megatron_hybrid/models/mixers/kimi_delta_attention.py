@@ -42,6 +42,8 @@ class KimiDeltaAttentionMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "kimi_delta_attention"
+
     splits_rows = True
 
     def __init__(

@@ -23,6 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
+from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows
 from megatron_hybrid.ops import AttentionPattern
 
@@ -44,6 +45,9 @@ class LatentAttentionMixer(Mixer):
             replicated.
     """
 
+    recompute_name = "attention"
+    recompute_parts = ("core_attn", "mla_up_proj")
+
     splits_rows = True
 
     def __init__(
@@ -55,6 +59,8 @@ class LatentAttentionMixer(Mixer):
     ):
         super().__init__(config)
         self.layer_number = layer_number
+        # The projection lies inside of attention, so that one is not recomputed without the other.
+        self.recomputes_attention = is_selected(config, "core_attn", "mla_up_proj")
         self.tp_group = pg_collection.tp
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.rank = config.kv_lora_rank
@@ -137,7 +143,8 @@ class LatentAttentionMixer(Mixer):
             k_rope = self.rotary.rotate(k_rope.unsqueeze(1), cos_sin)
             latents_TL = torch.cat((latent, k_rope.squeeze(1)), -1)
         q_THD = torch.cat((q_nope, q_rope), -1)
-        o_THP = context.attend_latents(self.layer_number, q_THD, latents_TL, self, self.pattern)
+        args = self.layer_number, q_THD, latents_TL, self, self.pattern
+        o_THP = recompute_if(self.recomputes_attention, self, context.attend_latents, *args)
         return self.linear_proj(o_THP.flatten(1))
 
     def _queries(self, hidden_Th: Tensor) -> Tensor:

@@ -9,10 +9,6 @@ Shape suffixes: n tokens, E experts, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (
@@ -27,6 +23,7 @@ from torch import Tensor
 from megatron_hybrid.compat import record_aux_loss
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import split_stages
+from megatron_hybrid.models.recompute import is_recomputing
 from megatron_hybrid.ops import RaggedLayout
 
 _NAMES = {
@@ -36,25 +33,10 @@ _NAMES = {
 }
 """A loss of `AUXILIARY_LOSSES` -> its name in core's tracker."""
 
-_is_counting: ContextVar[bool] = ContextVar("_is_counting", default=True)
-
-
-@contextmanager
-def without_counting() -> Iterator[None]:
-    """For the second forward pass of a recomputed layer, whose first one had gradients too, as
-    under `torch.utils.checkpoint` with `use_reentrant=False` (enter it by `context_fn`): routers
-    count neither tokens nor losses. Under core's checkpoint the first one counts nothing, since it
-    runs without gradients."""
-    token = _is_counting.set(False)
-    try:
-        yield
-    finally:
-        _is_counting.reset(token)
-
 
 def is_counting() -> bool:
     """Whether a router in training counts the tokens and losses of this forward pass."""
-    return torch.is_grad_enabled() and _is_counting.get()
+    return torch.is_grad_enabled() and not is_recomputing()
 
 
 class AuxiliaryLosses:

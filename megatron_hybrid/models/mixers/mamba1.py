@@ -39,6 +39,8 @@ class Mamba1Mixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "mamba"
+
     splits_rows = True
     input_projection = "in_proj"
 

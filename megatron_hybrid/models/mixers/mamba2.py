@@ -38,6 +38,8 @@ class Mamba2Mixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "mamba"
+
     splits_rows = True
     input_projection = "in_proj"
 

@@ -36,6 +36,8 @@ class MLPMixer(MLP, Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "mlp"
+
     splits_rows = True
     input_projection = "linear_fc1"
 

@@ -15,6 +15,7 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.ops.checks import compute_dtype
 
 
@@ -32,6 +33,9 @@ class MoEMixer(Mixer):
         pg_collection: process groups; see `Experts` and `Router`.
     """
 
+    recompute_name = "moe"
+    recompute_parts = ("shared_experts",)
+
     def __init__(
         self,
         config: HybridConfig,
@@ -40,6 +44,7 @@ class MoEMixer(Mixer):
         pg_collection: ProcessGroupCollection,
     ):
         super().__init__(config)
+        self.recomputes_shared = is_selected(config, "shared_experts")
         self.router = Router(config, layer_number, pg_collection)
         self.experts = Experts(config, pg_collection)
         if (latent := config.moe_latent_size) is not None:
@@ -60,7 +65,7 @@ class MoEMixer(Mixer):
         if latent:
             y_Th = self.fc2_latent_proj(y_Th)
         if self.shared_experts is not None:
-            y_Th = y_Th + self.shared_experts(hidden_Th)
+            y_Th = y_Th + recompute_if(self.recomputes_shared, self, self.shared_experts, hidden_Th)
         return y_Th, None
 
 

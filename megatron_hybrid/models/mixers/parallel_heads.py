@@ -22,6 +22,9 @@ class ParallelHeadsMixer(Mixer):
         pg_collection: process groups; `tp` is used.
     """
 
+    recompute_name = "parallel_heads"
+    recompute_parts = ("core_attn",)
+
     splits_rows = True
 
     def __init__(

@@ -41,6 +41,9 @@ class SharedBlockMixer(Mixer):
         pg_collection: process groups; `tp` and `pp` are used.
     """
 
+    recompute_name = "shared_block"
+    recompute_parts = ("core_attn",)
+
     takes_stack_inputs = True
     norms_input = True
 

@@ -1,6 +1,5 @@
 """Auxiliary losses of a router against core's TopKRouter, whose tensors are put on the CPU."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,9 @@ from router_losses import forget_losses, take_losses
 from small_models import random_tokens, small_model
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses, without_counting
+from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.models.recompute import recompute
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN, EXPERTS, BATCH, LENGTH = 48, 8, 3, 12
@@ -217,7 +217,7 @@ def gradients(model, tokens):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def recompute(layer, gradients_twice):
+def recompute_layer(layer, gradients_twice):
     """Recompute this layer in the backward pass."""
     forward = layer.forward
 
@@ -225,8 +225,7 @@ def recompute(layer, gradients_twice):
         return checkpoint(forward, *args, use_reentrant=True)
 
     def with_gradients_twice(*args):
-        contexts = lambda: (nullcontext(), without_counting())  # noqa: E731
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+        return recompute(forward, *args)
 
     layer.forward = with_gradients_twice if gradients_twice else without_gradients_first
 
@@ -242,7 +241,7 @@ def test_a_recomputed_layer_counts_once(gradients_twice):
         results.append((*found, router.local_tokens_per_expert.clone()))
         router.local_tokens_per_expert.zero_()
         router.reset_global_aux_loss_tracker()
-        recompute(model.decoder.layers[3], gradients_twice)
+        recompute_layer(model.decoder.layers[3], gradients_twice)
     (one, losses, counts), (again, same_losses, same_counts) = results
     assert counts.sum() == 2 * 16 * 3
     assert torch.equal(counts, same_counts)

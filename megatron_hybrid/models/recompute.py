@@ -1,0 +1,101 @@
+"""Activation recompute: the backward pass computes again what a part would else have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+
+if TYPE_CHECKING:
+    from megatron_hybrid.models.config.hybrid_config import HybridConfig
+    from megatron_hybrid.models.mixers.base import Mixer
+
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a part runs for the second time, in the backward pass: what is counted or logged in a
+    forward pass is not counted again."""
+    return _recomputing.get()
+
+
+def recompute(function: Callable, *args: Any) -> Any:
+    """`function(*args)`; of what it computes, only the arguments are kept for the backward pass,
+    which runs it again: with the same random numbers, so with equal results.
+
+    torch's checkpoint without re-entrance, as core's own needs CUDA, and takes no gradients to what
+    `function` reads beside its arguments.
+    """
+    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
+
+
+def recompute_if(wanted: bool, module: nn.Module, function: Callable, *args: Any) -> Any:
+    """`function(*args)`, recomputed if that is wanted and the module trains."""
+    if wanted and module.training and torch.is_grad_enabled():
+        return recompute(function, *args)
+    return function(*args)
+
+
+def is_selected(config: HybridConfig, *names: str | None) -> bool:
+    """Whether one of these parts is in the config's `recompute_modules`, and they are in use."""
+    if config.recompute_granularity != "selective":
+        return False
+    return any(name in config.recompute_modules for name in names)
+
+
+def check_recompute_modules(config: HybridConfig, mixers: Iterable[type[Mixer]]) -> None:
+    """Check that the config's `recompute_modules` are parts of the model's layers.
+
+    Args:
+        mixers: classes of the mixers of the whole model.
+
+    Raises:
+        ValueError: another name; the message lists those that there are.
+    """
+    if config.recompute_granularity != "selective":
+        return
+    known: dict[str, set[str]] = {}
+    for symbol, mixer in zip(layer_symbols(config.layer_pattern), mixers):
+        for name in {mixer.recompute_name, *mixer.recompute_parts} - {None}:
+            known.setdefault(name, set()).add(KINDS[symbol].meaning)
+    for name in config.recompute_modules:
+        if name not in known:
+            choices = ", ".join(
+                f"{part!r} ({', '.join(sorted(kinds))})" for part, kinds in sorted(known.items())
+            )
+            raise ValueError(
+                f"recompute_modules has {name!r}, which no layer of layer_pattern "
+                f"{config.layer_pattern!r} can recompute. Use names of {choices}, or "
+                "recompute_granularity='full'."
+            )
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """What torch enters around the forward and around the recomputation."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states() if tracker.is_initialized() else None
+    return nullcontext(), _recomputation(states)
+
+
+@contextmanager
+def _recomputation(tracker_states: dict | None) -> Iterator[None]:
+    """With core's generators as they were (torch restores its own)."""
+    tracker = get_cuda_rng_tracker()
+    token = _recomputing.set(True)
+    if tracker_states is not None:
+        present = tracker.get_states()
+        tracker.set_states(tracker_states)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+        if tracker_states is not None:
+            tracker.set_states(present)

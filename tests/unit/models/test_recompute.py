@@ -1,0 +1,188 @@
+"""Recompute by core's fields: equal gradients, less saved, nothing counted twice."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from small_models import random_tokens, small_config
+
+from megatron_hybrid.models import recompute
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+PATTERN = "MGSC*W-EKL+BHZPZ*"
+FIELDS = dict(
+    mamba_num_heads=6,
+    attention_chunk_size=6,
+    num_moe_experts=4,
+    moe_ffn_hidden_size=20,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    num_shared_blocks=1,
+    shared_block_adapter_rank=6,
+    per_layer_input_size=12,
+    layer_overrides={
+        "E": {"moe_shared_expert_intermediate_size": 24},
+        "17": {"kv_source_layer": 5},
+    },
+)
+FULL = {"recompute_granularity": "full"}
+KINDS = {
+    "one": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1},
+    "three": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 3},
+    "all": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 99},
+    "block": {**FULL, "recompute_method": "block", "recompute_num_layers": 5},
+    "default": {"recompute_granularity": "selective"},
+}
+PARTS = ("core_attn", "mla_up_proj", "shared_experts")
+MIXERS = {
+    "mamba": "MS",
+    "gated_delta_net": "G",
+    "kimi_delta_attention": "K",
+    "short_conv": "C",
+    "attention": "*WL+",
+    "mlp": "-",
+    "moe": "EB",
+    "parallel_heads": "H",
+    "shared_block": "Z",
+}
+for modules in [*PARTS, *MIXERS]:
+    KINDS[modules] = {"recompute_granularity": "selective", "recompute_modules": [modules]}
+KINDS["every"] = {"recompute_granularity": "selective", "recompute_modules": [*PARTS, *MIXERS]}
+
+
+class Saved:
+    """Bytes of different tensors that autograd saves for the backward pass."""
+
+    def __init__(self, model):
+        self.held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages = {}
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.held:
+            self.storages[storage.data_ptr()] = storage  # kept, so that no address is used again
+        return tensor
+
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def step(pattern=PATTERN, dropout=0.0, **fields):
+    """Loss, gradients, counts of the routers and saved bytes of one forward and backward pass."""
+    fields = {**FIELDS, **fields, "hidden_dropout": dropout}
+    fields["layer_overrides"] = {
+        key: value
+        for key, value in fields["layer_overrides"].items()
+        if key in pattern or (key.isdecimal() and pattern == PATTERN)
+    }
+    torch.manual_seed(7)
+    model = build_hybrid_model(small_config(pattern, **fields)).train()
+    tokens = random_tokens(1, 29)
+    boundaries = torch.tensor([0, 11, 28], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
+    saved = Saved(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:], packed_seq_params=packed).mean()
+    num_bytes = saved.bytes()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    counts = [b for name, b in model.named_buffers() if name.endswith("local_tokens_per_expert")]
+    return loss, gradients, counts, num_bytes, torch.rand(1)
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.2], ids=["plain", "dropout"])
+def expected(request):
+    return request.param, step(dropout=request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_counts_are_those_without(kind, expected):
+    dropout, (loss, gradients, counts, num_bytes, next_random) = expected
+    ours = step(dropout=dropout, **KINDS[kind])
+    assert torch.equal(ours[0], loss)
+    assert all(torch.equal(ours[1][name], gradients[name]) for name in gradients)
+    assert len(counts) == 2 and all(count.sum() == 28 * 2 for count in counts)
+    assert all(map(torch.equal, ours[2], counts))
+    assert torch.equal(ours[4], next_random)
+    assert ours[3] < num_bytes
+
+
+def test_without_recompute_dropout_is_another_number_each_time():
+    assert not torch.equal(step(dropout=0.2)[0], step(dropout=0.0)[0])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_of_a_whole_mixer_its_input_is_kept(name):
+    for symbol in MIXERS[name]:
+        plain, ours = (step(symbol * 4, **fields)[3] for fields in ({}, KINDS[name]))
+        bare = step("P")[3]  # embedding, final norm and logits
+        assert ours - bare < 0.4 * (plain - bare), symbol
+
+
+def test_full_recompute_keeps_the_inputs_of_layers():
+    hidden = 28 * 48 * 4
+    sizes = {kind: step("M*-G" * 3, **KINDS[kind])[3] for kind in ("one", "three")}
+    assert sizes["one"] - sizes["three"] == 8 * hidden  # 12 inputs, 4 inputs
+
+
+def test_nothing_is_recomputed_in_evaluation(monkeypatch):
+    monkeypatch.setattr(recompute, "checkpoint", None)
+    for kind in ("one", "every"):
+        torch.manual_seed(0)
+        model = build_hybrid_model(small_config(PATTERN, **FIELDS, **KINDS[kind]))
+        tokens = random_tokens(1, 9)
+        assert torch.isfinite(model.eval()(tokens, labels=tokens)).all()
+        with torch.no_grad():
+            assert torch.isfinite(model.train()(tokens, labels=tokens)).all()
+        with pytest.raises(TypeError, match="not callable"):
+            model(tokens, labels=tokens)
+
+
+def test_generators_of_core_start_where_the_forward_pass_did(monkeypatch):
+    """A stand-in for core's tracker, which needs CUDA."""
+    tracker = SimpleNamespace(states={"model-parallel-rng": torch.tensor(1)}, seen=[])
+    tracker.is_initialized = lambda: True
+    tracker.get_states = lambda: dict(tracker.states)
+    tracker.set_states = lambda states: setattr(tracker, "states", states)
+    monkeypatch.setattr(recompute, "get_cuda_rng_tracker", lambda: tracker)
+
+    def draw(x):
+        state = tracker.states["model-parallel-rng"]
+        tracker.seen.append((state.item(), recompute.is_recomputing()))
+        tracker.states["model-parallel-rng"] = state + 1
+        return x.sin().cos()
+
+    x = torch.ones(3, requires_grad=True)
+    recompute.recompute(draw, recompute.recompute(draw, x)).sum().backward()
+    assert tracker.seen == [(1, False), (2, False), (2, True), (1, True)]
+    assert tracker.states["model-parallel-rng"] == 3
+    assert not recompute.is_recomputing()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"recompute_granularity": "layer"}, "'layer'; use 'full' or 'selective'"),
+        (FULL, "recompute_method is None; use 'uniform' or 'block'"),
+        ({**FULL, "recompute_method": "block"}, "recompute_num_layers is None; it must be a whole"),
+        ({**KINDS["default"], "recompute_num_layers": 2}, "takes the recompute_modules of all"),
+        ({"moe_layer_recompute": True}, r"use recompute_granularity='selective' and recompute_mod"),
+    ],
+)
+def test_fields_that_contradict_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        small_config("M*", **fields)
+
+
+@pytest.mark.parametrize("name", ["moe_act", "moe", "layernorm"])
+def test_modules_of_no_layer_are_refused(name):
+    config = small_config("MM+", recompute_granularity="selective", recompute_modules=[name])
+    with pytest.raises(ValueError, match=f"recompute_modules has '{name}'") as error:
+        build_hybrid_model(config)
+    assert "'mamba' (Mamba-2), 'mla_up_proj' (multi-head latent attention)" in str(error.value)
+
+
+def test_attention_alone_is_nothing_for_a_model_without():
+    with pytest.raises(ValueError, match=r"has 'core_attn'.*Use names of 'mamba' \(Mamba-2\)"):
+        build_hybrid_model(small_config("MM", recompute_granularity="selective"))
