@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -141,9 +142,33 @@ class HybridModel(LanguageModule):
         self.stage_copies = StageCopies(self)
         """Parameters of this stage that other stages hold too."""
         self.register_load_state_dict_pre_hook(_respell_parameters)
+        self._kept_in_fp32 = [
+            (module, name)
+            for module in self.modules()
+            for name, tensor in (module._parameters | module._buffers).items()
+            if tensor is not None and tensor.dtype == torch.float32 != config.params_dtype
+        ]
         self.num_weight_changes = 0
         """Number of calls that change weights: `train()`, `load_state_dict`."""
         self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridModel:
+        """See torch, where `bfloat16`, `half` and `to` come by here. What a model of 16-bit
+        `params_dtype` was built with in fp32 stays fp32: decays of recurrent layers, routers with
+        their biases and counts. core's Float16Module would round them, and counts of more than 256
+        tokens stand still in bf16."""
+        kept = set()
+        for module, name in self._kept_in_fp32:
+            tensor = getattr(module, name)
+            kept |= {id(tensor), id(tensor.grad)}
+
+        def converted(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if id(tensor) in kept and result.dtype in (torch.bfloat16, torch.float16):
+                return tensor.to(result.device)
+            return result
+
+        return super()._apply(converted, recurse)
 
     def train(self, mode: bool = True) -> HybridModel:
         """As in torch. An engine that serves the model treats its weights as changed from now
