@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
@@ -90,7 +91,8 @@ class Checkpoints:
         target = self.folder / f"iter_{step:07d}"
         partial = target.with_name(target.name + _SAVING)
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for unfinished in self.folder.glob(f"iter_*{_SAVING}"):
+                shutil.rmtree(unfinished)
             partial.mkdir(parents=True)
         dist.barrier()
         with _quiet():
@@ -191,8 +193,9 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         with torch.no_grad(), _quiet():  # core writes into views of the parameters
             return dist_checkpointing.load(state, str(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        reason = str(error).strip().rpartition("\n")[2]
+        raise CheckpointError(f"{path} cannot be loaded: {reason}") from error
 
 
 def random_state() -> ShardedObject:

@@ -1,0 +1,189 @@
+"""Checkpoints of a run: whole or not there, whenever the process is killed."""
+
+import os
+import shutil
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from rank_processes import join_ranks, rank_context
+
+from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
+from megatron_hybrid.training import checkpoints as module
+from megatron_hybrid.training.checkpoints import LATEST, Checkpoints, load, why_torn
+from megatron_hybrid.training.cpu_seam import cpu_seam
+
+
+def state(step):
+    weights = torch.full((64, 32), float(step))
+    return {"step": step, "weights": ShardedTensor.from_rank_offsets("weights", weights)}
+
+
+def steps_of(folder):
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*") if "." not in path.name)
+
+
+@pytest.fixture(autouse=True)
+def seam():
+    initialize_distributed()
+    with cpu_seam():
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the steps 1 and 2."""
+    initialize_distributed()
+    folder = tmp_path_factory.mktemp("saved")
+    with cpu_seam():
+        for step in (1, 2):
+            Checkpoints(folder).save(step, state(step))
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def check_newest(folder, *allowed):
+    """The newest whole checkpoint is one of these, and has what was saved."""
+    path = Checkpoints(folder).newest()
+    step = int(path.name[5:])
+    assert step in allowed
+    loaded = load(path, state(0))
+    assert loaded["step"] == step and (loaded["weights"] == step).all()
+
+
+def test_the_newest_is_found(folder):
+    check_newest(folder, 2)
+    assert (folder / LATEST).read_text() == "2"
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path):
+    assert Checkpoints(tmp_path).newest() is None
+    assert Checkpoints(tmp_path / "missing").newest() is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_ones_are_kept(folder, asynchronous):
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=asynchronous)
+    for step in (3, 4):
+        checkpoints.save(step, state(step))
+    checkpoints.finish()
+    assert steps_of(folder) == [3, 4]
+    assert not list(folder.glob("*.saving"))
+    check_newest(folder, 4)
+
+
+def test_a_torn_one_does_not_count_as_kept(folder):
+    torn = folder / "iter_0000002"
+    (torn / "common.pt").unlink()
+    Checkpoints(folder, keep=2).save(3, state(3))
+    assert why_torn(folder / "iter_0000001") is None  # the second whole one
+
+
+def test_an_asynchronous_save_is_complete_when_polled(folder):
+    checkpoints = Checkpoints(folder, asynchronous=True)
+    checkpoints.save(3, state(3))
+    while not (folder / "iter_0000003").exists():
+        checkpoints.poll()
+    check_newest(folder, 3)
+
+
+@pytest.mark.parametrize(
+    ("tear", "why"),
+    [
+        (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp has 100 of"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda path: (path / "files.json").unlink(), "files.json is missing"),
+        (lambda path: path.rename(f"{path}.saving"), "a save that was not finished"),
+    ],
+)
+def test_a_torn_one_is_named_and_passed_over(folder, caplog, tear, why):
+    tear(folder / "iter_0000002")
+    check_newest(folder, 1)
+    (record,) = [one for one in caplog.records if one.name == module.__name__]
+    assert "iter_0000002" in record.message and why in record.message
+    assert "passed over" in record.message
+
+
+class Killed(BaseException):
+    """In the place of a kill, which leaves the same on the disk."""
+
+
+def save_until(folder, call, die, asynchronous=False):
+    """Save step 3, and die at this call of what changes the disk."""
+    calls = 0
+
+    def counted(function):
+        def wrapped(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                die()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with (
+        mock.patch.object(module, "_flush", counted(module._flush)),
+        mock.patch.object(os, "replace", counted(os.replace)),
+        mock.patch.object(shutil, "rmtree", counted(shutil.rmtree)),
+    ):
+        checkpoints = Checkpoints(folder, keep=2, asynchronous=asynchronous)
+        checkpoints.save(3, state(3))
+        if asynchronous:
+            die()
+
+
+def check_after_death(folder):
+    check_newest(folder, 2, 3)
+    Checkpoints(folder, keep=2).save(4, state(4))
+    check_newest(folder, 4)
+    assert steps_of(folder) in ([2, 4], [3, 4])
+
+
+def die_at_once():
+    raise Killed
+
+
+def test_death_at_any_call_leaves_a_whole_one(saved, tmp_path):
+    """Calls: the disk for each file and the folder, the rename, the disk for it, the number of the
+    newest, the removal of the oldest."""
+    for call in range(1, 30):
+        folder = shutil.copytree(saved, tmp_path / str(call))
+        try:
+            save_until(folder, call, die_at_once)
+            break
+        except Killed:
+            check_after_death(folder)
+    assert call > 8 and steps_of(folder) == [2, 3]
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_be_killed(folder, rendezvous, asynchronous):
+    join_ranks(0, 1, rendezvous)
+    with cpu_seam():
+        save_until(folder, 3, kill_itself, asynchronous)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_leaves_a_whole_one(folder, tmp_path, asynchronous):
+    arguments = (folder, str(tmp_path / "rendezvous"), asynchronous)
+    process = rank_context().Process(target=save_and_be_killed, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    check_after_death(folder)
+
+
+def test_one_that_does_not_fit_is_an_error(folder):
+    other = {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}
+    with pytest.raises(module.CheckpointError, match="iter_0000002 cannot be loaded"):
+        load(folder / "iter_0000002", other)
