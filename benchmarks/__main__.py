@@ -24,6 +24,7 @@ def main() -> None:
         memory,
         ranks,
         tiers,
+        training_step,
     )
 
     suites = {
@@ -37,6 +38,7 @@ def main() -> None:
         "tiers": tiers,
         "ranks": ranks,
         "batch_bits": batch_bits,
+        "training_step": training_step,
     }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(

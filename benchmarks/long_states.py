@@ -7,7 +7,7 @@ bf16, and is compared with itself in float64. Heads keep their past for 1 to 100
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,13 +145,13 @@ class Errors:
     """Ends of the segments."""
     outputs: list[float] = field(default_factory=list)
     states: list[float] = field(default_factory=list)
-    worst_heads: list[int] = field(default_factory=list)
-    """Of the outputs."""
+    heads: list[float] = field(default_factory=list)
+    """Of the outputs of the last segment, by head."""
 
     def add(self, position: int, output: Tensor, state: Tensor) -> None:
         self.positions.append(position)
         self.outputs.append(output.max().item())
-        self.worst_heads.append(int(output.argmax()))
+        self.heads = output.tolist()
         self.states.append(state.max().item())
 
 
@@ -250,7 +250,11 @@ def lines(kind: str, ways: dict[str, Errors]) -> Iterator[str]:
     """Of the table, one for each way."""
     for way, errors in ways.items():
         numbers = [errors.outputs[i] for i in _marks(errors.positions)] + [errors.states[-1]]
-        yield f"{kind:18}{way:15}" + "".join(f"{number:8.0e}" for number in numbers)
+        yield _line(f"{kind:18}{way}", numbers)
+
+
+def _line(what: str, numbers: Iterable[float]) -> str:
+    return f"{what:33}" + "".join(f"{number:8.0e}" for number in numbers)
 
 
 def _marks(positions: list[int]) -> list[int]:
@@ -261,7 +265,9 @@ def plot(results: dict[str, dict[str, Errors]], path: Path) -> None:
     """One panel for each kind that has errors to show."""
     plt = pyplot("--plot")
     shown = {kind: ways for kind, ways in results.items() if kind != "short convolution"}
-    figure, panels = plt.subplots(1, len(shown), figsize=(11, 3.2), sharey=True)
+    figure, panels = plt.subplots(
+        1, len(shown), figsize=(11, 3.6), sharey=True, layout="constrained"
+    )
     for panel, (kind, ways) in zip(panels, shown.items(), strict=True):
         for way, errors in ways.items():
             color = "tab:red" if way.endswith("bf16") else "tab:blue"
@@ -271,8 +277,8 @@ def plot(results: dict[str, dict[str, Errors]], path: Path) -> None:
         panel.set_xlabel("tokens")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("relative error of the outputs")
-    panels[-1].legend(fontsize=7)
-    figure.tight_layout()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.savefig(path, dpi=80)
 
 
@@ -288,9 +294,15 @@ def main() -> None:
     for kind in KINDS:
         results[kind.name] = measure(kind, options.tokens)
         print("\n".join(lines(kind.name, results[kind.name])), flush=True)
+    memory = "".join(f"{round(1 / rate):8,}" for rate in rates().tolist())
+    print(f"\n{'outputs by memory, in tokens':33}{memory}")
+    for kind in KINDS:
+        for way, errors in results[kind.name].items():
+            if way.startswith("steps") and kind.name != "short convolution":
+                print(_line(f"{kind.name:18}{way}", errors.heads))
     print(f"\nGradients of one call of {GRADIENT_TOKENS:,} tokens, by input")
     for kind in KINDS:
-        print(f"{kind.name:33}" + "".join(f"{error:8.0e}" for error in gradient_errors(kind)))
+        print(_line(kind.name, gradient_errors(kind)))
     if options.plot:
         plot(results, options.plot)
 
