@@ -1,12 +1,18 @@
 """Gradients of a model of all mixers against the same model written out: token by token, sequence
-by sequence, in float64, from the parameters alone."""
+by sequence, in float64, from the parameters alone. And against megatron-core's own models.
+
+Against transformers: tests/functional/huggingface/test_loss_gradients.py.
+"""
 
 import pytest
+import stock_megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from recurrences import naive_conv, naive_delta_rule, naive_selective_scan, naive_ssd
 from small_models import random_tokens, small_model
+
+from megatron_hybrid.models.parameter_names import canonical_name
 
 LENGTHS = (23, 1, 17)
 PATTERN = "MGSK*W-"
@@ -158,4 +164,32 @@ def test_gradients_of_packed_sequences(pattern):
     for name, parameter in model.named_parameters():
         wanted = parameters[name].grad
         error = (parameter.grad - wanted).norm() / wanted.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [
+        ("M*-M-", {"share_embeddings_and_output_weights": True}),
+        ("M-*-", {"qk_layernorm": True, "normalization": "LayerNorm", "add_bias_linear": True}),
+        # The patterns of 0.16 have no G.
+        *([] if stock_megatron.IS_0_16 else [("MG*-", {})]),
+    ],
+)
+def test_gradients_are_those_of_core(monkeypatch, pattern, fields):
+    """Of its MambaModel (0.16) or HybridModel, loaded with the same weights."""
+    ours = small_model(pattern, deterministic_mode=True, **fields)
+    tokens, labels = random_tokens(2, 33), random_tokens(2, 33)
+    with stock_megatron.on_cpu(monkeypatch):
+        stock = stock_megatron.mamba_model(ours.config).train()
+        stock_megatron.scramble(stock)
+        ours.load_state_dict(stock.state_dict(), strict=True)
+        logits = stock(tokens, position_ids=None, attention_mask=None)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    ours.train()(tokens, labels=labels).mean().backward()
+    expected = {canonical_name(name): p.grad for name, p in stock.named_parameters()}
+    found = dict(ours.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        error = (found[name].grad - wanted).norm() / wanted.norm()
         assert error < 1e-5, f"{name}: {error:.1e}"
