@@ -112,8 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--huggingface-config",
         metavar="FOLDER",
-        help="of a model of the same architecture as the weights of Megatron-LM: gives tokenizer "
-        "and size of the vocabulary, and is needed for --to huggingface",
+        help="of a model of the same architecture, for weights that were trained here or by "
+        "Megatron-LM: is needed for --to huggingface, gives tokenizer and size of the vocabulary",
     )
     convert.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the source"

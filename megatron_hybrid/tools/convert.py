@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron_hybrid.checkpoints.megatron.torch_dist import (
     save_megatron,
 )
 from megatron_hybrid.checkpoints.pretrained import load_pretrained, load_tokenizer
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.text.tokenizer import Tokenizer
 
 _SAVE = {"ours": save_checkpoint, "huggingface": save_huggingface, "torch_dist": save_megatron}
 
@@ -40,9 +43,10 @@ def convert(
         target: a folder that does not exist, or is empty.
         to: "ours", "huggingface" or "torch_dist".
         dtype: name of a torch dtype; None: that of the source.
-        huggingface_config: for a source of Megatron-LM, the Hugging Face folder of the same
-            architecture, or its config.json: gives what Megatron does not save, the tokenizer
-            and the size of the vocabulary without padding, and makes "huggingface" possible.
+        huggingface_config: for weights that do not come from Hugging Face, the folder of a model of
+            the same architecture there, or its config.json. It makes "huggingface" possible, and
+            gives what Megatron does not save: the tokenizer, and the size of the vocabulary without
+            padding.
 
     Raises:
         CheckpointError: the source cannot be read or is not of that architecture, the target is not
@@ -52,42 +56,43 @@ def convert(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty. Name a folder that does not exist yet.")
     options = {"device": "cpu", "dtype": None if dtype is None else getattr(torch, dtype)}
-    if is_torch_dist(source):
-        model, tokenizer = _load_torch_dist(source, huggingface_config, options)
-    elif huggingface_config is not None:
-        raise CheckpointError(
-            f"{source} is no folder of Megatron-LM, so a Hugging Face config beside it would "
-            f"contradict its own. Leave out {huggingface_config}."
-        )
+    load = _load_torch_dist if is_torch_dist(source) else load_pretrained
+    if huggingface_config is None:
+        model, tokenizer = load(source, **options)
     else:
-        model, tokenizer = load_pretrained(source, **options)
+        model, tokenizer = _load_as(load, source, Path(huggingface_config), options)
     _SAVE[to](model, folder)
     if tokenizer is not None:
         tokenizer.save(folder)
 
 
-def _load_torch_dist(
+def _load_torch_dist(source: str | os.PathLike, **options: Any) -> tuple[HybridModel, None]:
+    """A model of Megatron-LM, whose folders have no tokenizer."""
+    return load_megatron(source, **options), None
+
+
+def _load_as(
+    load: Callable[..., tuple[HybridModel, Tokenizer | None]],
     source: str | os.PathLike,
-    huggingface_config: str | os.PathLike | None,
+    path: Path,
     options: dict[str, Any],
-):
-    """A model of Megatron-LM; the tokenizer of the Hugging Face folder."""
-    if huggingface_config is None:
-        return load_megatron(source, **options), None
-    path = Path(huggingface_config)
+) -> tuple[HybridModel, Tokenizer | None]:
+    """A model as one of a Hugging Face config; the tokenizer of its folder, if there is one."""
     folder = path.parent if path.name == CONFIG_FILE else path
     theirs = read_config(folder)
     if theirs.huggingface_config is None:
         raise CheckpointError(f"{folder / CONFIG_FILE} is not one of Hugging Face.")
-    model = load_megatron(
-        source,
-        vocab_size=theirs.vocab_size,
-        huggingface_config=theirs.huggingface_config,
-        **options,
-    )
+    if load is _load_torch_dist:
+        options = {**options, "vocab_size": theirs.vocab_size}  # Megatron's is padded
+    elif read_config(source).huggingface_config is not None:
+        raise CheckpointError(
+            f"{source} has a Hugging Face config of its own, which one beside it would contradict. "
+            f"Leave out {path}."
+        )
+    model, tokenizer = load(source, huggingface_config=theirs.huggingface_config, **options)
     for name in model.config.differences(theirs):
         raise CheckpointError(
             f"{source} has {name}={getattr(model.config, name)!r}, but {folder / CONFIG_FILE} says "
             f"{getattr(theirs, name)!r}. They are of different models."
         )
-    return model, load_tokenizer(folder, theirs.vocab_size)
+    return model, tokenizer or load_tokenizer(folder, theirs.vocab_size)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import read_config
+from megatron_hybrid.tools.convert import convert
 
 STEPS = 3
 
@@ -65,6 +66,22 @@ def test_trained_from_scratch(name, tmp_path):
     model = mh.build_hybrid_model(read_config(tmp_path))
     train(model)
     ours, theirs = logits(model), logits_in_transformers(model, tmp_path / "trained")
+    assert largest(ours - theirs) < 2e-5 * ours.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h", "jamba"])
+def test_trained_from_fields_alone(name, tmp_path):
+    """As by a recipe; its checkpoint is converted by a config.json that says the same."""
+    build(name).config.save_pretrained(tmp_path)
+    fields = read_config(tmp_path).to_dict() | {"huggingface_config": None}
+    model = mh.build_hybrid_model(mh.HybridConfig.from_dict(fields))
+    train(model)
+    mh.save_checkpoint(model, tmp_path / "ours")
+    with pytest.raises(mh.CheckpointError, match="has no huggingface_config"):
+        convert(tmp_path / "ours", tmp_path / "none", "huggingface")
+    convert(tmp_path / "ours", tmp_path / "hf", "huggingface", huggingface_config=tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    ours, theirs = logits(model), Reference(theirs.eval()).logits(tokens_for(model))
     assert largest(ours - theirs) < 2e-5 * ours.std()
 
 

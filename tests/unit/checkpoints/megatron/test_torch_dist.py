@@ -454,7 +454,7 @@ def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
             "huggingface",
             huggingface_config=tmp_path / "other",
         )
-    with pytest.raises(mh.CheckpointError, match="is no folder of Megatron-LM"):
+    with pytest.raises(mh.CheckpointError, match="has a Hugging Face config of its own"):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
 
