@@ -22,6 +22,7 @@ def main() -> None:
         host_cost,
         latency,
         memory,
+        preprocess,
         ranks,
         tiers,
         training_step,
@@ -39,6 +40,7 @@ def main() -> None:
         "ranks": ranks,
         "batch_bits": batch_bits,
         "training_step": training_step,
+        "preprocess": preprocess,
     }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(

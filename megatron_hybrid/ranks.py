@@ -325,9 +325,10 @@ def _own_address() -> str:
 
 
 @contextmanager
-def fail_together(error: type[Exception]) -> Iterator[None]:
+def fail_together(error: type[Exception], whole_job: bool = False) -> Iterator[None]:
     """Local work that succeeds on all ranks of a model or on none, such as reading files. Before
-    there is a model, all ranks of the job take part. No collective may run inside.
+    there is a model, or with whole_job, all ranks of the job take part. No collective may run
+    inside.
 
     Raises:
         error: on a rank whose work succeeded; the message is that of the first rank that failed,
@@ -338,7 +339,7 @@ def fail_together(error: type[Exception]) -> Iterator[None]:
         yield
     except Exception as raised:
         own = raised
-    groups = _groups()
+    groups = _groups(whole_job)
     failure = f"rank {dist.get_rank()}: {own}" if groups and own is not None else None
     for group in groups:
         failures: list[str | None] = [None] * group.size()
@@ -350,11 +351,11 @@ def fail_together(error: type[Exception]) -> Iterator[None]:
         raise error(failure)
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    """Groups that together connect all ranks with parts of one model."""
+def _groups(whole_job: bool) -> list[dist.ProcessGroup]:
+    """Groups that together connect all ranks with parts of one model, or all of the job."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    if not parallel_state.model_parallel_is_initialized():
+    if whole_job or not parallel_state.model_parallel_is_initialized():
         return [dist.group.WORLD]
     dense = parallel_state.get_model_parallel_group()
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group(False)

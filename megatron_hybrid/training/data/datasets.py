@@ -37,7 +37,7 @@ def build_datasets(
     Raises:
         ValueError: a field, or a file of a dataset; on all ranks.
     """
-    with fail_together(ValueError):
+    with fail_together(ValueError, whole_job=True):
         fields.check()
         blends = _checked_blends(fields, tokenizer, num_samples)
     config = GPTDatasetConfig(
