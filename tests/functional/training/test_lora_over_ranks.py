@@ -1,0 +1,167 @@
+"""LoRA on two ranks learns what it learns on one, by core's data parallelism and optimizer."""
+
+import pytest
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from rank_processes import train_on_ranks
+from safetensors.torch import load_file
+from small_models import small_config
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.sharding.gathering import gather_whole
+from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
+from megatron_hybrid.training.lora import (
+    LoraFields,
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
+)
+RANKS = 2
+PATTERN = "MGKS*+W-H"
+MORE = {"num_query_groups": 1}  # which both ranks hold
+LAYOUTS = {
+    "tensor parallel": {"tensor_model_parallel_size": RANKS},
+    "sequence parallel": {"tensor_model_parallel_size": RANKS, "sequence_parallel": True},
+    "data parallel": {},
+    "alone": {},
+}
+TOKENS = torch.randint(0, 61, (1, 33), generator=torch.Generator().manual_seed(3))
+
+
+def build(folder, **sizes):
+    model = build_hybrid_model(small_config(PATTERN, **MORE, **sizes))
+    load_checkpoint(model, folder / "base")
+    return model
+
+
+def core_model(model):
+    """The model under core's data parallelism, and its optimizer."""
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.1,
+        adam_eps=1e-5,  # with 1e-8, gradients of rounding alone move as far as the others
+        clip_grad=0.0,  # core counts the rows that both ranks hold twice in the norm
+    )
+    return ddp, get_megatron_optimizer(config, [ddp], get_standard_config_overrides(config))
+
+
+def step(ddp, optimizer):
+    """One step of training. Returns the loss and the whole gradients by name."""
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = ddp(TOKENS[:, :-1], labels=TOKENS[:, 1:].contiguous()).mean()
+    loss.backward()
+    ddp.finish_grad_sync()
+    finalize_model_grads([ddp])
+    model = ddp.module
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            piece = parameter.main_grad.clone()
+            copy_marks(parameter, piece)
+            gradients.update(gather_whole(name, piece, model.pg_collection))
+    optimizer.step()
+    return loss.item(), gradients
+
+
+def run(model):
+    """Losses of four steps, and the gradients of the first."""
+    ddp, optimizer = core_model(model.train())
+    losses, first = [], None
+    for _ in range(4):
+        loss, gradients = step(ddp, optimizer)
+        losses.append(loss)
+        first = first or gradients
+    return losses, first
+
+
+def merged(model):
+    with torch.no_grad():
+        before = model(TOKENS, runtime_gather_output=True)
+        merge_adapters(model)
+        return before, model(TOKENS, runtime_gather_output=True)
+
+
+def train(folder, layouts):
+    results = {}
+    for layout in layouts:
+        sizes = LAYOUTS[layout]
+        parallel_state.destroy_model_parallel()
+        tp = sizes.get("tensor_model_parallel_size", 1)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        model = build(folder, **sizes)
+        load_adapters(model, folder / "adapters")
+        losses, gradients = run(model)
+        save_adapters(model, folder / layout)
+        results[layout] = losses, gradients, merged(model)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(5)
+    model = build_hybrid_model(small_config(PATTERN, **MORE))
+    save_checkpoint(model, path / "base")
+    add_adapters(model, LoraFields(rank=4, alpha=8))
+    with torch.no_grad():
+        for projection in adapters_of(model).values():
+            projection.lora.b.normal_(std=0.1)
+    save_adapters(model, path / "adapters")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    ((results, _),) = train_on_ranks(train, 1, tmp_path_factory.mktemp("one"), folder, ["alone"])
+    return results["alone"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, alone, tmp_path_factory):
+    layouts = [layout for layout in LAYOUTS if layout != "alone"]
+    results = train_on_ranks(train, RANKS, tmp_path_factory.mktemp("two"), folder, layouts)
+    return [result for result, _ in results]
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
+def test_two_ranks_learn_what_one_learns(outcomes, alone, folder, layout):
+    losses, gradients, logits = alone
+    assert losses[-1] < losses[0] - 0.1
+    assert all(".lora." in name for name in gradients)
+    saved = load_file(folder / "alone" / "adapters.safetensors")
+    for outcome in outcomes:
+        found_losses, found, found_logits = outcome[layout]
+        assert found_losses == pytest.approx(losses, abs=1e-5)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            bound = 1e-5 * max(1.0, gradient.abs().max().item())
+            torch.testing.assert_close(found[name], gradient, atol=bound, rtol=0)
+        for each in found_logits:  # before and after the merge
+            torch.testing.assert_close(each, logits[0], atol=1e-3, rtol=0)
+    for name, value in load_file(folder / layout / "adapters.safetensors").items():
+        torch.testing.assert_close(value, saved[name], atol=1e-3, rtol=0)
+
+
+def test_merging_changes_rounding_alone(outcomes, alone):
+    for before, after in (alone[2], *(each[2] for each in outcomes[0].values())):
+        torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-5)

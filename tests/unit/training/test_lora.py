@@ -1,0 +1,189 @@
+"""LoRA: adapters alone learn, merge into the weights, and are saved alone."""
+
+import json
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.training.lora import (
+    LoraFields,
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
+
+EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+FIELDS = {"L": {"attention_chunk_size": 6}, "B": EXPERTS}
+ADAPTED = [symbol for symbol in KINDS if symbol not in "PE"]  # whose weights are no projections
+
+
+def fill(model, seed=0):
+    """Values for all B, which begin at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for projection in adapters_of(model).values():
+            b = projection.lora.b
+            b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("symbol", ADAPTED)
+def test_every_layer_kind_is_adapted_and_merges(symbol):
+    model = small_model(symbol, **FIELDS.get(symbol, {}))
+    tokens = random_tokens(1, 20)
+    base = model(tokens)
+    names = add_adapters(model, LoraFields(rank=3, alpha=6.0))
+    assert names and torch.equal(model(tokens), base)  # B is 0
+    fill(model)
+    adapted = model(tokens)
+    assert (adapted - base).abs().max() > 1e-2
+    for projection in adapters_of(model).values():  # each of them counts
+        kept = projection.lora.b.detach().clone()
+        projection.lora.b.data.zero_()
+        assert not torch.equal(model(tokens), adapted)
+        projection.lora.b.data.copy_(kept)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    merge_adapters(model)
+    assert not adapters_of(model)
+    torch.testing.assert_close(model(tokens), adapted, atol=1e-5, rtol=1e-5)
+    after = dict(model.named_parameters())
+    for name in names:
+        a, b = before[f"{name}.lora.a"], before[f"{name}.lora.b"]
+        expected = before[f"{name}.weight"] + b @ a * 2.0
+        torch.testing.assert_close(after[f"{name}.weight"], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_adapters_alone_learn():
+    model = small_model("M*-").train()
+    names = add_adapters(model, LoraFields(rank=4, targets=["in_proj", "2.*.linear_*"]))
+    assert names == [
+        "decoder.layers.0.mixer.in_proj",
+        "decoder.layers.2.mlp.linear_fc1",
+        "decoder.layers.2.mlp.linear_fc2",
+    ]
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning == {f"{name}.lora.{which}" for name in names for which in "ab"}
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    tokens = random_tokens(1, 33)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in frozen.items())
+
+
+def test_first_values_depend_on_seed_and_name_alone():
+    def first(seed, scramble):
+        torch.manual_seed(scramble)
+        model = small_model("MM")
+        add_adapters(model, LoraFields(rank=4, seed=seed))
+        return [projection.lora.a for projection in adapters_of(model).values()]
+
+    one, same, other = first(1, 0), first(1, 9), first(2, 0)
+    assert all(torch.equal(a, b) for a, b in zip(one, same))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other))
+    assert not torch.equal(one[0], one[2])  # of equal projections
+    assert one[0].abs().max() <= 48**-0.5
+
+
+def test_dropout_is_for_training():
+    model = small_model("M")
+    add_adapters(model, LoraFields(dropout=0.5))
+    fill(model)
+    tokens = random_tokens(1, 20)
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_adapters_are_saved_alone(tmp_path):
+    model = small_model("M*-", params_dtype=torch.bfloat16)
+    save_checkpoint(model, tmp_path / "base")
+    add_adapters(model, LoraFields(rank=4, alpha=5, targets=["in_proj", "linear_proj"]))
+    fill(model)
+    save_adapters(model, tmp_path / "adapters")
+    tokens = random_tokens(1, 20)
+    other = small_model("M*-", params_dtype=torch.bfloat16)
+    load_checkpoint(other, tmp_path / "base")
+    load_adapters(other, tmp_path / "adapters")
+    assert torch.equal(other(tokens), model(tokens))
+    assert (tmp_path / "adapters" / "adapters.safetensors").stat().st_size < 8000
+    merge_adapters(other)
+    save_checkpoint(other, tmp_path / "merged")
+    load_checkpoint(small_model("M*-", params_dtype=torch.bfloat16), tmp_path / "merged")
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    model = small_model("M")
+    with pytest.raises(ValueError, match="the model has no adapters to save"):
+        save_adapters(model, tmp_path)
+    with pytest.raises(CheckpointError, match="has no adapters to read: "):
+        load_adapters(model, tmp_path)
+    add_adapters(model, LoraFields(rank=4))
+    save_adapters(model, tmp_path)
+    match = r"decoder.layers.0.mixer.in_proj.lora.a has \[4, 48\], the model's is \[4, 64\]"
+    with pytest.raises(CheckpointError, match=match):
+        load_adapters(small_model("M", hidden_size=64), tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers.1.mixer.in_proj.lora.a is missing"):
+        load_adapters(small_model("MM"), tmp_path)
+    fields = json.loads((tmp_path / "adapters.json").read_text())
+    (tmp_path / "adapters.json").write_text(json.dumps({**fields, "size": 3}))
+    with pytest.raises(CheckpointError, match=r"has no adapters to read: .*size"):
+        load_adapters(small_model("M"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"rank": 0}, "rank is 0; it must be a whole number from 1"),
+        ({"alpha": -1}, "alpha is -1; it must be a number above 0"),
+        ({"dropout": 1}, "dropout is 1; it must be a number from 0 to below 1"),
+        ({"targets": "in_proj"}, "targets is 'in_proj'; it must be a list of names"),
+        (
+            {"targets": ["in_proj", "q_proj"]},
+            r"targets \['q_proj'\] name no projection of the model, which has in_proj, out_proj",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, match):
+    with pytest.raises(ValueError, match=match):
+        add_adapters(small_model("M"), LoraFields(**fields))
+
+
+class TELayerNormColumnParallelLinear(torch.nn.Linear):
+    """Named as Transformer Engine's."""
+
+
+def test_projections_with_a_norm_are_refused():
+    model = small_model("M")
+    model.decoder.layers[0].mixer.in_proj = TELayerNormColumnParallelLinear(48, 80)
+    with pytest.raises(ValueError, match="LoRA needs layer_spec='local'"):
+        add_adapters(model, LoraFields())
+
+
+def test_a_model_is_adapted_once():
+    model = small_model("M")
+    add_adapters(model, LoraFields())
+    with pytest.raises(ValueError, match="the model has adapters already: merge them first"):
+        add_adapters(model, LoraFields())
+    merge_adapters(model)
+    add_adapters(model, LoraFields())
+
+
+def test_merged_weights_are_a_change_of_the_model():
+    model = small_model("M")
+    add_adapters(model, LoraFields())
+    changes = model.num_weight_changes
+    merge_adapters(model)
+    assert model.num_weight_changes > changes
