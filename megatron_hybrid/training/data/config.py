@@ -57,6 +57,10 @@ class DataFields(Fields):
     mask_end_of_document_loss: bool = True
     """No loss where an end-of-document token would predict the next document's first token."""
 
+    sequence_length_warmup: list = field(default_factory=list)
+    """Pairs [step, tokens] in ascending order: before that step the sequences of a row have at most
+    so many tokens, longer ones are cut (Li et al. 2022, arXiv:2108.06084). Rows stay as long."""
+
     cache_path: str | PathLike | None = None
     """Folder for the order of rows, which is computed once. None: a folder `PREFIX/cache`."""
 
@@ -87,6 +91,28 @@ class DataFields(Fields):
                 f"{' beside blend' if self.blend else ''}."
             )
         parse_split(self.split)
+        self._check_warmup()
+
+    def longest_sequence(self, step: int) -> int:
+        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
+        for end, tokens in self.sequence_length_warmup:
+            if step < end:
+                return tokens
+        return self.sequence_length
+
+    def _check_warmup(self) -> None:
+        pairs = self.sequence_length_warmup
+        sound = isinstance(pairs, Sequence) and all(
+            isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_int, pair))
+            for pair in pairs
+        )
+        for column in zip(*pairs) if sound else ():
+            sound = sound and list(column) == sorted(set(column)) and column[0] > 0
+        if not sound or any(tokens >= self.sequence_length for _, tokens in pairs):
+            raise ValueError(
+                f"sequence_length_warmup is {pairs!r}; it must be a list of pairs [step, tokens] "
+                f"that rise, with fewer tokens than sequence_length {self.sequence_length}."
+            )
 
 
 def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | None]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,12 @@ def preprocess(
     total = sum(path.stat().st_size for path in paths)
     broken = 0
     with _Output(Path(output), loaded, chat) as files:
-        with progress("preprocess", total, _BAR_FROM_BYTES) as advance:
-            for encoded in encode_all(chunks, arguments, workers):
+        # Closed, so that no worker outlives an error.
+        with (
+            progress("preprocess", total, _BAR_FROM_BYTES) as advance,
+            closing(encode_all(chunks, arguments, workers)) as all_encoded,
+        ):
+            for encoded in all_encoded:
                 advance(encoded.bytes_read)
                 broken += len(encoded.broken)
                 for line in encoded.broken:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import small_model
 from torch.utils.data import Dataset
 
 from megatron_hybrid.training.data.batches import Batch, batches
@@ -75,6 +76,22 @@ def test_sequences_are_cut_without_moving_a_token():
     assert batch.cut(8).lengths == batch.lengths
     with pytest.raises(ValueError, match="cut at 0 tokens"):
         batch.cut(0)
+
+
+@pytest.mark.parametrize("most", [8, 3])
+def test_a_model_takes_a_batch_as_sequences_that_are_alone(most):
+    model = small_model()
+    batch = Batch.of([Numbered()[i] for i in (2, 6)]).cut(most)
+    batch.labels = batch.tokens.roll(-1)
+    loss = model(
+        batch.tokens,
+        batch.position_ids,
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params(),
+    )
+    parts = zip(batch.tokens.split(batch.lengths, 1), batch.labels.split(batch.lengths, 1))
+    alone = torch.cat([model(tokens, labels=labels) for tokens, labels in parts], 1)
+    torch.testing.assert_close(loss, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -314,9 +314,22 @@ def test_data_that_nobody_named_are_refused(prefix):
         ({"split": "9;1"}, "split is '9;1'; use three numbers"),
         ({"split": "0,0,0"}, "split is '0,0,0'; one part at least"),
         ({"seed": -1}, "seed is -1"),
+        ({"sequence_length_warmup": [[9, 8]]}, "fewer tokens than sequence_length 8"),
+        (
+            {"sequence_length_warmup": [[9, 2], [5, 4]]},
+            r"a list of pairs .* that rise",
+        ),
+        ({"sequence_length_warmup": [3, 4]}, r"sequence_length_warmup is \[3, 4\]"),
         ({"reset_at_documents": 1}, "reset_at_documents is 1; it must be True or False"),
     ],
 )
 def test_fields_are_checked(fields, match):
     with pytest.raises(ValueError, match=match):
         DataFields(**{"sequence_length": 8, "train": ["a"], **fields}).check()
+
+
+def test_sequences_grow_with_the_steps():
+    fields = DataFields(2048, train=["a"], sequence_length_warmup=[[10, 64], [1885, 512]])
+    fields.check()
+    found = [fields.longest_sequence(step) for step in (0, 9, 10, 1884, 1885, 9999)]
+    assert found == [64, 64, 512, 512, 2048, 2048]
