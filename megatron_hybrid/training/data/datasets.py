@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -107,13 +108,24 @@ def _checked(
                     f"{prefix} has {len(lengths)} documents, of which split {fields.split!r} gives "
                     f"none with tokens to {split}: use a larger part, or more documents."
                 )
-        _check_writable(fields.cache_path or prefix)
+        # Without cache_path it is where GPTDataset puts it.
+        default = os.path.join(prefix, "cache", f"{DocumentRows.__name__}_indices")
+        _check_cache(fields.cache_path or default)
     return prefixes, None if len(prefixes) == 1 else weights or sizes
 
 
-def _check_writable(path: str | os.PathLike) -> None:
+def _check_cache(path: str | os.PathLike) -> None:
+    """Core would find out on the first rank alone, for which the others wait."""
     folder = os.path.abspath(path)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} cannot be written: set cache_path to a folder that can.")
+    for file in sorted(Path(path).glob("*.npy")):
+        try:
+            np.load(file, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(
+                f"{file} is torn, perhaps by a run that was killed while it wrote the order of "
+                f"rows: remove it, it is made anew. ({error})"
+            ) from error

@@ -296,6 +296,25 @@ def test_a_part_without_documents_is_refused_not_waited_for(tmp_path):
     assert len(train) >= 4 and valid is None
 
 
+@pytest.mark.parametrize("cache_path", [None, "cache"])
+def test_a_torn_cache_is_named(prefix, tmp_path, cache_path):
+    cache = tmp_path / cache_path if cache_path else None
+    fields = DataFields(16, train=[prefix], cache_path=cache)
+    build_datasets(fields, TOKENIZER, (30, 0, 0))
+    (path,) = tmp_path.rglob("*shuffle_index.npy")
+    os.truncate(path, path.stat().st_size - 1)
+    refuse(f"{path} is torn, .*: remove it, it is made anew", prefix, cache_path=cache)
+    path.unlink()
+    build_datasets(fields, TOKENIZER, (30, 0, 0))
+
+
+def test_a_cache_that_cannot_be_written_is_refused(prefix, tmp_path):
+    (tmp_path / "file").touch()
+    refuse(
+        f"{tmp_path}/file cannot be written: set cache_path", prefix, cache_path=tmp_path / "file"
+    )
+
+
 def test_data_that_nobody_named_are_refused(prefix):
     refuse("there is no valid data: name datasets in valid", prefix, samples=(4, 4, 0))
 
