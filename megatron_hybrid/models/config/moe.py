@@ -171,6 +171,8 @@ class MoEFields(LayerFields):
         if not lists[0]:
             kinds, factors = [kinds], [factors]
         names = (*AUXILIARY_LOSSES, "none")
+        if kinds == ["sinkhorn"]:
+            return self._check_sinkhorn()
         for kind in kinds:
             if kind == "quantile_balancing":
                 raise ValueError(
@@ -195,6 +197,27 @@ class MoEFields(LayerFields):
                     f"{self.moe_z_loss_coeff!r}; coefficients must be 0 or more."
                 )
 
+    def _check_sinkhorn(self) -> None:
+        """Raises ValueError unless the weights are those that core gives to experts chosen by
+        sinkhorn, which is done in training alone."""
+        own = {
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "sigmoid" if self.moe_router_topk == 1 else "softmax",
+            "moe_router_enable_expert_bias": False,
+            "moe_router_num_groups": None,
+            "moe_router_topk_scaling_factor": None,
+            "moe_expert_capacity_factor": None,
+        }
+        if self.moe_router_topk > 1:
+            own["moe_router_pre_softmax"] = True
+        for name, value in own.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which moe_router_load_balancing_type="
+                    f"'sinkhorn' does not have: with moe_router_topk={self.moe_router_topk} set it "
+                    f"to {value!r}."
+                )
+
 
 @dataclass
 class MoERunFields(FieldGroup):
@@ -202,6 +225,10 @@ class MoERunFields(FieldGroup):
 
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """dtype of the router's logits; None: that of its input. (core's default is None.)"""
+
+    moe_router_force_biased: float | None = None
+    """For benchmarks: choose by random logits, with a random bias per expert of this standard
+    deviation; below 0 each layer keeps its bias. (A field of core since 0.19.)"""
 
 
 @dataclass

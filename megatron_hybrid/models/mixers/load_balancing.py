@@ -55,7 +55,8 @@ class AuxiliaryLosses:
     ):
         self._config = config
         stages = split_stages(config.layer_pattern, pg_collection.pp.size())
-        self._layer_number = layer_number + sum(map(len, stages[: pg_collection.pp.rank()]))
+        self.layer_number = layer_number + sum(map(len, stages[: pg_collection.pp.rank()]))
+        """From 1, within the model."""
         self._dp_group = getattr(pg_collection, "dp", None)
         kinds, factors = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         if isinstance(kinds, str):
@@ -159,7 +160,7 @@ class AuxiliaryLosses:
             num_ranks = 1 if is_part or self._dp_group is None else self._dp_group.size()
             num_layers = config.num_layers + (config.mtp_num_layers or 0)
             value = loss.detach() / (factor * num_ranks)
-            record_aux_loss(name, value, self._layer_number, num_layers, self._dp_group)
+            record_aux_loss(name, value, self.layer_number, num_layers, self._dp_group)
         if config.calculate_per_token_loss:
             # core divides all gradients by the number of tokens.
             loss = loss * num_tokens

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
+    sinkhorn,
     topk_routing_with_score_function,
 )
 from torch import Tensor, nn
@@ -79,6 +80,8 @@ class Router(nn.Module):
             context: the sequences of the tokens, and in training those that do not count.
         """
         num_tokens = context.ragged_layout().num_tokens
+        if self.training and (eps := self.config.moe_input_jitter_eps):
+            hidden_Th = hidden_Th * torch.empty_like(hidden_Th).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, hidden_Th.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits_TE = F.linear(hidden_Th.to(dtype), self.weight.to(dtype), bias)
@@ -98,6 +101,7 @@ class Router(nn.Module):
         padding_n = context.padding_mask_T
         if padding_n is not None:
             padding_n = padding_n[: len(logits_nE)]
+        logits_nE = self._forced(logits_nE)
         if has_losses:
             logits_nE = self._losses.attach_to_logits(logits_nE, padding_n)
         weights_nE, chosen_nE = self._choose(logits_nE)
@@ -121,6 +125,8 @@ class Router(nn.Module):
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each expert, and the chosen ones, bool, both [T, E]."""
         config = self.config
+        if self.training and config.moe_router_load_balancing_type == "sinkhorn":
+            return self._choose_by_sinkhorn(logits_TE)
         expert_bias = self.expert_bias.float() if config.moe_router_enable_expert_bias else None
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
@@ -136,3 +142,34 @@ class Router(nn.Module):
             sums = (logits_TE.sigmoid() * chosen_TE).sum(-1, keepdim=True)
             weights_TE = weights_TE * (sums / (sums + config.moe_router_topk_epsilon))
         return weights_TE, chosen_TE
+
+    def _choose_by_sinkhorn(self, logits_nE: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_choose`: weights as without it, for experts that the tokens of the batch share
+        evenly."""
+        topk = self.config.moe_router_topk
+        with torch.no_grad():
+            indices_nk = sinkhorn(logits_nE.float()).topk(topk, dim=1).indices
+        chosen_nE = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices_nk, True)
+        if topk == 1:
+            scores_nE = logits_nE.sigmoid()
+        else:
+            scores_nE = logits_nE.softmax(-1, dtype=torch.float32).type_as(logits_nE)
+        return scores_nE * chosen_nE, chosen_nE
+
+    def _forced(self, logits_nE: Tensor) -> Tensor:
+        """Random logits where the config forces them, with the gradients of the given ones. They
+        are of torch's generator, which is the same on tensor-parallel ranks: all of these route
+        the same tokens."""
+        config = self.config
+        deviation = config.moe_router_force_biased
+        if deviation is None and not config.moe_router_force_load_balancing:
+            return logits_nE
+        random_nE = torch.randn_like(logits_nE)
+        if deviation is not None:
+            generator = None
+            if deviation < 0:  # the same in each forward pass
+                generator = torch.Generator(logits_nE.device)
+                generator.manual_seed(self._losses.layer_number)
+            bias_E = torch.empty_like(random_nE[0]).normal_(generator=generator)
+            random_nE = random_nE + abs(deviation) * bias_E
+        return random_nE + (logits_nE - logits_nE.detach())

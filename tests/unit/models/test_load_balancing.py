@@ -6,10 +6,11 @@ import pytest
 import stock_megatron
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from router_losses import forget_losses, take_losses
-from small_models import random_tokens, small_model
+from small_models import random_tokens, small_config, small_model
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses
@@ -45,7 +46,7 @@ def core_on_cpu(monkeypatch):
 
 def routers(**fields):
     """Ours, of the second layer, and core's with the same tensors; both in training."""
-    ours = small_model("*E", **FIELDS, **fields).decoder.layers[1].mlp.router.train()
+    ours = small_model("*E", **{**FIELDS, **fields}).decoder.layers[1].mlp.router.train()
     core = TopKRouter(ours.config, get_default_pg_collection())
     core.set_layer_number(2)
     with torch.no_grad():
@@ -179,6 +180,79 @@ def test_tokens_of_fp64_keep_their_precision():
             expected = expected + weight * (experts.linear_fc2.weight[e] @ inner)
         # The scores are fp32 in megatron-core.
         torch.testing.assert_close(output[row], expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
+        {"moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.3},
+    ],
+)
+def test_sinkhorn_chooses_as_in_core(fields):
+    ours, core = routers(**fields, **{KIND: "sinkhorn"})
+    shape = 2, BATCH, LENGTH
+    check_step(ours, core, torch.zeros(shape, dtype=torch.bool))
+    for router in (ours, core):
+        router.eval()
+    hidden = torch.randn(1, LENGTH, HIDDEN)
+    (weights, expected), _ = ours_and_cores(ours, core, hidden)
+    assert (weights.count_nonzero(0) == expected.count_nonzero(0)).all()
+
+
+def test_jitter_of_the_input_is_cores():
+    ours, core = routers(moe_input_jitter_eps=0.2)
+    hidden, layout = torch.randn(1, LENGTH, HIDDEN), RaggedLayout.uniform(1, LENGTH)
+    outputs = []
+    for router, x in ((ours, hidden[0]), (core, hidden.transpose(0, 1))):
+        torch.manual_seed(5)
+        outputs.append(router(x, context(layout) if router is ours else None)[0])
+    torch.testing.assert_close(*outputs)
+    served = ours.eval()(hidden[0], context(layout))[0]
+    assert not torch.allclose(served, outputs[0], atol=1e-3)
+    assert torch.equal(served, ours(hidden[0], context(layout))[0])
+
+
+def test_forced_balance_chooses_as_core_and_keeps_gradients(monkeypatch):
+    monkeypatch.setattr(
+        moe_utils, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=lambda _: nullcontext())
+    )
+    ours, core = routers(moe_router_force_load_balancing=True)
+    hidden, layout = torch.randn(1, 400, HIDDEN), RaggedLayout.uniform(1, 400)
+    weights = []
+    for router, x in ((ours, hidden[0]), (core, hidden.transpose(0, 1))):
+        torch.manual_seed(5)
+        weights.append(router(x, context(layout) if router is ours else None)[0])
+    torch.testing.assert_close(*weights)
+    counts = weights[0].count_nonzero(0)
+    assert counts.max() < 1.3 * counts.min()
+    seed = torch.randn_like(weights[0])
+    for one in weights:
+        (one * seed).sum().backward()
+    torch.testing.assert_close(ours.weight.grad, core.weight.grad)
+
+
+@pytest.mark.parametrize("deviation", [1.5, -1.5])
+def test_forced_bias_is_drawn_anew_or_kept(deviation):
+    ours, _ = routers(moe_router_force_biased=deviation)
+    hidden, layout = torch.randn(4000, HIDDEN), RaggedLayout.uniform(1, 4000)
+    first, second = (ours(hidden, context(layout))[1].sum(0) for _ in range(2))
+    assert first.max() > 3 * first.min()
+    assert ((first - second).abs().max() < 200) == (deviation < 0)
+    other = small_model("E", **FIELDS, moe_router_force_biased=deviation).decoder.layers[0].mlp
+    third = other.router.train()(hidden, context(layout))[1].sum(0)
+    assert (first - third).abs().max() > 400  # another layer
+
+
+def test_limited_devices_are_groups_of_experts():
+    with pytest.warns(UserWarning, match="moe_router_topk_limited_devices is deprecated"):
+        config = small_config(
+            "E",
+            **{**FIELDS, "moe_router_topk": 4},
+            moe_router_topk_limited_devices=2,
+            expert_model_parallel_size=4,
+        )
+    assert (config.moe_router_num_groups, config.moe_router_group_topk) == (4, 2)
 
 
 def test_padding_is_no_token_to_the_bias():

@@ -296,7 +296,7 @@ def test_a_model_learns_through_its_router():
         ),
         (
             {"moe_router_load_balancing_type": "sinkhorn"},
-            "moe_router_load_balancing_type is 'sinkhorn'; use 'aux_loss'",
+            "moe_router_pre_softmax is False, which moe_router_load_balancing_type='sinkhorn' does",
         ),
         ({"moe_token_dropping": True}, "let each expert take every token"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
@@ -309,6 +309,10 @@ def test_a_model_learns_through_its_router():
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "do not fit"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "do not fit"),
         ({"mlp_output_multiplier": 0.5}, "mlp_output_multiplier 0.5, which experts do not have"),
+        (
+            {"moe_router_load_balancing_type": "entropy"},
+            "moe_router_load_balancing_type is 'entropy'; use 'aux_loss'",
+        ),
         (
             {"moe_router_load_balancing_type": "quantile_balancing"},
             "a bias that checkpoints and serving do not have",
