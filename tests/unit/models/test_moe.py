@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import random_tokens, small_config, small_model
 from transformers import (
+    DeepseekV3Config,
     GptOssConfig,
     JambaConfig,
     Lfm2MoeConfig,
@@ -11,6 +12,7 @@ from transformers import (
     NemotronHConfig,
     Qwen3NextConfig,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
@@ -23,7 +25,6 @@ from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN, EXPERTS, WIDTH, SHARED, LATENT = 48, 8, 20, 28, 12
-ROUTERS = ("gate", "router")
 FIELDS = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "moe_router_topk": 3}
 
 
@@ -98,6 +99,48 @@ def nemotron_h():
             "shared_experts.linear_fc2.weight": block.shared_experts.down_proj.weight,
             "fc1_latent_proj.weight": block.fc1_latent_proj.weight,
             "fc2_latent_proj.weight": block.fc2_latent_proj.weight,
+        },
+    )
+
+
+def deepseek_v3():
+    """Sigmoid with a selection bias and groups, of which several are chosen; gated experts."""
+    block = DeepseekV3MoE(
+        DeepseekV3Config(
+            hidden_size=HIDDEN,
+            n_routed_experts=EXPERTS,
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            moe_intermediate_size=WIDTH,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+        )
+    )
+    fields = {
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": WIDTH,
+    }
+    shared = block.shared_experts
+    return (
+        block,
+        fields,
+        lambda: {
+            "router.weight": block.gate.weight,
+            "router.expert_bias": block.gate.e_score_correction_bias,
+            "experts.linear_fc1.weight": block.experts.gate_up_proj,
+            "experts.linear_fc2.weight": block.experts.down_proj,
+            "shared_experts.linear_fc1.weight": torch.cat(
+                [shared.gate_proj.weight, shared.up_proj.weight]
+            ),
+            "shared_experts.linear_fc2.weight": shared.down_proj.weight,
         },
     )
 
@@ -212,7 +255,8 @@ def gpt_oss():
 
 
 def build(make):
-    """The block of transformers with random weights, and our mixer with the same."""
+    """The block of transformers with random weights, our mixer with the same, and a function of
+    the block's tensors by our names."""
     block, fields, weights = make()
     with torch.no_grad():
         for tensor in block.state_dict(keep_vars=True).values():
@@ -224,7 +268,7 @@ def build(make):
     missing, unexpected = mixer.load_state_dict(given, strict=False)
     assert not unexpected
     assert not [name for name in missing if not name.endswith("_extra_state")]
-    return block, mixer
+    return block, mixer, weights
 
 
 def inputs(rows):
@@ -237,29 +281,34 @@ def context(rows, padding=0):
     return UncachedContext(RaggedLayout((rows,), (0,), num_padding=padding), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("make", [qwen3_next, nemotron_h, jamba, lfm2_moe, llama4, gpt_oss])
+@pytest.mark.parametrize(
+    "make", [qwen3_next, nemotron_h, deepseek_v3, jamba, lfm2_moe, llama4, gpt_oss]
+)
 def test_outputs_and_gradients_are_those_of_transformers(make):
-    block, mixer = build(make)
+    block, mixer, weights = build(make)
     theirs = inputs(40).requires_grad_()
     ours = theirs.detach().clone().requires_grad_()
     expected = block(theirs[None])
     expected = (expected[0] if isinstance(expected, tuple) else expected).view(40, HIDDEN)
-    output, bias = mixer(ours, context(40))
+    output, bias = mixer.train()(ours, context(40))
     assert bias is None
     torch.testing.assert_close(output, expected, atol=5e-6, rtol=5e-6)
     seed = torch.randn(40, HIDDEN)
     (expected * seed).sum().backward()
     (output * seed).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=2e-5)
-    router = next(p for name, p in block.named_parameters() if name.split(".")[0] in ROUTERS)
-    torch.testing.assert_close(mixer.router.weight.grad, router.grad, atol=1e-4, rtol=1e-4)
-    assert router.grad.abs().max() > 1e-3
-    assert all(parameter.grad is not None for parameter in mixer.parameters())
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(parameter.grad)
+    expected = weights()
+    for name, parameter in mixer.named_parameters():
+        assert expected[name].abs().max() > 1e-3
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("make", [qwen3_next, nemotron_h, gpt_oss])
 def test_a_row_has_the_same_bits_in_every_batch(make):
-    _, mixer = build(make)
+    _, mixer, _ = build(make)
     hidden = inputs(64)
     with torch.no_grad():
         whole, _ = mixer(hidden, context(64))
@@ -271,7 +320,7 @@ def test_a_row_has_the_same_bits_in_every_batch(make):
 
 
 def test_padding_is_counted_nowhere():
-    _, mixer = build(lfm2_moe)
+    _, mixer, _ = build(lfm2_moe)
     mixer.train()
     mixer(inputs(16), context(11, padding=5))
     assert mixer.router.local_tokens_per_expert.sum() == 11 * 3

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_hybrid.ops import ExpertPairs, expert_mlps
 
@@ -74,6 +75,25 @@ def test_experts_without_rows_get_gradients_of_zero(tokens, experts):
     assert not output.any()
     output.sum().backward()
     assert all(layer.grad is not None and not layer.grad.any() for layer in layers)
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("experts", [range(6), range(2, 5)])
+def test_gradients_in_float64(experts, has_biases):
+    hidden, weights, chosen, layers = draw(5)
+    chosen[0] = False  # dropped
+    inputs = [x.double().requires_grad_() for x in (hidden, weights, *layers)]
+
+    def summed(hidden, weights, *layers):
+        fc1, bias1, fc2, bias2 = (layer[experts.start : experts.stop] for layer in layers)
+        biases = (bias1, bias2) if has_biases else (None, None)
+        pairs = ExpertPairs(chosen, CHOSEN, experts)
+        outputs = expert_mlps(
+            pairs.tokens(hidden), pairs.counts_E.tolist(), fc1, biases[0], fc2, biases[1], F.silu
+        )
+        return pairs.sum(outputs * pairs.weights(weights))
+
+    assert torch.autograd.gradcheck(summed, inputs)
 
 
 def test_a_parameter_per_expert_is_as_a_stack():
