@@ -1,0 +1,189 @@
+"""megatron-core trains a model with experts in float64 on two ranks as plain torch does on one.
+
+In fp32 rounding alone would choose other experts, from which the losses part.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from rank_processes import train_on_ranks
+from router_losses import forget_losses, take_losses
+
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+# Core calls torch by older names, and reads the gradients of views.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
+)
+
+RANKS, STEPS, MICRO_BATCHES, LENGTH, VOCAB_SIZE = 2, 20, 4, 24, 61
+ADAM = dict(lr=1e-2, weight_decay=0.1, eps=1e-5)
+BIAS_RATE = 1e-2
+TP, EP = {"tensor_model_parallel_size": RANKS}, {"expert_model_parallel_size": RANKS}
+LAYOUTS = {
+    "tp": TP,
+    "tp_rows": {**TP, "sequence_parallel": True},
+    "tp_ep": {**TP, **EP, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    "ep": EP,
+}
+CONFIG = dict(
+    layer_pattern="*EME",
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB_SIZE,
+    mamba_head_dim=16,
+    mamba_state_dim=12,
+    mamba_num_groups=2,
+    mamba_chunk_size=8,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=20,
+    moe_shared_expert_intermediate_size=20,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    init_method_std=0.15,
+)
+RUN = dict(
+    moe_router_dtype="fp64",
+    moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+    moe_aux_loss_coeff=[0.02, 0.03],
+    moe_z_loss_coeff=0.01,
+    moe_router_bias_update_rate=BIAS_RATE,
+    moe_expert_capacity_factor=1.2,
+)
+
+
+def micro_batches(step):
+    """(input ids, labels), each [1, LENGTH], of one training step over all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, VOCAB_SIZE, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
+    return [(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
+
+
+def load(folder, **sizes):
+    model = build_hybrid_model(HybridConfig(**CONFIG, **RUN, **sizes))
+    load_checkpoint(model, folder)
+    return model.double()
+
+
+def train_with_core(folder, sizes):
+    """(loss, norm of the gradient, losses of the routers by name and layer) of each step."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        **{name: size for name, size in sizes.items() if name != "sequence_parallel"}
+    )
+    forget_losses()
+    own = load(folder, **sizes)
+    model = DistributedDataParallel(own.config, DistributedDataParallelConfig(), own)
+    fields = dict(lr=ADAM["lr"], weight_decay=ADAM["weight_decay"], adam_eps=ADAM["eps"])
+    # Without clipping, which core asserts to be of fp32 gradients.
+    config = OptimizerConfig(optimizer="adam", clip_grad=0.0, **fields)
+    optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+    own.config.finalize_model_grads_func = finalize_model_grads
+    group, rows = parallel_state.get_data_parallel_group(), []
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        batches = micro_batches(step)[group.rank() :: group.size()]
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        _, norm, _ = optimizer.step()
+        loss = torch.stack([output["loss"] for output in outputs]).mean()
+        dist.all_reduce(loss, group=group)
+        losses = take_losses(of_all_ranks=True)
+        losses = {name: values / len(batches) for name, values in losses.items()}
+        rows.append((loss.item() / group.size(), float(norm), losses))
+    return rows, {name: b for name, b in own.named_buffers() if name.endswith("expert_bias")}
+
+
+def forward_step(batches, model):
+    inputs, labels = next(batches)
+
+    def loss(losses):
+        mean = losses.mean()
+        return mean, {"loss": mean.detach().clone()}
+
+    return model(inputs, labels=labels), loss
+
+
+def run_all(folder):
+    return {name: train_with_core(folder, sizes) for name, sizes in LAYOUTS.items()}
+
+
+def train_with_torch(folder):
+    """As `train_with_core`, with nothing of core's training code."""
+    forget_losses()
+    model = load(folder)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / MICRO_BATCHES)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    routers = [model.decoder.layers[i].mlp.router for i in (1, 3)]
+    rows = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model(inputs, labels=labels).mean() for inputs, labels in micro_batches(step)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.step()
+        for router in routers:
+            counts = router.local_tokens_per_expert
+            router.expert_bias += BIAS_RATE * (counts.mean() - counts).sign()
+            counts.zero_()
+        found = {name: values / MICRO_BATCHES for name, values in take_losses().items()}
+        rows.append((loss.item(), norm.item(), found))
+    forget_losses()
+    return rows, {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What `train_with_torch` returns, and what each rank does by layout."""
+    folder = tmp_path_factory.mktemp("moe_training")
+    torch.manual_seed(3)
+    save_checkpoint(build_hybrid_model(HybridConfig(**CONFIG)), folder / "weights")
+    expected = train_with_torch(folder / "weights")
+    (folder / "ranks").mkdir()
+    results = train_on_ranks(run_all, RANKS, folder / "ranks", folder / "weights")
+    return expected, [result for result, _ in results]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_are_those_of_plain_torch(outcome, layout):
+    (expected, biases), ranks = outcome
+    for rank in ranks:
+        rows, found = rank[layout]
+        assert len(rows) == STEPS
+        worst = 0.0
+        assert rows[0][2].keys() == {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"}
+        for (loss, norm, losses), (right_loss, right_norm, right_losses) in zip(rows, expected):
+            worst = max(worst, abs(loss - right_loss), abs(norm - right_norm))
+            assert losses.keys() == right_losses.keys()
+            for name, values in losses.items():
+                worst = max(worst, (values - right_losses[name]).abs().max().item())
+        assert worst < 1e-4
+        for name, bias in biases.items():
+            assert torch.equal(found[name], bias)
+            assert bias.any()
