@@ -21,7 +21,6 @@ class MoEFields(LayerFields):
         mlp_output_multiplier: float
         moe_router_dtype: str | None
         moe_expert_capacity_factor: float | None
-        moe_pad_expert_input_to_capacity: bool
         moe_router_load_balancing_type: str | list[str]
         moe_aux_loss_coeff: float | list[float]
         moe_z_loss_coeff: float | None
@@ -112,12 +111,6 @@ class MoEFields(LayerFields):
             self._require_one_of("moe_router_dtype", "fp32", "fp64")
         self._check_losses()
         self._require_one_of("moe_token_drop_policy", "probs", "position")
-        if self.moe_pad_expert_input_to_capacity:
-            raise ValueError(
-                "moe_pad_expert_input_to_capacity=True pads the tokens of each expert for kernels "
-                "of a fixed size, and experts take any number here. Leave it at False: results "
-                "are the same."
-            )
         softmax = self.moe_router_score_function == "softmax"
         if softmax and topk == 1 and not self.moe_router_pre_softmax:
             raise ValueError(

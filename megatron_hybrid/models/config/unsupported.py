@@ -70,8 +70,7 @@ _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
     ),
     "train without multi-token prediction": ("mtp_num_layers",),
     "route by the router": ("moe_enable_routing_replay",),
-    "let each expert take every token routed to it": ("moe_token_dropping",),
-    "run the shared expert after the others": ("moe_shared_expert_overlap",),
+    "use moe_expert_capacity_factor": ("moe_token_dropping",),
     "use recompute_granularity='selective' and recompute_modules=['moe']": ("moe_layer_recompute",),
     "use recompute_granularity": (
         "num_microbatches_with_partial_activation_checkpoints",
@@ -126,6 +125,8 @@ _WITHOUT_EFFECT = (
     "moe_token_dispatcher_type",
     "moe_enable_deepep",
     "moe_paged_stash",
+    "moe_shared_expert_overlap",
+    "moe_pad_expert_input_to_capacity",
     "tp_comm_overlap",
     "symmetric_ar_type",
     "nccl_all_reduce_for_prefill",

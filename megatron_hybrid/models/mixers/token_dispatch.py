@@ -5,6 +5,7 @@ Shape suffixes: as in `ops.experts`; m counts the rows that this rank's experts 
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -115,8 +116,10 @@ class CoreDispatcher:
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         self._config = config
         own = ExpertGroups.of(pg_collection).own(config.num_moe_experts)
+        ragged = copy(config)
+        ragged.moe_pad_expert_input_to_capacity = False
         self._core = MoEAlltoAllTokenDispatcher(
-            len(own), list(own), config=config, pg_collection=pg_collection
+            len(own), list(own), config=ragged, pg_collection=pg_collection
         )
 
     def dispatch(

@@ -94,7 +94,15 @@ LAYOUTS = {
     "ep2_dropping": ("dropping", {EP: 2}),
     "tp2_ep2_dropping": ("dropping", {TP: 2, EP: 2}),
     "tp2_whole_ep2_dropping": ("dropping", {TP: 2, EP: 2, ETP: 1}),
-    "core_ep4_dropping": ("dropping", {EP: 4, **CORE}),
+    "core_ep4_dropping": (
+        "dropping",
+        {
+            EP: 4,
+            **CORE,
+            "moe_pad_expert_input_to_capacity": True,  # without effect
+            "moe_shared_expert_overlap": True,
+        },
+    ),
     "tp2_ep2_rows": ("cut", {TP: 2, EP: 2, ROWS: True}),
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }

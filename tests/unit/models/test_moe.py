@@ -347,7 +347,7 @@ def test_a_model_learns_through_its_router():
             {"moe_router_load_balancing_type": "sinkhorn"},
             "moe_router_pre_softmax is False, which moe_router_load_balancing_type='sinkhorn' does",
         ),
-        ({"moe_token_dropping": True}, "let each expert take every token"),
+        ({"moe_token_dropping": True}, "use moe_expert_capacity_factor"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function='sigmoid'"),
@@ -383,10 +383,6 @@ def test_a_model_learns_through_its_router():
         ),
         ({"moe_aux_loss_coeff": -0.1}, "moe_aux_loss_coeff is -0.1 .* must be 0 or more"),
         ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; .* must be 0 or more"),
-        (
-            {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-            "moe_pad_expert_input_to_capacity=True pads",
-        ),
         ({"moe_token_drop_policy": "first"}, "moe_token_drop_policy is 'first'; use 'probs'"),
         ({"moe_router_dtype": "bf16"}, "moe_router_dtype is 'bf16'; use 'fp32' or 'fp64'"),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
@@ -404,6 +400,18 @@ def test_a_model_learns_through_its_router():
 def test_contradictions_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         small_config("*E", **{**FIELDS, **fields})
+
+
+def test_what_changes_speed_alone_in_core_is_said(caplog):
+    fields = ["moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"]
+    small_config(
+        "*E",
+        **FIELDS,
+        **dict.fromkeys(fields, True),
+        moe_expert_capacity_factor=1.0,
+        moe_token_dispatcher_type="alltoall",
+    )
+    assert all(name in caplog.text for name in fields)
 
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "moe_shared_expert_intermediate_size"])
