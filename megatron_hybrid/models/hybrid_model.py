@@ -201,7 +201,7 @@ class HybridModel(LanguageModule):
             num_tokens //= self.config.tensor_model_parallel_size
         parameter = next(self.parameters())
         shape = num_tokens, 1, self.boundary_width
-        return torch.empty(shape, dtype=self.config.params_dtype, device=parameter.device)
+        return torch.empty(shape, dtype=self.config.pipeline_dtype, device=parameter.device)
 
     def adjust_tensor_shapes(
         self, received: list[tuple[int, ...]], sent: list[tuple[int, ...]]
@@ -389,7 +389,9 @@ class HybridModel(LanguageModule):
             if splits_rows:
                 decoder_input = gather_rows(decoder_input, tp, whole_gradient=True)
             hidden_Th = F.pad(decoder_input.transpose(0, 1).flatten(0, 1), (0, 0, 0, padding))
-        embedding_Th, per_layer_TJp = hidden_Th, None
+            if self.config.fp32_residual_connection:
+                hidden_Th = hidden_Th.float()
+        embedding_Th, per_layer_TJp = self._rounded(hidden_Th), None
         if splits_rows:
             hidden_Th = split_rows(hidden_Th, tp)
         if self.per_layer_embedding is not None:
@@ -400,7 +402,7 @@ class HybridModel(LanguageModule):
                 )
             if splits_rows:
                 ids_T = ids_T.chunk(tp.size())[tp.rank()]
-            per_layer_TJp = self.per_layer_embedding(ids_T, hidden_Th)
+            per_layer_TJp = self.per_layer_embedding(ids_T, self._rounded(hidden_Th))
         return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
 
     def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
@@ -412,7 +414,13 @@ class HybridModel(LanguageModule):
         hidden_Th, embedding_Th = rows_Tc.chunk(2, -1)
         if splits_rows:
             embedding_Th = gather_rows(embedding_Th, self.pg_collection.tp, whole_gradient=True)
-        return hidden_Th, StackInputs(embedding_Th)
+        return hidden_Th, StackInputs(self._rounded(embedding_Th))
+
+    def _rounded(self, hidden_Th: Tensor) -> Tensor:
+        """The residual stream as layers take it."""
+        if self.config.fp32_residual_connection:
+            return hidden_Th.to(self.config.params_dtype)
+        return hidden_Th
 
     def _row_padding(self, b: int, s: int, inference: bool) -> int:
         """Rows to add to b * s, so that all ranks get as many under sequence parallelism."""

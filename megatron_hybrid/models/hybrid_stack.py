@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
+from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
@@ -86,7 +84,8 @@ class HybridLayer(MegatronModule):
         return getattr(self, self.mixer_name).cache_requirements()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism."""
+        """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism. With
+        `fp32_residual_connection` both are fp32, the mixer runs in `params_dtype`."""
         output, bias = recompute_if(
             self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs
         )
@@ -95,10 +94,12 @@ class HybridLayer(MegatronModule):
         if self.gathers_rows:
             output = split_rows(output, self.tp_group)
         output = self.post_layernorm(output)
+        if self.config.fp32_residual_connection:
+            output = output.float()
         if self.config.residual_multiplier != 1.0:
             output = output * self.config.residual_multiplier
         if self.training and self.config.hidden_dropout:
-            with self._dropout_state():
+            with rank_generator(self.config.sequence_parallel):
                 output = F.dropout(output, self.config.hidden_dropout)
         hidden_Th = hidden_Th + output
         return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
@@ -110,17 +111,12 @@ class HybridLayer(MegatronModule):
         # From the dict: access to a module as an attribute takes longer than a small kernel.
         norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
         extra = (inputs,) if mixer.takes_stack_inputs else ()
+        if self.config.fp32_residual_connection:
+            hidden_Th = hidden_Th.to(self.config.params_dtype)
         x_Th = norm(hidden_Th)
         if self.gathers_rows:
             x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
         return mixer(x_Th, context, *extra)
-
-    def _dropout_state(self) -> AbstractContextManager:
-        """The generator of the dropout: under sequence parallelism core's for this rank."""
-        tracker = get_cuda_rng_tracker()
-        if self.config.sequence_parallel and tracker.is_initialized():
-            return tracker.fork()
-        return nullcontext()
 
 
 class HybridStack(MegatronModule):
@@ -189,7 +185,11 @@ class HybridStack(MegatronModule):
                 first, layers = layers[:size], layers[size:]
                 hidden_Th = recompute(_run, first, hidden_Th, context, inputs)
         hidden_Th = _run(layers, hidden_Th, context, inputs)
-        return hidden_Th if self.final_norm is None else self.final_norm(hidden_Th)
+        if self.final_norm is None:
+            return hidden_Th
+        if self.config.fp32_residual_connection:
+            hidden_Th = hidden_Th.to(self.config.params_dtype)
+        return self.final_norm(hidden_Th)
 
 
 def _run(

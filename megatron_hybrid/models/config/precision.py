@@ -25,6 +25,10 @@ class PrecisionFields(ModelFields):
     params_dtype: torch.dtype = torch.float32
     """dtype of parameters and activations; `bf16` and `fp16` follow from it, or it from them."""
 
+    fp32_residual_connection: bool = False
+    """Keep the residual stream, and what goes between pipeline stages, in fp32; norms and mixers
+    take it rounded to params_dtype."""
+
     recurrent_state_dtype: torch.dtype = torch.float32
     """dtype of stored recurrent states; their arithmetic is always fp32. With bfloat16 a state is
     rounded at the end of each forward pass, so outputs depend on where these end."""
@@ -44,7 +48,8 @@ class PrecisionFields(ModelFields):
             raise ValueError(f"params_dtype is {self.params_dtype}; use one of {list(DTYPES)}.")
         self.bf16 = self.params_dtype == torch.bfloat16
         self.fp16 = self.params_dtype == torch.float16
-        self.pipeline_dtype = self.params_dtype  # of the hidden states between stages
+        # Of the hidden states between stages.
+        self.pipeline_dtype = torch.float32 if self.fp32_residual_connection else self.params_dtype
         if self.recurrent_state_dtype == torch.float16:
             raise ValueError(
                 "recurrent_state_dtype is torch.float16, whose range ends at 65504: a state that "

@@ -25,7 +25,7 @@ class RunFields(FieldGroup):
     """Dropout on the embedding and on each layer's output, in training."""
 
     attention_dropout: float = 0.0
-    """No other value is supported."""
+    """Dropout on the weights of attention, in training: each head's own."""
 
     use_cpu_initialization: bool = True
     """Draw initial weights on the CPU, so that they do not depend on the device."""
@@ -67,6 +67,9 @@ class RunFields(FieldGroup):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1.")
         self._require_one_of("layer_spec", "auto", "local", "transformer_engine")
         if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
             raise ValueError(

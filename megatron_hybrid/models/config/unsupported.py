@@ -30,7 +30,6 @@ _RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
     "use layer_overrides": ("heterogeneous_block_specs",),
     "use rotary_scaling": ("mrope_section",),
     "use pre-norm residuals": ("apply_residual_connection_post_layernorm",),
-    "use params_dtype=torch.float32": ("fp32_residual_connection",),
     "let each expert take every token routed to it": ("moe_expert_rank_capacity_factor",),
     "keep gates and values apart": (
         "moe_mlp_glu_interleave_size",
@@ -41,7 +40,6 @@ _RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
 """Remedy -> fields that must keep their defaults, as they change what a trained model computes."""
 
 _RUN_REMEDIES: dict[str, tuple[str, ...]] = {
-    "use hidden_dropout": ("attention_dropout",),
     "use the unfused RoPE": ("apply_rope_fusion",),
     "use qk_layernorm": ("qk_clip",),
     "use activation_func": ("use_te_activation_func",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
     MixerSubmodules,
+    rank_generator,
 )
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -67,6 +69,7 @@ class AttentionMixer(Mixer):
             chunk=config.attention_chunk_size if locality == "chunk" else None,
             softcap=config.attention_logit_softcap,
         )
+        self.training_pattern = replace(self.pattern, dropout=config.attention_dropout)
         self.recomputes_attention = is_selected(config, "core_attn")
         self.tp_group = pg_collection.tp
         tp_size, groups = self.tp_group.size(), config.num_query_groups
@@ -151,8 +154,10 @@ class AttentionMixer(Mixer):
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
-        args = kv_layer, q, k, v, self.pattern, self._sinks()
-        o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
+        pattern = self.training_pattern if self.training else self.pattern
+        args = kv_layer, q, k, v, pattern, self._sinks()
+        with rank_generator(pattern.dropout > 0):
+            o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
         if gate is not None:
             o = (o * gate.float().sigmoid()).to(o.dtype)
         return self.linear_proj(o)

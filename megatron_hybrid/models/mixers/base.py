@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -99,6 +101,13 @@ class StackInputs:
     on later stages. Of this rank's rows under sequence parallelism."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
     """Blocks shared by the layers of the symbol `Z`, each entered by its first layer."""
+
+
+def rank_generator(is_own: bool) -> AbstractContextManager:
+    """The generator of random numbers of what each tensor-parallel rank has its own part of: core's
+    for this rank. Where that is not initialised, on a CPU, torch's as for all else."""
+    tracker = get_cuda_rng_tracker()
+    return tracker.fork() if is_own and tracker.is_initialized() else nullcontext()
 
 
 class Mixer(MegatronModule):

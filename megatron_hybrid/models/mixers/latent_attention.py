@@ -3,6 +3,8 @@ core's MLASelfAttention."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -15,6 +17,7 @@ from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
     MixerSubmodules,
+    rank_generator,
 )
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -70,6 +73,7 @@ class LatentAttentionMixer(Mixer):
             config.softmax_scale or sum(self.head_dims) ** -0.5,
             softcap=config.attention_logit_softcap,
         )
+        self.training_pattern = replace(self.pattern, dropout=config.attention_dropout)
         self.rotary = build_rotary(config, config.qk_pos_emb_head_dim)
 
         def up_projection(config: HybridConfig, input_size: int, width: int, name: str):
@@ -143,8 +147,10 @@ class LatentAttentionMixer(Mixer):
             k_rope = self.rotary.rotate(k_rope.unsqueeze(1), cos_sin)
             latents_TL = torch.cat((latent, k_rope.squeeze(1)), -1)
         q_THD = torch.cat((q_nope, q_rope), -1)
-        args = self.layer_number, q_THD, latents_TL, self, self.pattern
-        o_THP = recompute_if(self.recomputes_attention, self, context.attend_latents, *args)
+        pattern = self.training_pattern if self.training else self.pattern
+        args = self.layer_number, q_THD, latents_TL, self, pattern
+        with rank_generator(pattern.dropout > 0):
+            o_THP = recompute_if(self.recomputes_attention, self, context.attend_latents, *args)
         return self.linear_proj(o_THP.flatten(1))
 
     def _queries(self, hidden_Th: Tensor) -> Tensor:

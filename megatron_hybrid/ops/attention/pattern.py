@@ -24,6 +24,9 @@ class AttentionPattern:
     None: not chunked."""
     softcap: float | None = None
     """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: no cap."""
+    dropout: float = 0.0
+    """Probability with which each weight of the softmax becomes 0; the others grow by
+    1 / (1 - dropout). In training alone."""
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
@@ -36,6 +39,8 @@ class AttentionPattern:
                 f"window is {self.window} and chunk is {self.chunk}; a layer has one of them, "
                 "leave the other None"
             )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}; it is a probability below 1")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap is {self.softcap}; it is above 0, or None for no cap")
 

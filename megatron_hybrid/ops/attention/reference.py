@@ -152,6 +152,7 @@ def _softmax_average(
             k_bKtD,
             v_bKtP,
             attn_mask=visible_st,
+            dropout_p=pattern.dropout,
             scale=pattern.scale,
             enable_gqa=q_bHsD.shape[1] != k_bKtD.shape[1],
         )
@@ -175,6 +176,8 @@ def _written_out(
         scores_bHst = (scores_bHst / pattern.softcap).tanh() * pattern.softcap
     scores_bHst = scores_bHst.masked_fill(~visible_st, -torch.inf)
     weights_bKqt = scores_bHst.softmax(-1).view(*q_bKqD.shape[:3], -1)
+    if pattern.dropout:
+        weights_bKqt = F.dropout(weights_bKqt, pattern.dropout)
     o_bHsP = (weights_bKqt @ v_bKtP).view(*q_bHsD.shape[:3], -1)
     if sinks_H11 is not None:
         # The part of the softmax without the sink: exp(lse) / (exp(lse) + exp(sink)).

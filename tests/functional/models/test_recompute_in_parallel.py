@@ -42,6 +42,7 @@ def gradients(sizes: dict, recompute: dict) -> dict[str, torch.Tensor]:
     config = small_config(
         "M*EG|-+EKW",
         hidden_dropout=0.2,
+        attention_dropout=0.2,
         num_moe_experts=4,
         moe_ffn_hidden_size=20,
         moe_shared_expert_intermediate_size=24,

@@ -81,15 +81,15 @@ def loss_func(loss_mask, output):
     return loss, num_tokens, {"lm loss": loss.clone().detach()}
 
 
-def losses(folder, num_stages: int, resets: bool, packed: bool) -> list[float]:
+def losses(folder, num_stages: int, resets: bool, packed: bool, **fields) -> list[float]:
     """The summed loss of each step; empty but on the last stage."""
     parallel_state.destroy_model_parallel()
     sizes = {"pipeline_model_parallel_size": num_stages}
     parallel_state.initialize_model_parallel(**sizes)
     pattern = PATTERN if num_stages == 3 else PATTERN.replace("|", "")
-    config = small_config(pattern, **sizes, calculate_per_token_loss=True)
+    config = small_config(pattern, **sizes, calculate_per_token_loss=True, **fields)
     model = build_hybrid_model(config)
-    load_checkpoint(model, folder / "weights")
+    load_checkpoint(model, folder / "weights", cast=True)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-2)
@@ -120,7 +120,10 @@ def run(folder, num_stages):
         assert f"pipeline_model_parallel_size={num_stages}" in str(error.value)
     kinds = {"whole": (False, False), "packed": (True, True)}
     kinds |= {"documents": (True, False)} if num_stages == 1 else {}
-    return {name: losses(folder, num_stages, *kind) for name, kind in kinds.items()}
+    results = {name: losses(folder, num_stages, *kind) for name, kind in kinds.items()}
+    rounded = {"params_dtype": torch.bfloat16, "fp32_residual_connection": True}
+    results["fp32 residual"] = losses(folder, num_stages, False, False, **rounded)
+    return results
 
 
 def raise_for_documents(folder, num_stages):
@@ -149,3 +152,6 @@ def test_the_calls_of_the_stock_script_train_our_model(tmp_path):
     assert results[1]["documents"] == packed != whole
     for name in ("whole", "packed"):
         assert results[3][name] == pytest.approx(results[1][name], rel=1e-5)
+    # Nothing is rounded between stages.
+    assert results[3]["fp32 residual"][0] == results[1]["fp32 residual"][0]
+    assert results[1]["fp32 residual"] == pytest.approx(whole, rel=1e-2)

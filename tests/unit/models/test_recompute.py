@@ -70,7 +70,7 @@ class Saved:
 
 def step(pattern=PATTERN, dropout=0.0, **fields):
     """Loss, gradients, counts of the routers and saved bytes of one forward and backward pass."""
-    fields = {**FIELDS, **fields, "hidden_dropout": dropout}
+    fields = {**FIELDS, **fields, "hidden_dropout": dropout, "attention_dropout": dropout}
     fields["layer_overrides"] = {
         key: value
         for key, value in fields["layer_overrides"].items()

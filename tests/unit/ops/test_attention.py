@@ -1,5 +1,7 @@
 """Paged and varlen attention against masks written out, one softmax over all keys of a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -358,3 +360,28 @@ def test_bad_arguments_are_named():
 def test_bad_patterns_are_named(values, message):
     with pytest.raises(ValueError, match=message):
         AttentionPattern(1.0, **values)
+
+
+@pytest.mark.parametrize("fields", [{}, {"softcap": 3.0}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_dropout_zeroes_weights_and_scales_the_others(fields, with_sinks):
+    """With unit vectors as values the outputs are the weights themselves."""
+    torch.manual_seed(1)
+    length, heads, p = 150, 2, 0.25
+    q, k = torch.randn(length, heads, 16), torch.randn(length, 1, 16)
+    v = torch.eye(length).unsqueeze(1)
+    layout = RaggedLayout((length,), (0,))
+    sinks = torch.randn(heads) if with_sinks else None
+    plain = AttentionPattern(0.25, **fields)
+    weights = varlen_attention(q, k, v, layout, plain, sinks)
+    dropped = varlen_attention(q, k, v, layout, replace(plain, dropout=p), sinks)
+    seen = weights > 1e-9
+    kept = seen & (dropped != 0)
+    torch.testing.assert_close(dropped[kept], weights[kept] / (1 - p), atol=1e-6, rtol=1e-5)
+    assert kept.sum() / seen.sum() == pytest.approx(1 - p, abs=0.02)
+    assert (kept[:, 0] != kept[:, 1]).any()  # each head drops others
+
+
+def test_dropout_is_a_probability():
+    with pytest.raises(ValueError, match=r"dropout is 1\.5; it is a probability below 1"):
+        AttentionPattern(1.0, dropout=1.5)

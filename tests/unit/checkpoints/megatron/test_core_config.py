@@ -67,7 +67,6 @@ def test_what_concerns_training_or_the_run_is_left_out():
 @pytest.mark.parametrize(
     ("fields", "pattern", "message"),
     [
-        ({"fp32_residual_connection": True}, "M*-", "fp32_residual_connection is True"),
         ({"use_mup": True}, "M*-", "use_mup"),
         ({"moe_mlp_glu_interleave_size": 32}, "M*-", "moe_mlp_glu_interleave_size is 32"),
         ({"activation_func": torch.tanh}, "M*-", "activation_func is"),

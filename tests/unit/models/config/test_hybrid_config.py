@@ -133,7 +133,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ),
         ({"delay_wgrad_compute": True}, "delay_wgrad_compute is True, which HybridModel does not"),
         ({"inference_sampling_seed": 7}, "use InferenceConfig.random_seed"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which HybridModel does not supp"),
+        ({"attention_dropout": 1.0}, "attention_dropout is 1.0; it must be 0 or more, below 1"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
         (
             {"tensor_model_parallel_size": 4, "mamba_num_heads": 12, "mamba_num_groups": 6},
