@@ -160,6 +160,26 @@ def check_attention_mask(
     )
 
 
+def check_padding_mask(padding_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """The mask of a batch's rows, one after the other, bool [b * s].
+
+    Args:
+        padding_mask: bool [b, s], or None.
+        shape: (b, s) of the tokens.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if padding_mask is None:
+        return None
+    if padding_mask.dtype != torch.bool or tuple(padding_mask.shape) != shape:
+        raise ValueError(
+            f"padding_mask is {padding_mask.dtype} {list(padding_mask.shape)}; it must be "
+            f"torch.bool {list(shape)}, True where a token is padding, or None."
+        )
+    return padding_mask.flatten()
+
+
 def _check_shape(position_ids: Tensor, shape: tuple[int, int]) -> None:
     b, s = shape
     if tuple(position_ids.shape) not in ((b, s), (1, s), (s,)):

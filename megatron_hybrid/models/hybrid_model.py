@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.batch_checks import (
     check_attention_mask,
+    check_padding_mask,
     check_position_ids,
     document_lengths,
 )
@@ -273,8 +274,8 @@ class HybridModel(LanguageModule):
                 the caller multiplies the losses by it.
             packed_seq_params: boundaries of the sequences in the one row; recurrent states restart
                 at each. Rows after the last boundary are padding.
-            padding_mask: [b, s] bool, True = padding; without effect. In megatron-core it leaves
-                tokens out of the counts and losses that balance experts, not out of the forward.
+            padding_mask: [b, s] bool, True = padding: tokens that routers leave out of the counts
+                and losses that balance experts, as in megatron-core; their outputs are as without.
 
         Returns:
             With labels, the loss [b, s], fp32. With an inference context, logits [1, n, vocab] of
@@ -295,7 +296,10 @@ class HybridModel(LanguageModule):
         if inference_context is None:
             layout = self._layout(b, s, padding, packed_seq_params, position_ids, attention_mask)
             device = next(self.parameters()).device
-            context = UncachedContext(layout, device, self._shared_kv_layers)
+            padding_mask_T = check_padding_mask(padding_mask, (b, s))
+            if padding_mask_T is not None:
+                padding_mask_T = F.pad(padding_mask_T, (0, padding), value=True)
+            context = UncachedContext(layout, device, self._shared_kv_layers, padding_mask_T)
         else:
             context = inference_context
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel

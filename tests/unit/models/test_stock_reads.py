@@ -86,6 +86,19 @@ def test_a_decoder_input_takes_the_place_of_the_embedding():
 
 
 @torch.no_grad()
+def test_routers_are_told_the_padding():
+    model = build_hybrid_model(small_config("M")).eval()
+    tokens, mask = torch.arange(14).view(2, 7), torch.rand(2, 7) > 0.5
+    told = []
+    model.decoder.register_forward_pre_hook(lambda module, args: told.append(args[1]))
+    model(tokens, padding_mask=mask)
+    assert torch.equal(told[0].padding_mask_T, mask.flatten())
+    for wrong in (mask.float(), mask[:1]):
+        with pytest.raises(ValueError, match=r"it must be torch\.bool \[2, 7\], True where a tok"):
+            model(tokens, padding_mask=wrong)
+
+
+@torch.no_grad()
 def test_masks_of_the_loss_and_of_padding_change_nothing():
     model = build_hybrid_model(small_config("M*-")).eval()
     tokens = torch.arange(14).view(2, 7)
