@@ -1,4 +1,4 @@
-"""Fields of TransformerConfig that HybridModel does not implement: an error or a warning."""
+"""Fields of TransformerConfig that HybridModel does not read: an error by reason, or a warning."""
 
 from __future__ import annotations
 
@@ -19,84 +19,99 @@ CONTEXT_PARALLEL = (
 )
 """Remedy for context parallelism, and the reason why there is none."""
 
-_RESULT_REMEDIES: dict[str, tuple[str, ...]] = {
-    "use the symbol W in layer_pattern and sliding_window": ("window_size",),
-    "place the symbols W and * in layer_pattern": ("window_attn_skip_freq",),
-    "use the symbol + in layer_pattern": ("multi_latent_attention",),
-    "use the symbol G in layer_pattern": ("experimental_attention_variant",),
-    "place the symbol G in layer_pattern": ("linear_attention_freq",),
-    "place the symbols E and - in layer_pattern": ("moe_layer_freq",),
-    "use layer_overrides with position_embedding_type": ("no_rope_freq",),
-    "use layer_overrides": ("heterogeneous_block_specs",),
-    "use rotary_scaling": ("mrope_section",),
-    "use pre-norm residuals": ("apply_residual_connection_post_layernorm",),
-    "let each expert take every token routed to it": ("moe_expert_rank_capacity_factor",),
-    "keep gates and values apart": (
-        "moe_mlp_glu_interleave_size",
-        "moe_shared_expert_glu_interleave_size",
-    ),
-    "scale the learning rates outside of the model": ("use_mup",),
+SPELT_OTHERWISE: dict[str, str] = {
+    "window_size": "use the symbol W in layer_pattern and sliding_window",
+    "window_attn_skip_freq": "place the symbols W and * in layer_pattern",
+    "multi_latent_attention": "use the symbol + in layer_pattern",
+    "experimental_attention_variant": "use the symbol G in layer_pattern",
+    "linear_attention_freq": "place the symbol G in layer_pattern",
+    "moe_layer_freq": "place the symbols E and - in layer_pattern",
+    "no_rope_freq": "use layer_overrides with position_embedding_type",
+    "heterogeneous_block_specs": "use layer_overrides",
+    "num_layers_in_first_pipeline_stage": "mark the stages with | in layer_pattern",
+    "num_layers_in_last_pipeline_stage": "mark the stages with | in layer_pattern",
+    "account_for_embedding_in_pipeline_split": "mark the stages with | in layer_pattern",
+    "account_for_loss_in_pipeline_split": "mark the stages with | in layer_pattern",
+    "pipeline_model_parallel_layout": "mark the stages with | in layer_pattern",
+    "use_te_activation_func": "use activation_func",
+    "enable_autocast": "use params_dtype=torch.bfloat16",
+    "moe_extended_tp": "use expert_tensor_parallel_size",
+    "gtp_weight_remat_size": "use tensor_model_parallel_size",
+    "expert_gtp_weight_remat_size": "use expert_tensor_parallel_size",
+    "moe_token_dropping": "use moe_expert_capacity_factor",
+    "moe_layer_recompute": ("use recompute_granularity='selective' and recompute_modules=['moe']"),
+    "num_microbatches_with_partial_activation_checkpoints": "use recompute_granularity",
+    "fine_grained_activation_offloading": "use recompute_granularity",
+    "cpu_offloading": "use recompute_granularity",
+    "activation_func_fp8_input_store": "use recompute_granularity",
+    "inference_sampling_seed": "use InferenceConfig.random_seed",
 }
-"""Remedy -> fields that must keep their defaults, as they change what a trained model computes."""
+"""Field -> the field or symbol that does the same, or serves the same end, here."""
 
-_RUN_REMEDIES: dict[str, tuple[str, ...]] = {
-    "use the unfused RoPE": ("apply_rope_fusion",),
-    "use qk_layernorm": ("qk_clip",),
-    "use activation_func": ("use_te_activation_func",),
-    "mark the stages with | in layer_pattern": (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "pipeline_model_parallel_layout",
-    ),
-    "use one stage per pipeline rank": ("virtual_pipeline_model_parallel_size",),
-    CONTEXT_PARALLEL: ("context_parallel_size",),
-    "shard by tensor_model_parallel_size": (
-        "hybrid_context_parallel",
-        "gtp_weight_remat_size",
-        "expert_gtp_weight_remat_size",
-        "moe_extended_tp",
-    ),
-    "use params_dtype=torch.bfloat16": (
-        "enable_autocast",
-        "fp8",
-        "fp4",
-        "quant_recipe",
-        "use_kitchen",
-        "use_kitchen_attention",
-    ),
-    "train without multi-token prediction": ("mtp_num_layers",),
-    "route by the router": ("moe_enable_routing_replay",),
-    "use moe_expert_capacity_factor": ("moe_token_dropping",),
-    "use recompute_granularity='selective' and recompute_modules=['moe']": ("moe_layer_recompute",),
-    "use recompute_granularity": (
-        "num_microbatches_with_partial_activation_checkpoints",
-        "fine_grained_activation_offloading",
-        "activation_func_fp8_input_store",
-        "cpu_offloading",
-    ),
-    "run eagerly": ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
-    "let each backward compute all gradients": ("delay_wgrad_compute",),
-    "run one micro batch after the other": ("overlap_moe_expert_parallel_comm",),
-    "compare within a tolerance": ("batch_invariant_mode",),
-    "use InferenceConfig.random_seed": ("inference_sampling_seed",),
-    "use DynamicInferenceEngine": ("flash_decode",),
-    "train with states in fp32": ("mamba_training_ssm_states_dtype",),
+MEANS_NOTHING: dict[str, str] = {
+    "mrope_section": "it places images, and inputs are text: use rotary_scaling for long texts",
+    "moe_mlp_glu_interleave_size": "gates and values lie apart: convert the weights",
+    "moe_shared_expert_glu_interleave_size": "gates and values lie apart: convert the weights",
+    "cuda_graph_impl": "layers run eagerly, and core's graphs are of its own layers",
+    "enable_cuda_graph": "layers run eagerly, and core's graphs are of its own layers",
+    "external_cuda_graph": "layers run eagerly, and core's graphs are of its own layers",
+    "delay_wgrad_compute": "each backward pass computes all gradients",
+    "overlap_moe_expert_parallel_comm": "micro batches run one after the other",
+    "flash_decode": "DynamicInferenceEngine serves the model",
+    "batch_invariant_mode": "kernels of core have it: compare within a tolerance",
+    "mamba_training_ssm_states_dtype": "states between chunks are fp32 in training",
+    "use_kitchen": "no layer is of that library",
+    "use_kitchen_attention": "no layer is of that library",
+    "hybrid_context_parallel": "there is no context parallelism",
 }
-"""Remedy -> fields that must keep their defaults, of training, sharding, speed or rounding: a model
-that was trained with them can be served without."""
+"""Field -> why it has no meaning here."""
 
-RESULT_FIELDS = tuple(name for names in _RESULT_REMEDIES.values() for name in names)
-"""Fields that change what a trained model computes, and that HybridModel does not implement."""
+NOT_SUPPORTED: dict[str, str] = {
+    "context_parallel_size": CONTEXT_PARALLEL,
+    "virtual_pipeline_model_parallel_size": "use one stage per pipeline rank",
+    "mtp_num_layers": "train without multi-token prediction",
+    "fp8": "use params_dtype=torch.bfloat16",
+    "fp4": "use params_dtype=torch.bfloat16",
+    "quant_recipe": "use params_dtype=torch.bfloat16",
+    "use_mup": "scale the learning rates outside of the model",
+    "qk_clip": "use qk_layernorm",
+    "moe_enable_routing_replay": "route by the router",
+    "moe_expert_rank_capacity_factor": "let each rank take every token routed to it",
+}
+"""Field -> what to do without it."""
 
-# Fields that change speed or memory, not results or sharding.
-_WITHOUT_EFFECT = (
+_REASONS = (
+    (SPELT_OTHERWISE, "which HybridModel spells otherwise", "and"),
+    (MEANS_NOTHING, "which means nothing to HybridModel", "since"),
+    (NOT_SUPPORTED, "which HybridModel does not support", "and"),
+)
+
+RESULT_FIELDS = (
+    "window_size",
+    "window_attn_skip_freq",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "moe_layer_freq",
+    "no_rope_freq",
+    "heterogeneous_block_specs",
+    "mrope_section",
+    "moe_expert_rank_capacity_factor",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "use_mup",
+)
+"""Those of the refused fields that change what a trained model computes. The others are of
+training, sharding, speed or rounding: a model that was trained with them can be served without."""
+
+WITHOUT_EFFECT = (
     "transformer_impl",
     "attention_backend",
     "flash_attention_version",
     "attention_softmax_in_fp32",
     "apply_query_key_layer_scaling",
+    "apply_residual_connection_post_layernorm",  # core reads it nowhere
+    "apply_rope_fusion",
     "masked_softmax_fusion",
     "fused_single_qkv_rope",
     "log_max_attention_logit",
@@ -120,28 +135,29 @@ _WITHOUT_EFFECT = (
     "moe_single_grouped_bias",
     "moe_permute_fusion",
     "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_pad_expert_input_to_capacity",
     "moe_token_dispatcher_type",
     "moe_enable_deepep",
     "moe_paged_stash",
-    "moe_shared_expert_overlap",
-    "moe_pad_expert_input_to_capacity",
     "tp_comm_overlap",
     "symmetric_ar_type",
     "nccl_all_reduce_for_prefill",
     "defer_embedding_wgrad_compute",
     "distribute_saved_activations",
 )
+"""Fields of speed or memory, not of results or sharding."""
 
 
 def check_unsupported(config: TransformerConfig) -> None:
-    """Raises ValueError where an unimplemented field would change results or sharding."""
+    """Raises ValueError where a field that HybridModel does not read would change something."""
     defaults = _defaults(type(config))
-    for remedy, names in (*_RESULT_REMEDIES.items(), *_RUN_REMEDIES.items()):
-        for name in names:
+    for fields, verdict, link in _REASONS:
+        for name, remedy in fields.items():
             if name in defaults and getattr(config, name) != defaults[name]:
                 raise ValueError(
-                    f"{name} is {getattr(config, name)!r}, which HybridModel does not support: "
-                    f"leave it at {defaults[name]!r} and {remedy}."
+                    f"{name} is {getattr(config, name)!r}, {verdict}: leave it at "
+                    f"{defaults[name]!r}{',' if link == 'since' else ''} {link} {remedy}."
                 )
 
 
@@ -150,7 +166,7 @@ def warn_fields_without_effect(config: TransformerConfig) -> None:
     defaults = _defaults(type(config))
     idle = [
         name
-        for name in _WITHOUT_EFFECT
+        for name in WITHOUT_EFFECT
         if name in defaults and getattr(config, name) != defaults[name]
     ]
     if config.tensor_model_parallel_size > 1 and "cross_entropy_loss_fusion" in idle:

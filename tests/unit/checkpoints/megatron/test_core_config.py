@@ -86,7 +86,6 @@ def test_what_concerns_training_or_the_run_is_left_out():
             None,
             "mla_down_proj_fusion is True",
         ),
-        ({"apply_residual_connection_post_layernorm": True}, None, "pre-norm residuals"),
     ],
 )
 def test_what_cannot_be_served_is_named(fields, pattern, message):

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
+import stock_megatron
 import torch
 import torch.nn.functional as F
 
@@ -117,21 +120,21 @@ def test_a_pattern_without_attention_needs_no_heads():
             "sets mamba_expand=4 for layer 1 (M), but not mamba_num_heads",
         ),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs is True, which Hybrid"),
-        ({"enable_autocast": True}, "enable_autocast is True, which HybridModel does not support"),
-        ({"enable_cuda_graph": True}, "enable_cuda_graph is True, which HybridModel does not supp"),
-        ({"external_cuda_graph": True}, "external_cuda_graph is True, which HybridModel does not"),
+        ({"enable_autocast": True}, "enable_autocast is True, which HybridModel spells otherwise"),
+        ({"enable_cuda_graph": True}, "enable_cuda_graph is True, which means nothing to"),
+        ({"external_cuda_graph": True}, "external_cuda_graph is True, which means nothing"),
         (
             {"expert_tensor_parallel_size": 2},
             "expert_tensor_parallel_size is 2, which does not divide tensor_model_parallel_size=1",
         ),
-        ({"linear_attention_freq": 4}, "linear_attention_freq is 4, which HybridModel does not"),
-        ({"mrope_section": [4, 2, 2]}, "mrope_section is [4, 2, 2], which HybridModel does not"),
+        ({"linear_attention_freq": 4}, "linear_attention_freq is 4, which HybridModel spells"),
+        ({"mrope_section": [4, 2, 2]}, "mrope_section is [4, 2, 2], which means nothing to Hy"),
         (
             {"account_for_loss_in_pipeline_split": True},
-            "account_for_loss_in_pipeline_split is True, which HybridModel does not support: leave "
+            "account_for_loss_in_pipeline_split is True, which HybridModel spells otherwise: leave "
             "it at False and mark the stages with | in layer_pattern",
         ),
-        ({"delay_wgrad_compute": True}, "delay_wgrad_compute is True, which HybridModel does not"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute is True, which means nothing to"),
         ({"inference_sampling_seed": 7}, "use InferenceConfig.random_seed"),
         ({"attention_dropout": 1.0}, "attention_dropout is 1.0; it must be 0 or more, below 1"),
         ({"window_size": (8, 0)}, "use the symbol W in layer_pattern and sliding_window"),
@@ -203,6 +206,29 @@ def test_fields_without_effect_are_named_once(caplog):
     assert set(HINTS) == set(record.message.split(": ")[1].split(", "))
     config(moe_token_dispatcher_type="alltoall", attention_softmax_in_fp32=False)
     assert caplog.messages[1].endswith(": attention_softmax_in_fp32, moe_token_dispatcher_type")
+
+
+REASONS = (unsupported.SPELT_OTHERWISE, unsupported.MEANS_NOTHING, unsupported.NOT_SUPPORTED)
+
+
+def test_each_field_has_one_reason():
+    names = [name for fields in (*REASONS, unsupported.WITHOUT_EFFECT) for name in fields]
+    assert len(names) == len(set(names))
+    assert len(unsupported.NOT_SUPPORTED) <= 10
+    known = {field.name for field in dataclasses.fields(HybridConfig)}
+    if stock_megatron.IS_0_16:
+        assert len(known & set(names)) > 60
+    else:  # but those that core has removed since
+        assert len(set(names) - known) <= 5, set(names) - known
+
+
+def test_the_guide_lists_all_of_them():
+    text = Path(__file__).parents[4].joinpath("docs/from_megatron.md").read_text()
+    _, _, text = text.partition("## Fields of TransformerConfig")
+    parts = text.split("\n### ")[1:5]
+    for part, fields in zip(parts, (*REASONS, unsupported.WITHOUT_EFFECT), strict=True):
+        listed = set(re.findall(r"`(\w+)`", part.partition("\n## ")[0]))
+        assert set(fields) <= listed, part[:40]
 
 
 def test_core_fuses_the_loss_of_a_split_vocabulary(caplog):
