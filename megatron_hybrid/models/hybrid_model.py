@@ -30,11 +30,16 @@ from megatron_hybrid.models.batch_checks import (
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import layer_symbols, split_stages
+from megatron_hybrid.models.layer_pattern import (
+    layer_symbols,
+    prediction_symbols,
+    split_stages,
+)
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
+from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -113,16 +118,21 @@ class HybridModel(LanguageModule):
             )
             mark_tensor_parallel(self.embedding.word_embeddings.weight, vocabulary_cut)
             self.per_layer_embedding = (
-                PerLayerEmbedding(config, get_norm(config)) if "P" in config.layer_pattern else None
+                PerLayerEmbedding(config, get_norm(config))
+                if "P" in layer_symbols(config.layer_pattern)
+                else None
             )
         symbols = stages[stage]
         configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]
         self._shared_kv_layers = {own.kv_source_layer for own in configs} - {None}
-        check_recompute_modules(config, map(get_mixer, layer_symbols(config.layer_pattern)))
+        check_recompute_modules(config, {symbol: get_mixer(symbol) for symbol in config.symbols})
         specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
         self.decoder = HybridStack(
             config, symbols, configs, specs, get_norm(config), pg_collection, post_process
         )
+        if prediction_symbols(config.layer_pattern):
+            # Core asks whether a model has the attribute.
+            self.mtp = MultiTokenPrediction(config, pg_collection)
         if post_process:
             self.output_layer = LocalColumnLinear(
                 config.hidden_size,
@@ -270,8 +280,8 @@ class HybridModel(LanguageModule):
             inference_context: serves caches and states; given in inference only.
             runtime_gather_output: gather the logits of all tensor-parallel ranks.
             inference_params: an older name of `inference_context`.
-            loss_mask: [b, s]; without effect, as in megatron-core without multi-token prediction:
-                the caller multiplies the losses by it.
+            loss_mask: [b, s]: factors of the losses of multi-token prediction (None: 1), and of
+                nothing else, as in megatron-core: the caller multiplies the returned losses by it.
             packed_seq_params: boundaries of the sequences in the one row; recurrent states restart
                 at each. Rows after the last boundary are padding.
             padding_mask: [b, s] bool, True = padding: tokens that routers leave out of the counts
@@ -311,6 +321,9 @@ class HybridModel(LanguageModule):
         else:
             hidden_Th, inputs = self._received(self.input_tensor)
         hidden_Th = self.decoder(hidden_Th, context, inputs)
+        predicts = hasattr(self, "mtp") and self.training and torch.is_grad_enabled()
+        if predicts and labels is not None:
+            hidden_Th = self._attach_predictions(hidden_Th, input_ids, labels, loss_mask, context)
         if not self.post_process:
             if self.boundary_width > self.config.hidden_size:
                 embedding_Th = inputs.embedding_Th
@@ -383,12 +396,7 @@ class HybridModel(LanguageModule):
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
         ids_T = None if input_ids is None else F.pad(input_ids.flatten(), (0, padding))
         if decoder_input is None:
-            # One row of T tokens: core's [s, b, h] then lies in sequence order.
-            hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
-            if (factor := self.config.embedding_multiplier) != 1.0:
-                if self.config.round_embedding_multiplier:
-                    factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
-                hidden_Th = hidden_Th * factor
+            hidden_Th = self._embed_words(ids_T)
         else:
             if splits_rows:
                 decoder_input = gather_rows(decoder_input, tp, whole_gradient=True)
@@ -408,6 +416,55 @@ class HybridModel(LanguageModule):
                 ids_T = ids_T.chunk(tp.size())[tp.rank()]
             per_layer_TJp = self.per_layer_embedding(ids_T, self._rounded(hidden_Th))
         return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
+
+    def _embed_words(self, ids_T: Tensor) -> Tensor:
+        """Word embedding of all rows, [T, hidden]."""
+        # One row of T tokens: core's [s, b, h] then lies in sequence order.
+        hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
+        if (factor := self.config.embedding_multiplier) != 1.0:
+            if self.config.round_embedding_multiplier:
+                factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
+            hidden_Th = hidden_Th * factor
+        return hidden_Th
+
+    def _attach_predictions(
+        self,
+        hidden_Th: Tensor,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        context: UncachedContext,
+    ) -> Tensor:
+        """The hidden states, with the losses of multi-token prediction attached."""
+        if input_ids is None:
+            raise ValueError(
+                "input_ids is None, but multi-token prediction (/ in layer_pattern) embeds the "
+                "tokens again. Pass input_ids beside decoder_input."
+            )
+        layout, num_rows = context.ragged_layout(), labels.numel()
+        labels_T = labels.flatten()
+        mask_T = (labels_T != NO_LABEL).float()
+        mask_T[layout.num_tokens :] = 0.0
+        if loss_mask is not None:
+            mask_T = mask_T * loss_mask.flatten()
+        padding = layout.num_rows - num_rows
+        tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
+
+        def new_context() -> UncachedContext:
+            return UncachedContext(layout, labels.device, (), context.padding_mask_T)
+
+        def embed(ids_T: Tensor) -> Tensor:
+            embedding_Th = self._rounded(self._embed_words(F.pad(ids_T, (0, padding))))
+            return split_rows(embedding_Th, tp) if splits_rows else embedding_Th
+
+        def loss_of(rows_Th: Tensor, labels_T: Tensor) -> Tensor:
+            if splits_rows:
+                rows_Th = gather_rows(rows_Th, tp)[:num_rows]
+            return self._loss(rows_Th, labels_T)
+
+        return self.mtp.attach_losses(
+            hidden_Th, input_ids.flatten(), labels_T, mask_T, layout, new_context, embed, loss_of
+        )
 
     def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
         """The input of this stage's stack, from the stage before it."""

@@ -1,4 +1,5 @@
-"""The layer pattern language: one symbol per layer, `|` between pipeline stages.
+"""The layer pattern language: one symbol per layer, `|` between pipeline stages, `/` before each
+part for multi-token prediction.
 
 The symbols are megatron-core's where it has one. A new layer kind is a mixer and one line here.
 """
@@ -28,7 +29,7 @@ from megatron_hybrid.models.config.short_conv import ShortConvFields
 
 STAGE_BOUNDARY = "|"
 PREDICTION_BOUNDARY = "/"
-"""In Megatron's patterns, before each part for multi-token prediction."""
+"""Before each part for multi-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,6 @@ def _check_symbol(pattern: str, place: int, known: str) -> None:
     if symbol in KINDS or symbol == STAGE_BOUNDARY:
         return
     found = f"{symbol!r} at place {place + 1} of {len(pattern)}"
-    if symbol == PREDICTION_BOUNDARY:
-        main, _ = split_predictions(pattern)
-        raise ValueError(
-            f"layer_pattern {pattern!r} has {found}. Multi-token prediction, whose layers stand "
-            "behind it in Megatron's patterns, is not implemented here. The layers before it are "
-            f"the model's own and run without the others: use layer_pattern={main!r}."
-        )
     if symbol == "D":
         raise ValueError(
             f"layer_pattern {pattern!r} has {found}. In Megatron that is DeepSeek sparse "
@@ -163,11 +157,12 @@ def _check_symbol(pattern: str, place: int, known: str) -> None:
 
 
 def parse(pattern: str) -> list[str]:
-    """The symbols of a pattern in order, stage boundaries included.
+    """The symbols of a pattern in order, stage boundaries included, those of multi-token prediction
+    not.
 
     Raises:
-        ValueError: the pattern is empty, has an unknown symbol, has a part for multi-token
-            prediction, or has a stage without a layer.
+        ValueError: the pattern is empty, has an unknown symbol, a stage without a layer, or parts
+            for multi-token prediction that are not as Megatron wants them.
     """
     known = ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
     if not isinstance(pattern, str) or not pattern:
@@ -175,14 +170,37 @@ def parse(pattern: str) -> list[str]:
             f"layer_pattern is {pattern!r}, but a model needs one layer or more. "
             f"Write one symbol per layer: {known}."
         )
+    main, predictions = split_predictions(pattern)
     for place in range(len(pattern)):
-        _check_symbol(pattern, place, known)
-    if any(not stage for stage in pattern.split(STAGE_BOUNDARY)):
+        if pattern[place] != PREDICTION_BOUNDARY:
+            _check_symbol(pattern, place, known)
+    _check_predictions(pattern, predictions)
+    if any(not stage for stage in main.split(STAGE_BOUNDARY)):
         raise ValueError(
             f"layer_pattern {pattern!r} has a pipeline stage without a layer. Put at least one "
             f"symbol on each side of every '{STAGE_BOUNDARY}'."
         )
-    return list(pattern)
+    return list(main)
+
+
+def _check_predictions(pattern: str, predictions: list[str]) -> None:
+    """Raises ValueError unless the parts for multi-token prediction are equal, and of layers that
+    read nothing of other layers."""
+    if not predictions:
+        return
+    allowed = set(KINDS) - set("ZP")
+    if not predictions[0] or set(predictions) != {predictions[0]} or set(predictions[0]) - allowed:
+        raise ValueError(
+            f"layer_pattern {pattern!r} has the parts {predictions} behind "
+            f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same one "
+            f"layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
+        )
+
+
+def prediction_symbols(pattern: str) -> list[list[str]]:
+    """The layers of each part for multi-token prediction."""
+    parse(pattern)
+    return [list(part) for part in split_predictions(pattern)[1]]
 
 
 def layer_symbols(pattern: str) -> list[str]:

@@ -31,7 +31,7 @@ _EXPERT = re.compile(
 )
 _EXPERT_EXTRA_STATE = re.compile(r"^.*\.experts\..*\._extra_state$")
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.(.*)$")
+_LAYER = re.compile(r"^(decoder\.layers\.|mtp\.layers\.\d+\.mtp_model_layer\.layers\.)(\d+)\.(.*)$")
 
 
 def canonical_name(name: str, layer_offset: int = 0) -> str:
@@ -48,6 +48,8 @@ def canonical_name(name: str, layer_offset: int = 0) -> str:
     for fused, local in _FUSED_NORMS.items():
         if rest.startswith(fused):
             rest = local + rest.removeprefix(fused)
+    if prefix.startswith("mtp."):
+        layer_offset = 0
     return f"{prefix}{int(layer) + layer_offset}.{rest}"
 
 

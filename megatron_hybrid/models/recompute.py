@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+from megatron_hybrid.models.layer_pattern import KINDS
 
 if TYPE_CHECKING:
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -51,11 +51,11 @@ def is_selected(config: HybridConfig, *names: str | None) -> bool:
     return any(name in config.recompute_modules for name in names)
 
 
-def check_recompute_modules(config: HybridConfig, mixers: Iterable[type[Mixer]]) -> None:
+def check_recompute_modules(config: HybridConfig, mixers: Mapping[str, type[Mixer]]) -> None:
     """Check that the config's `recompute_modules` are parts of the model's layers.
 
     Args:
-        mixers: classes of the mixers of the whole model.
+        mixers: of the whole model, by the symbols of the layer pattern.
 
     Raises:
         ValueError: another name; the message lists those that there are.
@@ -63,7 +63,7 @@ def check_recompute_modules(config: HybridConfig, mixers: Iterable[type[Mixer]])
     if config.recompute_granularity != "selective":
         return
     known: dict[str, set[str]] = {}
-    for symbol, mixer in zip(layer_symbols(config.layer_pattern), mixers):
+    for symbol, mixer in mixers.items():
         for name in {mixer.recompute_name, *mixer.recompute_parts} - {None}:
             known.setdefault(name, set()).add(KINDS[symbol].meaning)
     for name in config.recompute_modules:

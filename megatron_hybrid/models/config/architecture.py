@@ -13,7 +13,8 @@ class ArchitectureFields(ModelFields):
     """Fields of the model as a whole."""
 
     layer_pattern: str = ""
-    """One symbol per layer, `|` between pipeline stages; see `models/layer_pattern.py`."""
+    """One symbol per layer, `|` between pipeline stages, `/` before each part for multi-token
+    prediction; see `models/layer_pattern.py`."""
 
     layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the

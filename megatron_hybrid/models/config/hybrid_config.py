@@ -35,7 +35,12 @@ from megatron_hybrid.models.config.unsupported import (
     check_unsupported,
     warn_fields_without_effect,
 )
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, split_stages
+from megatron_hybrid.models.layer_pattern import (
+    KINDS,
+    layer_symbols,
+    prediction_symbols,
+    split_stages,
+)
 from megatron_hybrid.ops.activations import ACTIVATIONS
 
 
@@ -97,6 +102,7 @@ class HybridConfig(
             self.check_routing()
         replace_deprecated_defaults(self)
         left_out = {name for name in _FOLLOWERS if getattr(self, name) is None}
+        self._check_predictions()
         self.check_recompute()
         granularity, self.recompute_granularity = self.recompute_granularity, None
         super().__post_init__()
@@ -109,8 +115,32 @@ class HybridConfig(
 
     def check(self) -> None:
         """Checks the groups of all layer kinds in the pattern; see `FieldGroup.check`."""
-        for symbol in dict.fromkeys(layer_symbols(self.layer_pattern)):
+        for symbol in self.symbols:
             self._check_layer(symbol)
+
+    @property
+    def symbols(self) -> dict[str, None]:
+        """The symbols of the layers, those of multi-token prediction included."""
+        parts = [layer_symbols(self.layer_pattern), *prediction_symbols(self.layer_pattern)]
+        return dict.fromkeys(symbol for symbols in parts for symbol in symbols)
+
+    def _check_predictions(self) -> None:
+        """Sets `mtp_num_layers` to the number of parts behind `/`."""
+        parts = len(prediction_symbols(self.layer_pattern))
+        if self.mtp_num_layers not in (None, parts):
+            raise ValueError(
+                f"mtp_num_layers is {self.mtp_num_layers}, but layer_pattern "
+                f"{self.layer_pattern!r} has {parts} parts behind '/'. Leave mtp_num_layers out: "
+                "it follows from the pattern."
+            )
+        if parts and self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"layer_pattern {self.layer_pattern!r} has parts for multi-token prediction, which "
+                "embed tokens again, and pipeline_model_parallel_size is "
+                f"{self.pipeline_model_parallel_size}: the stage behind the last layer has no "
+                "embedding. Use one stage, or leave out what stands behind '/'."
+            )
+        self.mtp_num_layers = parts or None
 
     def _check_layer(self, symbol: str) -> None:
         for group in (CommonFields, *KINDS[symbol].fields):
@@ -161,7 +191,14 @@ class HybridConfig(
             number: from 1, through the whole model.
         """
         symbol = layer_symbols(self.layer_pattern)[number - 1]
-        fields = self.overrides_of(number, symbol)
+        return self._with(symbol, self.overrides_of(number, symbol))
+
+    def for_prediction(self, symbol: str) -> HybridConfig:
+        """The same of a layer for multi-token prediction, which has the overrides of its symbol."""
+        return self._with(symbol, self.layer_overrides.get(symbol, {}))
+
+    def _with(self, symbol: str, fields: Mapping[str, Any]) -> HybridConfig:
+        """The config of a layer with such overrides."""
         if not fields:
             return self
         config = copy.copy(self)
@@ -247,8 +284,7 @@ class HybridConfig(
     @property
     def has_attention(self) -> bool:
         """Whether any layer attends."""
-        symbols = layer_symbols(self.layer_pattern)
-        groups = {group for symbol in symbols for group in KINDS[symbol].fields}
+        groups = {group for symbol in self.symbols for group in KINDS[symbol].fields}
         return not groups.isdisjoint((AttentionFields, LatentAttentionFields))
 
 

@@ -35,6 +35,8 @@ SPELT_OTHERWISE: dict[str, str] = {
     "pipeline_model_parallel_layout": "mark the stages with | in layer_pattern",
     "use_te_activation_func": "use activation_func",
     "enable_autocast": "use params_dtype=torch.bfloat16",
+    "mtp_hybrid_override_pattern": "write the parts behind / in layer_pattern",
+    "moe_expert_rank_capacity_factor": "let each rank take every token routed to it",
     "moe_extended_tp": "use expert_tensor_parallel_size",
     "gtp_weight_remat_size": "use tensor_model_parallel_size",
     "expert_gtp_weight_remat_size": "use expert_tensor_parallel_size",
@@ -69,14 +71,14 @@ MEANS_NOTHING: dict[str, str] = {
 NOT_SUPPORTED: dict[str, str] = {
     "context_parallel_size": CONTEXT_PARALLEL,
     "virtual_pipeline_model_parallel_size": "use one stage per pipeline rank",
-    "mtp_num_layers": "train without multi-token prediction",
     "fp8": "use params_dtype=torch.bfloat16",
     "fp4": "use params_dtype=torch.bfloat16",
     "quant_recipe": "use params_dtype=torch.bfloat16",
     "use_mup": "scale the learning rates outside of the model",
     "qk_clip": "use qk_layernorm",
     "moe_enable_routing_replay": "route by the router",
-    "moe_expert_rank_capacity_factor": "let each rank take every token routed to it",
+    "mtp_use_repeated_layer": "use layers of its own for each part",
+    "mtp_detach_heads": "train the model by all losses",
 }
 """Field -> what to do without it."""
 

@@ -85,9 +85,17 @@ def distributed_keys(model: Any) -> dict[str, str]:
 
 def _fused_norms(model: Any) -> dict[str, str]:
     """Each layer's norm -> the projection behind it, both as full canonical names."""
+    layers = {
+        f"decoder.layers.{i}.": layer
+        for i, layer in enumerate(model.decoder.layers, model.layer_offset)
+    }
+    for part, predicting in enumerate(model.mtp.layers if hasattr(model, "mtp") else ()):
+        path = f"mtp.layers.{part}.mtp_model_layer.layers."
+        layers |= {
+            f"{path}{i}.": layer for i, layer in enumerate(predicting.mtp_model_layer.layers)
+        }
     modules = {}
-    for i, layer in enumerate(model.decoder.layers, model.layer_offset):
-        path = f"decoder.layers.{i}."
+    for path, layer in layers.items():
         mixer = getattr(layer, layer.mixer_name)
         if mixer.input_projection is not None:
             modules[path + layer.norm_name] = f"{path}{layer.mixer_name}.{mixer.input_projection}"

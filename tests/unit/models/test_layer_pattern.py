@@ -9,6 +9,7 @@ from megatron_hybrid.models.layer_pattern import (
     KINDS,
     layer_symbols,
     parse,
+    prediction_symbols,
     split_predictions,
     split_stages,
 )
@@ -31,13 +32,20 @@ def test_unknown_symbol_is_named_with_its_place_and_the_known_ones(symbol):
     assert all(f"'{known}'" in str(error.value) for known in KINDS)
 
 
-@pytest.mark.parametrize("pattern", ["M/", "M/MM", "M-|M*-/*-/*-", "M/D", "/M"])
-def test_multi_token_prediction_is_refused_with_the_part_that_runs(pattern):
-    main = pattern[: pattern.index("/")]
-    with pytest.raises(ValueError, match="Multi-token prediction") as error:
+@pytest.mark.parametrize("pattern", ["M/", "M/MM/M", "M/MM/", "M/M|M", "M/Z", "M/P"])
+def test_parts_for_multi_token_prediction_are_equal_layers(pattern):
+    with pytest.raises(ValueError, match="must all be the same one layer or more") as error:
         parse(pattern)
-    assert f"'/' at place {len(main) + 1} of {len(pattern)}" in str(error.value)
-    assert str(error.value).endswith(f"use layer_pattern={main!r}.")
+    assert repr(pattern.split("/")[1:]) in str(error.value)
+
+
+def test_layers_for_multi_token_prediction_are_none_of_the_model():
+    assert layer_symbols("M-|M*-/*-/*-") == list("M-M*-")
+    assert split_stages("M-|M*-/*-/*-", 2) == [list("M-"), list("M*-")]
+    assert prediction_symbols("M-|M*-/*-/*-") == [["*", "-"], ["*", "-"]]
+    assert prediction_symbols("M-") == []
+    with pytest.raises(ValueError, match="pipeline stage without a layer"):
+        parse("/M")
 
 
 @pytest.mark.parametrize("pattern", ["*D", "D/M"])

@@ -1,0 +1,141 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the parts behind `/` in a
+layer pattern, with the parameters of core's MultiTokenPredictionBlock.
+
+In training the k-th part predicts, from the hidden states of the one before it and the embedding of
+the k-th next token, the token after that. Serving runs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from torch import Tensor, nn
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_stack import HybridStack
+from megatron_hybrid.models.layer_pattern import prediction_symbols
+from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
+from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
+from megatron_hybrid.models.sharding.collectives import gather_last_dim, split_rows
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+class PredictionLayers(MegatronModule):
+    """norm(layers(projection([norm(embedding), norm(hidden)]))).
+
+    Args:
+        config: of the model.
+        symbols: of the layers.
+        pg_collection: process groups.
+    """
+
+    def __init__(
+        self, config: HybridConfig, symbols: list[str], pg_collection: ProcessGroupCollection
+    ):
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        hidden, norm = config.hidden_size, get_norm(config)
+        self.enorm, self.hnorm, self.final_layernorm = (
+            norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon) for _ in range(3)
+        )
+        self.eh_proj = build_input_projection(
+            LocalColumnLinear,
+            config,
+            (hidden,),
+            pg_collection,
+            comm_buffer="mtp_eh_proj",
+            input_size=2 * hidden,
+        )
+        configs = [config.for_prediction(symbol) for symbol in symbols]
+        specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
+        self.mtp_model_layer = HybridStack(
+            config, symbols, configs, specs, norm, pg_collection, post_process=False
+        )
+
+    @property
+    def transformer_layer(self) -> HybridStack:
+        """The layers, by the name that core's schedules have for them in 0.16."""
+        return self.mtp_model_layer
+
+    def forward(self, hidden_Th: Tensor, embedding_Th: Tensor, context: MixerContext) -> Tensor:
+        """[T, hidden], twice -> [T, hidden]; this rank's rows under sequence parallelism."""
+        config = self.config
+        x_Tc = torch.cat((self.enorm(embedding_Th), self.hnorm(hidden_Th)), -1)
+        x_Th = gather_last_dim(self.eh_proj(x_Tc)[0], self.tp_group)
+        if config.sequence_parallel:
+            x_Th = split_rows(x_Th, self.tp_group)
+        if config.fp32_residual_connection:
+            x_Th = x_Th.float()
+        x_Th = self.mtp_model_layer(x_Th, context, StackInputs(None))
+        return self.final_layernorm(x_Th.to(embedding_Th.dtype))
+
+
+class MultiTokenPrediction(MegatronModule):
+    """All parts of a model.
+
+    Args:
+        config: of the model.
+        pg_collection: process groups.
+    """
+
+    def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
+        super().__init__(config)
+        self.layers = nn.ModuleList(
+            PredictionLayers(config, symbols, pg_collection)
+            for symbols in prediction_symbols(config.layer_pattern)
+        )
+        self.losses: Tensor | None = None
+        """Mean loss of each part in the last forward pass of training, [parts] fp32."""
+
+    def attach_losses(
+        self,
+        hidden_Th: Tensor,
+        ids_T: Tensor,
+        labels_T: Tensor,
+        mask_T: Tensor,
+        layout: RaggedLayout,
+        new_context: Callable[[], MixerContext],
+        embed: Callable[[Tensor], Tensor],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The same hidden states, whose backward pass adds the gradients of the losses: of their
+        mean times `mtp_loss_scaling_factor` over the number of parts, as core scales them.
+
+        Args:
+            hidden_Th: normed output of the decoder; this rank's rows under sequence parallelism.
+            ids_T, labels_T: int64, of all rows.
+            mask_T: fp32, factors of the losses of the labels.
+            layout: of the rows; no part looks into another sequence.
+            new_context: makes the context of one part.
+            embed: tokens of all rows -> embedding of this rank's rows.
+            loss_of: (normed hidden states, labels of all rows) -> fp32 [T].
+        """
+        ends = torch.tensor(layout.cu_seqlens[1:], device=ids_T.device) - 1
+        num_tokens = mask_T.sum()
+        attached, means = hidden_Th, []
+        for part in self.layers:
+            ids_T, labels_T, mask_T = (_next(one, ends) for one in (ids_T, labels_T, mask_T))
+            hidden_Th = part(hidden_Th, embed(ids_T), new_context())
+            losses_T = loss_of(hidden_Th, labels_T) * mask_T
+            count = mask_T.sum().clamp(min=1)
+            scale = self.config.mtp_loss_scaling_factor / len(self.layers) / count
+            if self.config.calculate_per_token_loss:
+                scale = scale * num_tokens  # by which core divides all gradients
+            attached = MTPLossAutoScaler.apply(attached, losses_T * scale)
+            means.append((losses_T.sum() / count).detach())
+        self.losses = torch.stack(means)
+        return attached
+
+
+def _next(x_T: Tensor, ends: Tensor) -> Tensor:
+    """Each row's next one, and 0 behind the last one of a sequence."""
+    next_T = F.pad(x_T[1:], (0, 1))
+    next_T[ends] = 0
+    return next_T

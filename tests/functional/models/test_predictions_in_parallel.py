@@ -1,0 +1,100 @@
+"""Multi-token prediction over two tensor-parallel ranks trains as on one."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from rank_processes import train_on_ranks
+from small_models import small_config
+from split_models import assert_close
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
+)
+
+RANKS, LENGTH, MICRO_BATCHES, STEPS = 2, 23, 2, 3
+LAYOUTS = {
+    "one": {},
+    "tensor": {"tensor_model_parallel_size": RANKS},
+    "sequence": {"tensor_model_parallel_size": RANKS, "sequence_parallel": True},
+}
+
+
+def train(folder, layout):
+    """Losses of the model and of the parts in each micro batch, and the weights at the end."""
+    sizes = LAYOUTS[layout]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(sizes.get("tensor_model_parallel_size", 1))
+    config = small_config("M*-G/*M/*M", mtp_loss_scaling_factor=0.5, **sizes)
+    own = build_hybrid_model(config)
+    load_checkpoint(own, folder / "weights")
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), own)
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+
+    def forward_step(rows, model):
+        row = next(rows)
+        output = model(row[:, :-1], labels=row[:, 1:].contiguous())
+        losses.append(own.mtp.losses)
+
+        def mean_of(output):
+            losses.append(output.mean().detach()[None])
+            return output.mean(), {}
+
+        return output, mean_of
+
+    for _ in range(STEPS):
+        model.zero_grad_buffer()
+        generator = torch.Generator().manual_seed(7)
+        rows = torch.randint(0, 61, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(rows),
+            model=[model],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+    return torch.cat(losses), full_state_dict(own)
+
+
+def run(folder, layouts):
+    return {layout: train(folder, layout) for layout in layouts}
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    torch.manual_seed(4)
+    config = small_config("M*-G/*M/*M")
+    save_checkpoint(build_hybrid_model(config), tmp_path / "weights")
+    results = {}
+    for num_ranks, layouts in ((1, ["one"]), (RANKS, ["tensor", "sequence"])):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        results |= train_on_ranks(run, num_ranks, folder, tmp_path, layouts)[0][0]
+    expected_losses, expected = results["one"]
+    per_step = expected_losses.view(STEPS, -1).mean(1)
+    assert per_step[-1] < per_step[0] - 0.05
+    assert any(name.startswith("mtp.layers.1.mtp_model_layer.layers.1.") for name in expected)
+    for layout in ("tensor", "sequence"):
+        losses, state = results[layout]
+        assert_close(losses, expected_losses, layout)
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_close(state[name], tensor, f"{layout} {name}")
