@@ -34,6 +34,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -280,7 +286,19 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
         from functools import partial
 
         mlp_spec = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(**mlp))
+        prediction = MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            layer_norm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+        )
         kinds = {
+            "mtp_block_spec": ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(
+                    [ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)]
+                ),
+            ),
             "gdn_layer": ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
@@ -291,7 +309,7 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
                         "input_layernorm.": "self_attention.in_proj.layer_norm_"
                     },
                 ),
-            )
+            ),
         }
         if config.multi_latent_attention:
             latent = get_gpt_layer_local_spec(

@@ -1,10 +1,14 @@
 """Multi-token prediction: its losses as written out here, its names, and what it leaves alone."""
 
 import pytest
+import stock_megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+)
 from reference import greedy, tiny_engine, tiny_model
 from small_models import random_tokens, small_config, small_model
 
@@ -12,6 +16,7 @@ from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpo
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 PATTERN = "MG*-/*M/*M"
@@ -80,6 +85,35 @@ def test_gradients_are_those_of_the_sum_of_all_losses(fields):
         torch.testing.assert_close(
             parameter.grad, expected[name], atol=1e-5 * scale.item(), rtol=1e-4
         )
+
+
+if not stock_megatron.IS_0_16:  # whose hybrid model has none
+
+    @pytest.mark.parametrize("per_token", [False, True])
+    def test_core_computes_the_same(per_token, monkeypatch):
+        own = model("M*-/*M/*M", calculate_per_token_loss=per_token)
+        expected = dict(own.named_parameters())
+        with stock_megatron.on_cpu(monkeypatch):
+            stock = stock_megatron.mamba_model(own.config).train()
+            names = {canonical_name(name): name for name, _ in stock.named_parameters()}
+            assert names.keys() == expected.keys()
+            with torch.no_grad():
+                for name, parameter in expected.items():
+                    stock.get_parameter(names[name]).copy_(parameter)
+            tokens, mask = random_tokens(2, 24), (torch.rand(2, 23) > 0.3).float()
+            positions = torch.arange(23).expand(2, -1)
+            for one in (own, stock):
+                losses = one(
+                    *(tokens[:, :-1], positions, None), labels=tokens[:, 1:], loss_mask=mask
+                )
+                total = (losses * mask).sum()
+                (total if per_token else total / mask.sum()).backward()
+        for name, parameter in expected.items():
+            theirs = stock.get_parameter(names[name]).grad
+            bound = 1e-5 * theirs.abs().max().item()
+            torch.testing.assert_close(parameter.grad, theirs, atol=bound, rtol=1e-4)
+        logged = MTPLossLoggingHelper.tracker.pop("loss_values")
+        torch.testing.assert_close(own.mtp.losses, logged, atol=1e-5, rtol=1e-5)
 
 
 def test_the_scale_of_cores_schedules_is_taken():
