@@ -262,8 +262,8 @@ class HybridModel(LanguageModule):
         others, or `position_ids` or `attention_mask` restart inside of it (GPTDataset's
         `reset_position_ids` and `reset_attention_mask`): then each document is a sequence, and
         recurrent states, convolutions and windows restart too. To find that out, positions and
-        masks are read, and on a device a forward waits for them; with `packed_seq_params`, or
-        without positions and mask, they are not read there.
+        masks are read, and on a device a forward waits for them. Without both, or with boundaries
+        of `packed_seq_params` in host memory, it does not.
 
         Args:
             input_ids: [b, s] int64. Packed and in inference: [1, T]. None on later pipeline stages,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if
+from megatron_hybrid.models.recompute import (
+    is_selected,
+    recompute,
+    recompute_if,
+    recompute_output,
+)
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 
@@ -73,6 +79,7 @@ class HybridLayer(MegatronModule):
             pg_collection=pg_collection,
         )
         self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
+        self.recomputes_norm = is_selected(config, "layernorm") and not isinstance(norm, IdentityOp)
         self.add_module(norm_name, norm)
         self.add_module(mixer_name, mixer)
         self.post_layernorm = post_norm
@@ -113,10 +120,13 @@ class HybridLayer(MegatronModule):
         extra = (inputs,) if mixer.takes_stack_inputs else ()
         if self.config.fp32_residual_connection:
             hidden_Th = hidden_Th.to(self.config.params_dtype)
-        x_Th = norm(hidden_Th)
+        x_Th = normed_Th = norm(hidden_Th)
         if self.gathers_rows:
             x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
-        return mixer(x_Th, context, *extra)
+        if not self.recomputes_norm or not self.training or not torch.is_grad_enabled():
+            return mixer(x_Th, context, *extra)
+        with recompute_output(normed_Th, norm, hidden_Th):
+            return mixer(x_Th, context, *extra)
 
 
 class HybridStack(MegatronModule):

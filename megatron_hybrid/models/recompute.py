@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hybrid.models.layer_pattern import KINDS
@@ -44,6 +44,29 @@ def recompute_if(wanted: bool, module: nn.Module, function: Callable, *args: Any
     return function(*args)
 
 
+@contextmanager
+def recompute_output(output: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator:
+    """Around all uses of `output = function(x)`: the backward pass computes it again from x, which
+    is kept, where they would have saved it."""
+    address, again = output.untyped_storage().data_ptr(), []
+
+    def pack(saved: Tensor) -> Any:
+        if saved.untyped_storage().data_ptr() != address:
+            return saved
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not again:
+            with torch.no_grad():
+                again.append(function(x))
+        return again[0].as_strided(*packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 def is_selected(config: HybridConfig, *names: str | None) -> bool:
     """Whether one of these parts is in the config's `recompute_modules`, and they are in use."""
     if config.recompute_granularity != "selective":
@@ -62,7 +85,7 @@ def check_recompute_modules(config: HybridConfig, mixers: Mapping[str, type[Mixe
     """
     if config.recompute_granularity != "selective":
         return
-    known: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {"layernorm": {"each layer"}}
     for symbol, mixer in mixers.items():
         for name in {mixer.recompute_name, *mixer.recompute_parts} - {None}:
             known.setdefault(name, set()).add(KINDS[symbol].meaning)

@@ -45,7 +45,7 @@ class RunFields(FieldGroup):
     recompute_modules: list[str] | None = None
     """Parts of layers, as the mixers name them (`Mixer.recompute_name`, `recompute_parts`): whole
     mixers such as 'mamba', 'attention', 'mlp', 'moe', and 'core_attn', 'mla_up_proj',
-    'shared_experts'. None: 'core_attn'."""
+    'shared_experts'; 'layernorm', the norm in front of each mixer. None: 'core_attn'."""
 
     def check_recompute(self) -> None:
         """Fills in `recompute_modules`; names are checked when a model is built. See

@@ -24,7 +24,7 @@ KINDS = {
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
     "parts": dict(
         recompute_granularity="selective",
-        recompute_modules=["core_attn", "shared_experts", "gated_delta_net"],
+        recompute_modules=["core_attn", "shared_experts", "gated_delta_net", "layernorm"],
     ),
     "mixers": dict(
         recompute_granularity="selective", recompute_modules=["mamba", "attention", "mlp", "moe"]
