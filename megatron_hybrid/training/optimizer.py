@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.training.mixed_groups import allow_mixed_groups
 
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -155,6 +156,7 @@ def build_optimizer(
         use_distributed_optimizer=fields.distributed,
     )
     if fields.distributed:
+        allow_mixed_groups()
         return get_megatron_optimizer(config, list(chunks), _NO_DECAY)
     # A mixed-precision optimizer of core cannot save the states of a parameter that is fp32 in the
     # model, so these have one of their own.

@@ -3,8 +3,6 @@ TopKRouter (whose class keeps its tensors on CUDA)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -54,15 +52,6 @@ class Router(nn.Module):
             # core's finalize_model_grads updates the first by the counts in the second.
             self.register_buffer("expert_bias", torch.zeros(num_experts))
             self.register_buffer("local_tokens_per_expert", torch.zeros(num_experts), False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        # Buffers stay fp32: in bf16, counts would end at 256 and steps of the bias be rounded off.
-        kept = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
-        return self
 
     def reset_global_aux_loss_tracker(self) -> None:
         """For core's finalize_model_grads, at the end of each global batch."""
