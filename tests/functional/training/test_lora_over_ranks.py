@@ -116,6 +116,22 @@ def train(folder, layouts):
     return results
 
 
+def save_from_stages(folder):
+    """Load and save the adapters on two pipeline stages; the error of a target that neither has."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+    stages = {"pipeline_model_parallel_size": RANKS, "pipeline_dtype": torch.float32}
+    model = build_hybrid_model(small_config(f"{PATTERN[:4]}|{PATTERN[4:]}", **MORE, **stages))
+    load_checkpoint(model, folder / "base")
+    load_adapters(model, folder / "adapters")
+    save_adapters(model, folder / "stages")
+    names = list(adapters_of(model))
+    merge_adapters(model)
+    try:
+        add_adapters(model, LoraFields(targets=["linear_qkv", "q_proj"]))
+    except ValueError as error:
+        return names, str(error)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")
@@ -165,3 +181,17 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, folder, layout):
 def test_merging_changes_rounding_alone(outcomes, alone):
     for before, after in (alone[2], *(each[2] for each in outcomes[0].values())):
         torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-5)
+
+
+def test_pipeline_stages_have_the_adapters_of_their_layers(folder, tmp_path):
+    (first, error), (last, _) = (
+        result for result, _ in train_on_ranks(save_from_stages, RANKS, tmp_path, folder)
+    )
+    assert not set(first) & set(last)
+    assert "targets ['q_proj'] name no projection of the model" in error
+    saved, expected = (
+        load_file(folder / f / "adapters.safetensors") for f in ("stages", "adapters")
+    )
+    assert {name.partition(".lora.")[0] for name in expected} == {*first, *last}
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
