@@ -357,14 +357,3 @@ def test_layers_are_counted_through_the_pipeline_stages():
     (values,) = take_losses().values()
     assert values.nonzero().tolist() == [[4]]
     assert len(values) == 5
-
-
-def test_the_bias_and_the_counts_stay_fp32():
-    router = small_model("E", **FIELDS, **SIGMOID).decoder.layers[0].mlp.router
-    router.expert_bias.normal_()
-    bias = router.expert_bias.clone()
-    for move in ("bfloat16", "half"):
-        getattr(router, move)()  # as Float16Module does
-        assert torch.equal(router.expert_bias, bias)
-        assert router.local_tokens_per_expert.dtype is torch.float32
-    assert router.weight.dtype is torch.float16
