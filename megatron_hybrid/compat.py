@@ -127,6 +127,19 @@ def record_aux_loss(
         get_moe_metrics_tracker().record(*layer, reduce_group=group, needs_dp_avg=False)
 
 
+def take_aux_losses() -> dict[str, float]:
+    """Sums over layers and micro-batches of what this rank has recorded by `record_aux_loss` since
+    the last call."""
+    from megatron.core.transformer.moe import moe_utils
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # by releases with a tracker class
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        sums = {name: entry["values"].sum().item() for name, entry in tracker.items()}
+        moe_utils.clear_aux_losses_tracker()
+    return sums
+
+
 def have_apex(extension: str = "amp_C") -> bool:
     """Whether NVIDIA's apex is installed with a CUDA extension (PyPI's `apex`, another project, has
     none). `fused_weight_gradient_mlp_cuda` is the one behind `gradient_accumulation_fusion`."""

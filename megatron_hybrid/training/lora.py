@@ -46,6 +46,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
     shard,
 )
 from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.validation import is_int, is_number
 
 WEIGHTS_FILE, FIELDS_FILE = "adapters.safetensors", "adapters.json"
@@ -53,7 +54,7 @@ TARGETS = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "li
 
 
 @dataclass
-class LoraFields:
+class LoraFields(Fields):
     """Which projections get adapters, and of which size."""
 
     rank: int = 16
@@ -74,7 +75,7 @@ class LoraFields:
     """Of the first values of A; B begins at 0."""
 
     def check(self) -> None:
-        """Raises ValueError if a field has an illegal value."""
+        """See `Fields.check`."""
         if not is_int(self.rank) or self.rank < 1:
             raise ValueError(f"rank is {self.rank!r}; it must be a whole number from 1.")
         if not is_number(self.alpha) or not 0 < self.alpha < math.inf:

@@ -14,6 +14,7 @@ from megatron_hybrid.models.config.hybrid_config import SAVED_FIELDS, HybridConf
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.fields import Fields, check_known
+from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
 from megatron_hybrid.training.reports import ReportFields
 
@@ -50,13 +51,6 @@ class RunFields(Fields):
     max_skipped_steps: int = 10
     """Steps in a row without a finite gradient, which are skipped; the next one ends the run."""
 
-    short_length: int | None = None
-    """Longest sequence in the first `short_length_steps` steps: rows are cut into such pieces,
-    which is cheaper, and learns no less (Li et al. 2022); None: all steps have whole rows."""
-
-    short_length_steps: int = 0
-    """See `short_length`."""
-
     overlap_gradients: bool = False
     """Reduce gradients over data-parallel ranks during the backward pass."""
 
@@ -64,12 +58,7 @@ class RunFields(Fields):
         """See `Fields.check`."""
         self.require_positive("steps", "micro_batch_size", "global_batch_size", "eval_batches")
         self.require_at_least(0, "eval_every_steps", "max_skipped_steps", "seed")
-        self.require_at_least(1, "stop_at_step", "short_length")
-        if (self.short_length is None) != (self.short_length_steps == 0):
-            raise ValueError(
-                f"short_length is {self.short_length} and short_length_steps is "
-                f"{self.short_length_steps}: set both, or none."
-            )
+        self.require_at_least(1, "stop_at_step")
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size is {self.global_batch_size}, no multiple of micro_batch_size="
@@ -89,6 +78,8 @@ class Recipe:
     data: DataFields
     run: RunFields = field(default_factory=RunFields)
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
+    lora: LoraFields | None = None
+    """Train adapters of a pretrained model alone."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
     reports: ReportFields = field(default_factory=ReportFields)
 
@@ -138,16 +129,18 @@ class Recipe:
         check_known("model", model, ["pretrained", *_MODEL_FIELDS])
         if not isinstance(tokenizer, str):
             raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
-        recipe = cls(
+        if values.get("lora") is not None and "pretrained" not in model:
+            raise ValueError("lora trains adapters of a trained model: set model.pretrained.")
+        return cls(
             dict(model),
             tokenizer,
             DataFields.of("data", values["data"]),
             RunFields.of("run", values.get("run")),
             OptimizerFields.of("optimizer", values.get("optimizer")),
+            None if values.get("lora") is None else LoraFields.of("lora", values["lora"]),
             CheckpointFields.of("checkpoints", values.get("checkpoints")),
             ReportFields.of("reports", values.get("reports")),
         )
-        return recipe
 
     def model_config(self, vocab_size: int) -> HybridConfig:
         """The model's configuration, without a pretrained one.

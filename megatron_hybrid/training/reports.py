@@ -151,14 +151,15 @@ def plot_losses(folder: Path, picture: Path) -> None:
 
 
 class Stopwatch:
-    """Tokens and seconds since the last report."""
+    """Steps, and this rank's tokens, FLOPs and seconds since the last report."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Begin anew."""
-        self.tokens, self.flops, self._start = 0, 0.0, time.perf_counter()
+        self.steps, self.tokens, self.flops = 0, 0, 0.0
+        self._start = time.perf_counter()
 
     @property
     def seconds(self) -> float:

@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.compat import take_aux_losses
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -40,6 +41,7 @@ from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
@@ -124,6 +126,8 @@ class Trainer:
             self.model: HybridModel = build_hybrid_model(config, groups)
         if pretrained := recipe.model.get("pretrained"):
             load_checkpoint(self.model, model_folder(pretrained), cast=True)
+        if recipe.lora is not None:
+            add_adapters(self.model, recipe.lora)
         # Ranks with the same activations drop the same of them, others not.
         dp_rank, pp_rank = parallel_state.get_data_parallel_rank(), groups.pp.rank()
         torch.manual_seed(run.seed + 1 + dp_rank * groups.pp.size() + pp_rank)
@@ -216,7 +220,11 @@ class Trainer:
         self.checkpoints.save(self.progress.step, self._state(is_loading=False))
 
     def export(self, folder: str | os.PathLike) -> None:
-        """Write the model and its tokenizer for `load_pretrained`; every rank calls it."""
+        """Write the model and its tokenizer for `load_pretrained`, its adapters merged; every rank
+        calls it, at the end."""
+        if self.recipe.lora is not None:
+            save_adapters(self.model, folder)
+            merge_adapters(self.model)
         save_checkpoint(self.model, folder)
         if dist.get_rank() == 0:
             self.tokenizer.save(folder)
@@ -242,6 +250,7 @@ class Trainer:
         progress.step += 1
         progress.samples += self.recipe.run.global_batch_size
         progress.tokens += int(count)
+        watch.steps += 1
         progress.skipped_in_row = 0 if updated else progress.skipped_in_row + 1
         progress.skipped_steps += not updated
         if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
@@ -276,16 +285,15 @@ class Trainer:
         for output in outputs:
             sums += output["sums"]
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(sums, group=_data_parallel_group())
         return sums
 
     def _forward(
         self, data: Iterator[Batch], chunk: DistributedDataParallel, watch: Stopwatch | None
     ) -> tuple[Tensor, Any]:
         batch = next(data).to(self.device)
-        run = self.recipe.run
-        if run.short_length and self.progress.step < run.short_length_steps and chunk.training:
-            batch = batch.cut(run.short_length)
+        if chunk.training:
+            batch = batch.cut(self.recipe.data.longest_sequence(self.progress.step))
         if watch is not None:
             pairs = sum(length * length / 2 for length in batch.lengths)
             watch.tokens += batch.tokens.numel()
@@ -296,6 +304,7 @@ class Trainer:
                 None,
                 None,
                 labels=batch.labels,
+                loss_mask=batch.loss_mask,
                 packed_seq_params=batch.packed_seq_params(self.device),
             )
         return output, partial(_loss, batch.loss_mask)
@@ -385,6 +394,7 @@ class Trainer:
         self, reports: Reports | None, watch: Stopwatch, losses: _Mean, norm: float
     ) -> None:
         seconds = watch.seconds
+        extra = {**self._balancing_losses(watch), **self._losses_ahead()}
         work = torch.tensor([watch.flops], dtype=torch.float64, device=self.device)
         dist.all_reduce(work)
         if reports:
@@ -400,6 +410,7 @@ class Trainer:
                 "tokens_per_second": watch.tokens * copies / seconds,
                 "tflops_per_rank": flops / 1e12,
                 "skipped_steps": self.progress.skipped_steps,
+                **extra,
             }
             speed = f"{flops / 1e12:.3g} TFLOP/s"
             if (peak := self.recipe.reports.peak_flops) is not None:
@@ -415,6 +426,29 @@ class Trainer:
             reports.write(self.progress.step, line, **values)
         losses.clear()
         watch.restart()
+
+    def _balancing_losses(self, watch: Stopwatch) -> dict[str, float]:
+        """Auxiliary losses of the routers, mean of a layer and a micro-batch since the last report;
+        every rank calls it."""
+        groups = parallel_state.get_pipeline_model_parallel_group(), _data_parallel_group()
+        sums = take_aux_losses()
+        for group in groups:  # core's own reduction has pipeline stages without experts hang
+            parts: list[dict[str, float]] = [{}] * group.size()
+            dist.all_gather_object(parts, sums, group=group)
+            sums = {
+                name: math.fsum(part.get(name, 0.0) for part in parts)
+                for name in sorted(set().union(*parts))
+            }
+        layers = sum(self.model.config.layer_pattern.count(symbol) for symbol in "EBD")
+        count = max(1, watch.steps * self.num_micro_batches * layers)
+        return {name: value / count for name, value in sums.items()}
+
+    def _losses_ahead(self) -> dict[str, float]:
+        """Losses of multi-token prediction in the last micro-batch."""
+        ahead = getattr(self.model, "mtp", None)
+        if ahead is None or ahead.losses is None:
+            return {}
+        return {f"mtp_loss_{i}": loss for i, loss in enumerate(ahead.losses.tolist(), start=1)}
 
     def _report_evaluation(self, reports: Reports | None, watch: Stopwatch) -> None:
         loss = self.evaluate()
@@ -441,6 +475,10 @@ class _Mean:
     @property
     def value(self) -> float:
         return self._total / self._tokens if self._tokens else math.nan
+
+
+def _data_parallel_group() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group()
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

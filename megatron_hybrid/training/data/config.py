@@ -68,7 +68,7 @@ class DataFields(Fields):
     """Processes of each rank that read ahead; 0: the rank reads when it needs the data."""
 
     def check(self) -> None:
-        """Raises ValueError if a field has an illegal value."""
+        """See `Fields.check`."""
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; use one of {KINDS}.")
         limits = {"sequence_length": (1, 1 << 31), "seed": (0, 1 << 32), "workers": (0, 1 << 10)}
