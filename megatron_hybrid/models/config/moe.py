@@ -154,7 +154,7 @@ class MoEFields(LayerFields):
     def _check_losses(self) -> None:
         """Raises ValueError unless the losses of the router and their coefficients are legal."""
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        lists = [isinstance(value, (list, tuple)) for value in (kinds, factors)]
+        lists = [isinstance(value, list) for value in (kinds, factors)]
         if lists[0] != lists[1] or (lists[0] and len(kinds) != len(factors)):
             raise ValueError(
                 f"moe_router_load_balancing_type is {kinds!r} and moe_aux_loss_coeff is "
@@ -184,10 +184,10 @@ class MoEFields(LayerFields):
                 "of its coefficients."
             )
         for factor in (*factors, self.moe_z_loss_coeff):
-            if factor is not None and not factor >= 0:
+            if factor is not None and not (isinstance(factor, (int, float)) and factor >= 0):
                 raise ValueError(
                     f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r} and moe_z_loss_coeff is "
-                    f"{self.moe_z_loss_coeff!r}; coefficients must be 0 or more."
+                    f"{self.moe_z_loss_coeff!r}; coefficients must be numbers of 0 or more."
                 )
 
     def _check_sinkhorn(self) -> None:
