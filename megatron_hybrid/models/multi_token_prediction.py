@@ -23,6 +23,7 @@ from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
+from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, split_rows
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -91,6 +92,10 @@ class MultiTokenPrediction(MegatronModule):
             PredictionLayers(config, symbols, pg_collection)
             for symbols in prediction_symbols(config.layer_pattern)
         )
+        for number, part in enumerate(self.layers, config.num_layers + 1):
+            for module in part.modules():
+                if isinstance(module, Router):
+                    module.set_layer_number(number)
         self.losses: Tensor | None = None
         """Mean loss of each part in the last forward pass of training, [parts] fp32."""
 

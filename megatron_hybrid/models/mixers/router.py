@@ -53,6 +53,10 @@ class Router(nn.Module):
             self.register_buffer("expert_bias", torch.zeros(num_experts))
             self.register_buffer("local_tokens_per_expert", torch.zeros(num_experts), False)
 
+    def set_layer_number(self, layer_number: int) -> None:
+        """Let core's tracker have the losses as those of this layer, from 1 in the whole model."""
+        self._losses.layer_number = layer_number
+
     def reset_global_aux_loss_tracker(self) -> None:
         """For core's finalize_model_grads, at the end of each global batch."""
         self._losses.start_global_batch()

@@ -357,3 +357,12 @@ def test_layers_are_counted_through_the_pipeline_stages():
     (values,) = take_losses().values()
     assert values.nonzero().tolist() == [[4]]
     assert len(values) == 5
+
+
+def test_layers_of_predictions_are_counted_behind_the_others():
+    model = small_model("*E/*EE/*EE", **FIELDS, **LOSSES["z"]).train()
+    tokens = random_tokens(2, 17)
+    model(tokens[:, :-1], labels=tokens[:, 1:].contiguous())
+    (values,) = take_losses().values()
+    assert values.nonzero().flatten().tolist() == [1, 2, 3]
+    assert len(values) == 4  # as many layers, and parts
