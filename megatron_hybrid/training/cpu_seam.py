@@ -78,11 +78,11 @@ PLACES = [
         ("P2PCommunicator._communicate", CURRENT),
         ("P2PCommunicator._communicate", SYNCHRONIZE),
     ),
-    *_places(  # loss scales
+    *_places(  # loss scales, and which parameters are fp32 of CUDA
         "optimizer.optimizer",
         ("FP32Optimizer.__init__", DEVICE),
         ("MixedPrecisionOptimizer.__init__", DEVICE),
-        ("Float16OptimizerWithFloat16Params.__init__", TYPE),  # which parameters are bf16 of CUDA
+        ("Float16OptimizerWithFloat16Params.__init__", TYPE),
         ("MegatronOptimizer.has_grad_norm_group", DEVICE, NEW),
     ),
     *_places(  # sums, and that gradients are fp32 of CUDA

@@ -1,29 +1,57 @@
-"""megatron-core's distributed optimizer for models with 16-bit and fp32 parameters."""
+"""Checkpoints of megatron-core's optimizers for models with 16-bit and fp32 parameters."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 
-_build_optimizer_group_ranges = DistributedOptimizer._build_optimizer_group_ranges
 
+def support_mixed_groups(optimizer: MegatronOptimizer) -> None:
+    """Let an optimizer of core (0.16.1 to 0.19.2) save and load the states of all its parameters,
+    where a group has parameters of bf16 or fp16 and of fp32. Call it once, after
+    `get_megatron_optimizer`.
 
-def allow_mixed_groups() -> None:
-    """Let `DistributedOptimizer` save parameter groups of bf16 and fp32 parameters. Call it before
-    the optimizer is built; once is enough.
-
-    Core (0.16.1 to 0.19.2) numbers the parameters of a group buffer by buffer, but gives them to
-    Adam with those of fp32 first. Where the bf16 buffer comes first, as an embedding makes it, a
-    checkpoint has the states of other parameters, or fails for their shapes. Here buffers of fp32
-    come first.
+    Core numbers such parameters wrongly: its distributed optimizer buffer by buffer, though Adam
+    has a group's fp32 parameters first, so that a checkpoint has the states of other parameters or
+    fails for their shapes; its plain one counts the 16-bit parameters alone, and fails.
     """
-    DistributedOptimizer._build_optimizer_group_ranges = classmethod(_fp32_first)
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(one, DistributedOptimizer):
+            groups = zip(one.model_fp32_groups, one.model_float16_groups)
+            for group, (of_fp32, of_16_bits) in enumerate(groups):
+                for order, parameter in enumerate([*of_fp32, *of_16_bits]):
+                    one.model_param_group_index_map[parameter] = group, order
+        elif isinstance(one, Float16OptimizerWithFloat16Params) and not one.is_stub_optimizer:
+            for name in ("sharded_state_dict", "load_state_dict"):
+                setattr(one, name, partial(_with_all_parameters, one, getattr(one, name)))
 
 
-def _fp32_first(cls: type, param_groups: list[dict], gbuf_ranges: list[dict]) -> tuple:
-    """See core. gbuf_ranges: of each buffer, {(dtype of parameters, of gradients): ranges}."""
+def _with_all_parameters(
+    optimizer: Float16OptimizerWithFloat16Params, method: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    with _fp32_among_16_bits(optimizer):
+        return method(*args, **kwargs)
 
-    def is_16_bit(ranges: dict) -> bool:
-        return all(dtype != torch.float32 for dtype, _ in ranges)
 
-    return _build_optimizer_group_ranges(param_groups, sorted(gbuf_ranges, key=is_16_bit))
+@contextmanager
+def _fp32_among_16_bits(optimizer: Float16OptimizerWithFloat16Params) -> Iterator[None]:
+    """fp32 parameters stand among the 16-bit ones, as main parameters of their own, in the order in
+    which Adam numbers them."""
+    kept = optimizer.float16_groups, optimizer.fp32_from_float16_groups
+    models = {
+        id(main): model
+        for model_group, main_group in zip(*kept)
+        for model, main in zip(model_group, main_group)
+    }
+    mains = [list(group["params"]) for group in optimizer.optimizer.param_groups]
+    optimizer.fp32_from_float16_groups = mains
+    optimizer.float16_groups = [[models.get(id(one), one) for one in group] for group in mains]
+    try:
+        yield
+    finally:
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups = kept

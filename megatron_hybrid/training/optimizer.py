@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.training.mixed_groups import allow_mixed_groups
+from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -133,7 +133,6 @@ def build_optimizer(
         ValueError: Muon for matrices that are cut over tensor-parallel ranks.
     """
     model_config = chunks[0].config
-    is_low = model_config.params_dtype != torch.float32
     if fields.name == "muon" and model_config.tensor_model_parallel_size > 1:
         raise ValueError(
             "optimizer muon with tensor_model_parallel_size="
@@ -155,35 +154,15 @@ def build_optimizer(
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=fields.distributed,
     )
-    if fields.distributed:
-        allow_mixed_groups()
-        return get_megatron_optimizer(config, list(chunks), _NO_DECAY)
-    # A mixed-precision optimizer of core cannot save the states of a parameter that is fp32 in the
-    # model, so these have one of their own.
-    precisions = [(config, model_config.params_dtype)] if is_low else []
-    precisions.append((replace(config, bf16=False, fp16=False), torch.float32))
     optimizers: list[MegatronOptimizer] = []
-    for own, dtype in precisions:
-
-        def is_own(name: str, parameter: nn.Parameter, dtype: torch.dtype = dtype) -> bool:
-            return parameter.dtype == dtype
-
-        def is_muons(name: str, parameter: nn.Parameter) -> bool:
-            return fields.name == "muon" and is_layer_matrix(name, parameter)
-
-        with _only(chunks, lambda n, p: is_own(n, p) and not is_muons(n, p)):
-            optimizers += get_megatron_optimizer(own, list(chunks), _NO_DECAY).chained_optimizers
-        if fields.name == "muon":
-            matrices = [
-                parameter
-                for chunk in chunks
-                for name, parameter in chunk.named_parameters()
-                if parameter.requires_grad and is_own(name, parameter) and is_muons(name, parameter)
-            ]
-            optimizers.append(_muon(matrices, own, fields, chunks[0].module.pg_collection))
-    for optimizer in optimizers:
-        optimizer.config = config  # core chains those of one config
-    return ChainedOptimizer(optimizers)
+    with _without_matrices(chunks, fields.name == "muon") as matrices:
+        built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
+        optimizers += built.chained_optimizers
+    if fields.name == "muon":
+        optimizers.append(_muon(matrices, config, fields, chunks[0].module.pg_collection))
+    optimizer = ChainedOptimizer(optimizers)
+    support_mixed_groups(optimizer)
+    return optimizer
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -210,22 +189,22 @@ _NO_DECAY = {
 
 
 @contextmanager
-def _only(
-    chunks: Sequence[nn.Module], wanted: Callable[[str, nn.Parameter], bool]
-) -> Iterator[None]:
-    """Freeze all other parameters, which core then leaves out, in here."""
-    others = [
+def _without_matrices(
+    chunks: Sequence[nn.Module], are_frozen: bool
+) -> Iterator[list[nn.Parameter]]:
+    """The trainable matrices of the layers, frozen in here, so that core leaves them out."""
+    matrices = [
         parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad and not wanted(name, parameter)
+        if are_frozen and parameter.requires_grad and is_layer_matrix(name, parameter)
     ]
-    for parameter in others:
+    for parameter in matrices:
         parameter.requires_grad = False
     try:
-        yield
+        yield matrices
     finally:
-        for parameter in others:
+        for parameter in matrices:
             parameter.requires_grad = True
 
 

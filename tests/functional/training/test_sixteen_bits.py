@@ -20,7 +20,7 @@ from rank_processes import train_on_ranks
 from small_models import small_config
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.training.mixed_groups import allow_mixed_groups
+from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
@@ -31,9 +31,9 @@ RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class Trainer:
-    """A bf16 model and core's distributed optimizer, whose main parameters are fp32."""
+    """A bf16 model and core's optimizer, whose main parameters are fp32."""
 
-    def __init__(self):
+    def __init__(self, distributed_optimizer):
         torch.manual_seed(4)
         config = small_config(
             "MGE*",
@@ -45,14 +45,20 @@ class Trainer:
         )
         self.own = build_hybrid_model(config).train()
         wrapped = Float16Module(config, self.own)
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
         self.model = DistributedDataParallel(config, ddp_config, wrapped)
         settings = OptimizerConfig(
-            optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=1.0
+            optimizer="adam",
+            lr=1e-2,
+            bf16=True,
+            use_distributed_optimizer=distributed_optimizer,
+            clip_grad=1.0,
         )
         self.optimizer = get_megatron_optimizer(
             settings, [self.model], get_standard_config_overrides(settings)
         )
+        support_mixed_groups(self.optimizer)
+        self.distributed_optimizer = distributed_optimizer
         config.finalize_model_grads_func = finalize_model_grads
 
     def train(self, steps):
@@ -81,7 +87,7 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def load(self, folder):
-        for optimizer in self.optimizer.chained_optimizers:
+        for optimizer in self.optimizer.chained_optimizers * self.distributed_optimizer:
             optimizer._init_optimizer_states_with_dummy_values()
         with torch.no_grad():
             state = dist_checkpointing.load(self.state(is_loading=True), folder)
@@ -102,11 +108,14 @@ def _forward_step(rows, model):
     return model(row[:, :-1], labels=row[:, 1:].contiguous()), loss
 
 
-def train_and_go_on(folder):
-    """What a rank has at the start, and the losses and tensors of a run and of its continuation."""
+def train_both(folder):
     parallel_state.initialize_model_parallel()
-    allow_mixed_groups()
-    first = Trainer()
+    return {kind: train_and_go_on(folder / str(kind), kind) for kind in (True, False)}
+
+
+def train_and_go_on(folder, distributed_optimizer):
+    """What a rank has at the start, and the losses and tensors of a run and of its continuation."""
+    first = Trainer(distributed_optimizer)
     start = first.tensors()
     first.train(range(STEPS))
     if dist.get_rank() == 0:
@@ -114,7 +123,7 @@ def train_and_go_on(folder):
     dist.barrier()
     dist_checkpointing.save(first.state(is_loading=False), folder)
     losses = first.train(range(STEPS, 2 * STEPS))
-    second = Trainer()
+    second = Trainer(distributed_optimizer)
     second.load(folder)
     return (
         start,
@@ -124,9 +133,8 @@ def train_and_go_on(folder):
 
 
 def test_a_bf16_model_trains_and_goes_on(tmp_path):
-    for (start, whole, resumed), _ in train_on_ranks(
-        train_and_go_on, RANKS, tmp_path, tmp_path / "saved"
-    ):
+    results = [result for result, _ in train_on_ranks(train_both, RANKS, tmp_path, tmp_path)]
+    for start, whole, resumed in [run for result in results for run in result.values()]:
         (losses, tensors), (resumed_losses, resumed_tensors) = whole, resumed
         assert losses == resumed_losses
         assert all(torch.equal(tensors[name], resumed_tensors[name]) for name in tensors)
@@ -139,3 +147,5 @@ def test_a_bf16_model_trains_and_goes_on(tmp_path):
         (bias,) = (t for name, t in tensors.items() if name.endswith("expert_bias"))
         # Six updates of 0.001 up or down, exact up to fp32's rounding.
         assert bias.any() and torch.allclose(bias * 1000, (bias * 1000).round(), atol=1e-3)
+    losses = [run[1][0] for run in results[0].values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
