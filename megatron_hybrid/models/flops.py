@@ -36,17 +36,3 @@ def attention_parity(weights: float, pairs: float) -> float:
     """Tokens of context at which full attention is half of a token's FLOPs (`token_flops`); inf
     without full attention."""
     return weights / pairs if pairs else math.inf
-
-
-def training_flops(model: HybridModel, num_tokens: int, num_pairs: float) -> float:
-    """FLOPs of this rank's forward and backward pass, without what recomputation adds.
-
-    Args:
-        num_tokens: rows.
-        num_pairs: of a token and one that full attention lets it see.
-    """
-    weights, pairs = token_flops(model)
-    if model.post_process:
-        weights += model.shared_embedding_or_output_weight().numel()
-    # A product and its two gradients, of a multiplication and an addition each.
-    return 3 * 2 * (weights * num_tokens + pairs * num_pairs)

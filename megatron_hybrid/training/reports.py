@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_hybrid.training.fields import Fields
 
 LOG = "log.jsonl"
-
-_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "B200": 2250.0, "A100": 312.0}
-"""Dense bf16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets."""
 
 
 @dataclass
@@ -39,15 +34,6 @@ class ReportFields(Fields):
         self.require_positive("every_steps")
         if self.peak_tflops is not None:
             self.require_positive("peak_tflops")
-
-    @property
-    def peak_flops(self) -> float | None:
-        """FLOP/s of one device at best; None where it is not known."""
-        if self.peak_tflops is not None:
-            return self.peak_tflops * 1e12
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        found = [peak for part, peak in _PEAK_TFLOPS.items() if part in name]
-        return found[0] * 1e12 if found else None
 
 
 class Reports:
@@ -148,23 +134,6 @@ def plot_losses(folder: Path, picture: Path) -> None:
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-class Stopwatch:
-    """Steps, and this rank's tokens, FLOPs and seconds since the last report."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew."""
-        self.steps, self.tokens, self.flops = 0, 0, 0.0
-        self._start = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._start
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

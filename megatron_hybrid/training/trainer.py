@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -29,9 +30,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.compat import take_aux_losses
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.ranks import fail_together
@@ -42,6 +41,7 @@ from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
+from megatron_hybrid.training.measures import Measures
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
@@ -49,7 +49,7 @@ from megatron_hybrid.training.optimizer import (
     update,
 )
 from megatron_hybrid.training.recipe import Recipe
-from megatron_hybrid.training.reports import Reports, Stopwatch
+from megatron_hybrid.training.reports import Reports
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,18 @@ class Progress:
     """Steps without an update, because a gradient was not finite."""
     skipped_in_row: int = 0
     """The last ones of these."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step."""
+
+    loss: float
+    """Mean of a token with a label, in nats, over all ranks."""
+    gradient_norm: float
+    """Over all parameters and ranks, before it was clipped."""
+    updated: bool
+    """False: the step was skipped, since the loss or the norm is not finite."""
 
 
 class TrainingError(RuntimeError):
@@ -156,6 +168,7 @@ class Trainer:
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
+        self.measures = Measures(self.model, recipe.reports.peak_tflops)
         self.progress = Progress()
         kept = recipe.checkpoints
         self.checkpoints = Checkpoints(self.folder, kept.keep, kept.asynchronous)
@@ -170,50 +183,83 @@ class Trainer:
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
+        if progress.step >= last:
+            return
         reports = self._reports()
-        watch, losses = Stopwatch(), _Mean()
-        data = self._batches(self.train_data, progress.samples)
-        saved = progress.step
+        data = self.batches()
+        self.measures.restart()
         try:
             with _stop_signals() as stop:
-                while progress.step < last and not stop.is_set():
-                    loss, tokens, norm, stops = self._step(data, stop, watch)
-                    losses.add(loss, tokens)
+                ends = False
+                while not ends:
+                    step = self.step(data)
                     self.checkpoints.poll()
+                    ends = progress.step == last or self._any_rank(stop.is_set())
                     if reports:
-                        reports.advance(progress.step, f"loss {loss:.3f}")
-                    ends = progress.step == last or stops
-                    if progress.step % self.recipe.reports.every_steps == 0 or ends:
-                        self._report(reports, watch, losses, norm)
-                    if run.eval_every_steps and (progress.step % run.eval_every_steps == 0 or ends):
-                        self._report_evaluation(reports, watch)
-                    every = self.recipe.checkpoints.every_steps
-                    if ends or (every and progress.step % every == 0):
+                        reports.advance(progress.step, f"loss {step.loss:.3f}")
+                    if ends or _is_due(self.recipe.reports.every_steps, progress.step):
+                        self._report(reports, step)
+                    if run.eval_every_steps and (
+                        ends or _is_due(run.eval_every_steps, progress.step)
+                    ):
+                        self._report_evaluation(reports)
+                    if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
                         self.save()
-                        saved = progress.step
-                    if stops:
-                        break
-            if saved != progress.step:
-                self.save()
             self.checkpoints.finish()
         finally:
             if reports:
                 reports.close()
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of training data, from where the run stands."""
+        return self._batches(self.train_data, self.progress.samples)
+
+    def step(self, data: Iterator[Batch]) -> Step:
+        """Train on the next global batch; every rank calls it.
+
+        Args:
+            data: of `batches`, of which it takes `num_micro_batches`.
+
+        Raises:
+            TrainingError: too many steps in a row had no finite gradient.
+        """
+        progress = self.progress
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, num_labels = self._run_batches(data, forward_only=False)
+        self.schedule.step(1)
+        if math.isfinite(loss):
+            updated, norm = update(self.optimizer)
+        else:
+            updated, norm = False, math.nan
+        progress.step += 1
+        progress.samples += self.recipe.run.global_batch_size
+        progress.tokens += num_labels
+        progress.skipped_in_row = 0 if updated else progress.skipped_in_row + 1
+        progress.skipped_steps += not updated
+        self.measures.add_loss(loss, num_labels)
+        if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
+            raise TrainingError(
+                f"{progress.skipped_in_row} steps in a row, up to step {progress.step}, had a loss "
+                f"of {loss} or a gradient of norm {norm}, which is not finite. Lower "
+                "optimizer.learning_rate, or look at the data; run.max_skipped_steps is "
+                f"{self.recipe.run.max_skipped_steps}."
+            )
+        return Step(loss, norm, updated)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss of a validation token, in nats, the same on all ranks."""
         if self.eval_data is None:
             raise ValueError("the recipe has no validation data: set run.eval_every_steps.")
-        run = self.recipe.run
         data = self._batches(self.eval_data, 0)
         self.chunk.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for _ in range(run.eval_batches):
-            sums += self._run_batches(data, forward_only=True)
+        losses = [
+            self._run_batches(data, forward_only=True) for _ in range(self.recipe.run.eval_batches)
+        ]
         self.chunk.train()
-        total, count = sums.tolist()
-        return total / count
+        total = math.fsum(loss * count for loss, count in losses)
+        return total / max(1, sum(count for _, count in losses))
 
     def save(self) -> None:
         """Write a checkpoint; every rank calls it."""
@@ -230,74 +276,35 @@ class Trainer:
             self.tokenizer.save(folder)
         dist.barrier()
 
-    def _step(
-        self, data: Iterator[Batch], stop: threading.Event, watch: Stopwatch
-    ) -> tuple[float, int, float, bool]:
-        """Loss, tokens, norm of the gradient, and whether any rank was asked to stop."""
-        progress = self.progress
-        self.chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._run_batches(data, forward_only=False, watch=watch)
-        flags = torch.tensor([float(stop.is_set())], device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        total, count = sums.tolist()
-        loss = total / max(1, count)
-        self.schedule.step(1)
-        if math.isfinite(loss):
-            updated, norm = update(self.optimizer)
-        else:
-            updated, norm = False, math.nan
-        progress.step += 1
-        progress.samples += self.recipe.run.global_batch_size
-        progress.tokens += int(count)
-        watch.steps += 1
-        progress.skipped_in_row = 0 if updated else progress.skipped_in_row + 1
-        progress.skipped_steps += not updated
-        if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
-            raise TrainingError(
-                f"{progress.skipped_in_row} steps in a row, up to step {progress.step}, had a loss "
-                f"of {loss} or a gradient of norm {norm}, which is not finite. Lower "
-                "optimizer.learning_rate, or look at the data; run.max_skipped_steps is "
-                f"{self.recipe.run.max_skipped_steps}."
-            )
-        return loss, int(count), norm, bool(flags.item())
-
-    def _run_batches(
-        self, data: Iterator[Batch], forward_only: bool, watch: Stopwatch | None = None
-    ) -> Tensor:
-        """[sum of the losses, tokens with a label] of a global batch over all ranks, float64."""
+    def _run_batches(self, data: Iterator[Batch], forward_only: bool) -> tuple[float, int]:
+        """Mean loss of a global batch over all ranks, and its tokens with a label."""
         run, sequence_length = self.recipe.run, self.recipe.data.sequence_length
+        options = {}
+        if self.model.boundary_width != self.model.config.hidden_size:
+            options["adjust_tensor_shapes_fn"] = self.model.adjust_tensor_shapes
         outputs = get_forward_backward_func()(
-            forward_step_func=partial(self._forward, watch=watch),
+            forward_step_func=self._forward,
             data_iterator=data,
             model=[self.chunk],
             num_microbatches=self.num_micro_batches,
             seq_length=run.micro_batch_size * sequence_length,
             micro_batch_size=1,
             forward_only=forward_only,
-            **(
-                {"adjust_tensor_shapes_fn": self.model.adjust_tensor_shapes}
-                if self.model.boundary_width != self.model.config.hidden_size
-                else {}
-            ),
+            **options,
         )
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for output in outputs:
+        for output in outputs:  # on the last pipeline stage
             sums += output["sums"]
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        dist.all_reduce(sums, group=_data_parallel_group())
-        return sums
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        total, count = sums.tolist()
+        return total / max(1, count), int(count)
 
-    def _forward(
-        self, data: Iterator[Batch], chunk: DistributedDataParallel, watch: Stopwatch | None
-    ) -> tuple[Tensor, Any]:
+    def _forward(self, data: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch = next(data).to(self.device)
         if chunk.training:
             batch = batch.cut(self.recipe.data.longest_sequence(self.progress.step))
-        if watch is not None:
-            pairs = sum(length * length / 2 for length in batch.lengths)
-            watch.tokens += batch.tokens.numel()
-            watch.flops += training_flops(self.model, batch.tokens.numel(), pairs)
+            self.measures.count_batch(batch)
         with _outside_of_the_seam():
             output = chunk(
                 batch.tokens,
@@ -305,9 +312,14 @@ class Trainer:
                 None,
                 labels=batch.labels,
                 loss_mask=batch.loss_mask,
-                packed_seq_params=batch.packed_seq_params(self.device),
+                packed_seq_params=batch.packed_seq_params(),
             )
         return output, partial(_loss, batch.loss_mask)
+
+    def _any_rank(self, flag: bool) -> bool:
+        flags = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
 
     def _batches(self, dataset: Any, consumed: int) -> Iterator[Batch]:
         run = self.recipe.run
@@ -390,95 +402,43 @@ class Trainer:
         fields, steps = self.recipe.reports, self.recipe.run.steps
         return Reports(self.folder, fields, steps, self.progress.step)
 
-    def _report(
-        self, reports: Reports | None, watch: Stopwatch, losses: _Mean, norm: float
-    ) -> None:
-        seconds = watch.seconds
-        extra = {**self._balancing_losses(watch), **self._losses_ahead()}
-        work = torch.tensor([watch.flops], dtype=torch.float64, device=self.device)
-        dist.all_reduce(work)
-        if reports:
-            ranks = dist.get_world_size()
-            flops = work.item() / seconds / ranks
-            copies = parallel_state.get_data_parallel_world_size()
-            values = {
-                "loss": losses.value,
-                "gradient_norm": norm,
-                "learning_rate": self.schedule.optimizer.param_groups[0]["lr"],
-                "tokens": self.progress.tokens,
-                "samples": self.progress.samples,
-                "tokens_per_second": watch.tokens * copies / seconds,
-                "tflops_per_rank": flops / 1e12,
-                "skipped_steps": self.progress.skipped_steps,
-                **extra,
-            }
-            speed = f"{flops / 1e12:.3g} TFLOP/s"
-            if (peak := self.recipe.reports.peak_flops) is not None:
-                values["flops_utilisation"] = flops / peak
-                speed = f"{flops / peak:.1%} of peak"
-            line = (
-                f"step {self.progress.step}  loss {values['loss']:.4f}  grad {norm:.2f}  "
-                f"lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tokens/s  "
-                f"{speed}"
-            )
-            if self.progress.skipped_steps:
-                line += f"  {self.progress.skipped_steps} skipped"
-            reports.write(self.progress.step, line, **values)
-        losses.clear()
-        watch.restart()
+    def _report(self, reports: Reports | None, step: Step) -> None:
+        measured = self.measures.take()
+        if reports is None:
+            return
+        progress = self.progress
+        rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
+        line = (
+            f"step {progress.step}  loss {measured['loss']:.4f}  grad {step.gradient_norm:.2f}  "
+            f"lr {rate:.2e}  {measured['tokens_per_second']:,.0f} tokens/s  "
+        )
+        if "flops_utilisation" in measured:
+            line += f"{measured['flops_utilisation']:.1%} of peak"
+        else:
+            line += f"{measured['tflops_per_rank']:.3g} TFLOP/s"
+        if progress.skipped_steps:
+            line += f"  {progress.skipped_steps} skipped"
+        reports.write(
+            progress.step,
+            line,
+            **measured,
+            gradient_norm=step.gradient_norm,
+            learning_rate=rate,
+            tokens=progress.tokens,
+            samples=progress.samples,
+            skipped_steps=progress.skipped_steps,
+        )
 
-    def _balancing_losses(self, watch: Stopwatch) -> dict[str, float]:
-        """Auxiliary losses of the routers, mean of a layer and a micro-batch since the last report;
-        every rank calls it."""
-        groups = parallel_state.get_pipeline_model_parallel_group(), _data_parallel_group()
-        sums = take_aux_losses()
-        for group in groups:  # core's own reduction has pipeline stages without experts hang
-            parts: list[dict[str, float]] = [{}] * group.size()
-            dist.all_gather_object(parts, sums, group=group)
-            sums = {
-                name: math.fsum(part.get(name, 0.0) for part in parts)
-                for name in sorted(set().union(*parts))
-            }
-        layers = sum(self.model.config.layer_pattern.count(symbol) for symbol in "EBD")
-        count = max(1, watch.steps * self.num_micro_batches * layers)
-        return {name: value / count for name, value in sums.items()}
-
-    def _losses_ahead(self) -> dict[str, float]:
-        """Losses of multi-token prediction in the last micro-batch."""
-        ahead = getattr(self.model, "mtp", None)
-        if ahead is None or ahead.losses is None:
-            return {}
-        return {f"mtp_loss_{i}": loss for i, loss in enumerate(ahead.losses.tolist(), start=1)}
-
-    def _report_evaluation(self, reports: Reports | None, watch: Stopwatch) -> None:
+    def _report_evaluation(self, reports: Reports | None) -> None:
         loss = self.evaluate()
         if reports:
             step, tokens = self.progress.step, self.progress.tokens
             reports.write(step, f"step {step}  eval {loss:.4f}", eval_loss=loss, tokens=tokens)
-        watch.restart()
+        self.measures.restart()
 
 
-class _Mean:
-    """Mean loss of a token over several steps; of those that have one."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self._total, self._tokens = 0.0, 0
-
-    def add(self, loss: float, tokens: int) -> None:
-        if math.isfinite(loss):
-            self._total += loss * tokens
-            self._tokens += tokens
-
-    @property
-    def value(self) -> float:
-        return self._total / self._tokens if self._tokens else math.nan
-
-
-def _data_parallel_group() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group()
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

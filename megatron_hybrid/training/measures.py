@@ -1,0 +1,114 @@
+"""What a run measures between two reports: losses, speed, work."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_hybrid.compat import take_aux_losses
+from megatron_hybrid.models.flops import token_flops
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.training.data.batches import Batch
+
+_PEAK_TFLOPS = {"GH200": 989.0, "H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
+"""Dense bf16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets."""
+
+
+class Measures:
+    """Counts this rank's work, and gives means over all ranks.
+
+    Args:
+        model: this rank's part.
+        peak_tflops: of one device at best; None: by the name of the device, where it is known.
+    """
+
+    def __init__(self, model: HybridModel, peak_tflops: float | None = None):
+        self._model = model
+        self._device = next(model.parameters()).device
+        if peak_tflops is None and self._device.type == "cuda":
+            name = torch.cuda.get_device_name(self._device)
+            peak_tflops = next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+        self._peak_tflops = peak_tflops
+        weights, self._per_pair = token_flops(model)
+        if model.post_process:
+            weights += model.shared_embedding_or_output_weight().numel()
+        self._per_token = weights
+        self._num_routers = sum(isinstance(module, Router) for module in model.modules())
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, as after something that does not train."""
+        self._loss, self._labels, self._tokens, self._flops = 0.0, 0, 0, 0.0
+        self._micro_batches = 0
+        self._start = time.perf_counter()
+
+    def count_batch(self, batch: Batch) -> None:
+        """Count the forward and backward pass of a micro-batch, without what is recomputed."""
+        tokens = batch.tokens.numel()
+        pairs = sum(length * length / 2 for length in batch.lengths)
+        self._tokens += tokens
+        self._micro_batches += 1
+        # A product and its two gradients, of a multiplication and an addition each.
+        self._flops += 3 * 2 * (self._per_token * tokens + self._per_pair * pairs)
+
+    def add_loss(self, loss: float, num_labels: int) -> None:
+        """Add the mean loss of a step, if it has one."""
+        if math.isfinite(loss):
+            self._loss += loss * num_labels
+            self._labels += num_labels
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call, by name; every rank calls it."""
+        seconds = time.perf_counter() - self._start
+        flops = torch.tensor([self._flops], dtype=torch.float64, device=self._device)
+        dist.all_reduce(flops)
+        tflops = flops.item() / seconds / dist.get_world_size() / 1e12
+        replicas = parallel_state.get_data_parallel_world_size()
+        values = {
+            "loss": self._loss / self._labels if self._labels else math.nan,
+            "tokens_per_second": self._tokens * replicas / seconds,
+            "tflops_per_rank": tflops,
+            **self._balancing_losses(),
+            **self._losses_ahead(),
+        }
+        if self._peak_tflops is not None:
+            values["flops_utilisation"] = tflops / self._peak_tflops
+        self.restart()
+        return values
+
+    def _balancing_losses(self) -> dict[str, float]:
+        """Auxiliary losses of the routers, mean of a router and a micro-batch."""
+        sums: dict[str, float] = take_aux_losses()
+        routers = {"routers": float(self._num_routers)}
+        stages = _gather(
+            {**sums, **routers}, parallel_state.get_pipeline_model_parallel_group()
+        )  # core's own reduction waits for stages without experts
+        total = _sums(stages)
+        routers_of_model = total.pop("routers")
+        total = _sums(_gather(total, parallel_state.get_data_parallel_group()))
+        count = max(1.0, self._micro_batches * routers_of_model)
+        return {name: value / count for name, value in total.items()}
+
+    def _losses_ahead(self) -> dict[str, float]:
+        """Losses of multi-token prediction in the last micro-batch."""
+        ahead = getattr(self._model, "mtp", None)
+        if ahead is None or ahead.losses is None:
+            return {}
+        return {f"mtp_loss_{i}": loss for i, loss in enumerate(ahead.losses.tolist(), start=1)}
+
+
+def _gather(values: dict[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, values, group=group)
+    return parts
+
+
+def _sums(parts: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted(set().union(*parts))
+    return {name: math.fsum(part.get(name, 0.0) for part in parts) for name in names}
