@@ -1,31 +1,27 @@
-"""A training step: forward, backward and AdamW, of our models against those of transformers, and
-against the same model under megatron-core's training code.
+"""A training step: forward, backward and AdamW, of our models against those of transformers; of a
+Trainer against a plain loop; what recomputation saves, and for how long a save holds the training.
 
 Times are medians of ratios of steps in turn. Memory is what autograd keeps for the backward pass.
 """
 
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import Row, benchmark_model, median_ratio, paired, seconds
-from megatron_hybrid import load_pretrained
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid import HybridConfig, build_hybrid_model, load_pretrained
+from megatron_hybrid.training.data.batches import Batch
+from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.trainer import Trainer, training_device
 
 ROUNDS, BATCH, LENGTH, VOCAB_SIZE = 7, 4, 512, 4096
 LEARNING_RATE = 1e-4
@@ -79,7 +75,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def run() -> Iterator[Row]:
     for name, values in MODELS.items():
         yield from _against_transformers(name, values)
-    yield from _under_megatron_core()
+    yield from _in_a_trainer()
 
 
 def _against_transformers(name: str, values: dict) -> Iterator[Row]:
@@ -96,15 +92,14 @@ def _against_transformers(name: str, values: dict) -> Iterator[Row]:
         logits = theirs(tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def our_loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        return ours(tokens, labels=labels).mean()
-
-    kept = [saved_bytes(*pair) for pair in ((our_loss, ours), (their_loss, theirs))]
-    steps = [_step(our_loss, ours.train()), _step(their_loss, theirs.train())]
+    kept = [saved_bytes(*pair) for pair in ((_loss_of(ours), ours), (their_loss, theirs))]
+    steps = [_step(_loss_of(ours), ours.train()), _step(their_loss, theirs.train())]
     yield from _rows(f"{name}: ours / transformers", *paired(*steps, ROUNDS))
-    mib = [number / 2**20 for number in kept]
-    ratio = f"{mib[0] / mib[1]:.2f} x"
-    yield Row(f"{name}: kept for backward", f"{ratio} ({mib[0]:.0f} / {mib[1]:.0f} MiB)")
+    yield Row(f"{name}: kept for backward", _ratio_of_mib(kept))
+
+
+def _loss_of(model: nn.Module) -> Loss:
+    return lambda tokens, labels: model(tokens, labels=labels).mean()
 
 
 def _rows(what: str, a: list[float], b: list[float], goal: str = "") -> Iterator[Row]:
@@ -154,45 +149,78 @@ def saved_bytes(loss: Loss, model: nn.Module) -> int:
     return sum(kept.values())
 
 
-def _under_megatron_core() -> Iterator[Row]:
-    """Core's data parallelism (of one rank), schedule, clipping and Adam, against a plain loop."""
-    ours, same = benchmark_model().train(), benchmark_model().train()
-    plain = _step(lambda tokens, labels: ours(tokens, labels=labels).mean(), ours)
-    with cpu_seam():
-        yield from _rows(
-            "Hybrid: megatron-core's loop / plain loop",
-            *paired(_core_step(same), plain, ROUNDS),
-            "<= 1.10 x",
+def _in_a_trainer() -> Iterator[Row]:
+    """A recipe's steps, on megatron-core's data parallelism (of one rank), schedule, clipping and
+    Adam, against a plain loop; what recomputation keeps and costs; how long a save holds a step."""
+    with tempfile.TemporaryDirectory() as name, training_device() as device:
+        folder = Path(name)
+        fields = {**benchmark_model().config.to_dict(), "vocab_size": VOCAB_SIZE}
+        model = build_hybrid_model(HybridConfig.from_dict(fields)).train()
+        recipe = _recipe(folder, fields)
+        trainer = Trainer(recipe, folder / "run", device)
+        plain = _step(_loss_of(model), model)
+        data = trainer.batches()
+        step = lambda: seconds(lambda: trainer.step(data))  # noqa: E731
+        yield from _rows("Hybrid: Trainer / plain loop", *paired(step, plain, ROUNDS), "<= 1.10 x")
+
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        config = HybridConfig.from_dict(fields, **recompute, recompute_num_layers=1)
+        recomputing = build_hybrid_model(config).train()
+        losses = [
+            lambda tokens, labels, one=one: one(tokens, labels=labels).mean()
+            for one in (recomputing, model)
+        ]
+        kept = [saved_bytes(loss, one) for loss, one in zip(losses, (recomputing, model))]
+        times = paired(
+            *(_step(loss, one) for loss, one in zip(losses, (recomputing, model))), ROUNDS
         )
+        yield from _rows("Hybrid: recompute / none", *times)
+        yield Row("Hybrid: kept, recompute / none", _ratio_of_mib(kept))
+
+        for what in ("asynchronous", "synchronous"):
+            trainer.checkpoints.asynchronous = what == "asynchronous"
+            trainer.save()  # the first one starts a process
+            trainer.checkpoints.finish()
+            stall = statistics.median(_stall(trainer, data) for _ in range(ROUNDS))
+            size = sum(path.stat().st_size for path in (folder / "run").rglob("*.distcp"))
+            share = stall / statistics.median(step() for _ in range(3))
+            yield Row(
+                f"{what} save, {size / 2**20:.0f} MiB: stall",
+                f"{1000 * stall:.0f} ms ({share:.2f} steps)",
+            )
 
 
-def _core_step(model: nn.Module) -> Callable[[], float]:
-    config = model.config
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    optimizer_config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, clip_grad=1.0)
-    overrides = get_standard_config_overrides(optimizer_config)
-    optimizer = get_megatron_optimizer(optimizer_config, [wrapped], overrides)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = wrapped.no_sync
-    tokens, labels = batch()
+def _stall(trainer: Trainer, data: Iterator[Batch]) -> float:
+    """Seconds for which a save holds the training, its completion included."""
+    trainer.step(data)
+    held = seconds(trainer.save)
+    while trainer.checkpoints.is_saving:
+        time.sleep(0.01)
+        held += seconds(trainer.checkpoints.poll)
+    return held
 
-    def forward_step(batches: Iterator, model: nn.Module) -> tuple[Tensor, Callable]:
-        tokens, labels = next(batches)
-        losses = model(tokens, labels=labels)
-        return losses, lambda losses: (losses.mean(), {})
 
-    def step() -> None:
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([(tokens, labels)]),
-            model=[wrapped],
-            num_microbatches=1,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-            forward_only=False,
-        )
-        optimizer.step()
+def _recipe(folder: Path, model: dict) -> Recipe:
+    """With random tokens, of the demo model's tokenizer, as data."""
+    builder = IndexedDatasetBuilder(f"{folder}/tokens.bin", dtype=np.uint16)
+    builder.add_item(torch.randint(1, VOCAB_SIZE // 2, (100 * BATCH * LENGTH,)))
+    builder.end_document()
+    builder.finalize(f"{folder}/tokens.idx")
+    return Recipe.of(
+        {
+            "model": model,
+            "tokenizer": "demo",
+            "data": {
+                "sequence_length": LENGTH,
+                "train": [f"{folder}/tokens"],
+                "reset_at_documents": False,
+            },
+            "run": {"steps": 1000, "micro_batch_size": BATCH, "global_batch_size": BATCH},
+            "optimizer": {"learning_rate": LEARNING_RATE},
+        }
+    )
 
-    return lambda: seconds(step)
+
+def _ratio_of_mib(kept: Sequence[int]) -> str:
+    a, b = (number / 2**20 for number in kept)
+    return f"{a / b:.2f} x ({a:.0f} / {b:.0f} MiB)"

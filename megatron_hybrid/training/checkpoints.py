@@ -103,9 +103,14 @@ class Checkpoints:
         else:
             request.execute_sync()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is not complete yet."""
+        return self._queue.get_num_unfinalized_calls() > 0
+
     def poll(self) -> None:
         """Complete a save whose files are written; every rank calls it after each step."""
-        if self._queue.get_num_unfinalized_calls():
+        if self.is_saving:
             self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
@@ -219,10 +224,19 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Core calls torch by older names, which torch warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Core calls torch by older names, which torch warns of, and starts a process that warns of
+    every missing GPU library."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _flush(path: Path) -> None:
