@@ -79,7 +79,12 @@ class HybridLayer(MegatronModule):
             pg_collection=pg_collection,
         )
         self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
-        self.recomputes_norm = is_selected(config, "layernorm") and not isinstance(norm, IdentityOp)
+        # With the mixer it is recomputed anyway, and its hooks would keep what the mixer saves.
+        self.recomputes_norm = (
+            is_selected(config, "layernorm")
+            and not self.recomputes_mixer
+            and not isinstance(norm, IdentityOp)
+        )
         self.add_module(norm_name, norm)
         self.add_module(mixer_name, mixer)
         self.post_layernorm = post_norm

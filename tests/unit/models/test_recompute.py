@@ -144,6 +144,19 @@ def test_outputs_of_norms_are_not_kept(fields):
     loss.backward()
 
 
+def test_a_recomputed_mixer_keeps_nothing_beside_recomputed_norms():
+    fields = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
+    model, outputs = build_hybrid_model(small_config("--", **fields)).train(), []
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.register_forward_hook(
+            lambda module, args, output: outputs.append(StorageWeakRef(output[0].untyped_storage()))
+        )
+    tokens = random_tokens(1, 9)
+    loss = model(tokens, labels=tokens).mean()
+    assert [output.expired() for output in outputs] == [True] * 2
+    loss.backward()
+
+
 def test_a_norm_runs_again_once_for_all_that_use_it():
     model = build_hybrid_model(small_config("+", **FIELDS_OF_NORMS)).train()
     norm, runs = model.decoder.layers[0].input_layernorm, []
