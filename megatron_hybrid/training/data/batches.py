@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -122,6 +123,12 @@ def batches(
         batch_sampler=(list(range(start, start + micro_batch_size)) for start in starts),
         collate_fn=Batch.of,
         num_workers=workers,
+        worker_init_fn=_ignore_interrupts,
         generator=torch.Generator(),  # else it draws from torch's own
     )
     return iter(loader)
+
+
+def _ignore_interrupts(_: int) -> None:
+    """A terminal's Ctrl-C reaches workers too, and a run that ends after its step still reads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,8 @@
 """Batches: the same rows in any layout, resumed at any row."""
 
+import os
+import signal
+
 import pytest
 import torch
 from small_models import small_model
@@ -50,6 +53,21 @@ def test_a_run_goes_on_where_it_stopped():
 
 def test_reading_ahead_changes_nothing():
     assert read(3, workers=2) == read(3)
+
+
+class FromProcess(Numbered):
+    """Rows filled with the number of the process that reads them."""
+
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "tokens": torch.full((8,), os.getpid())}
+
+
+def test_workers_outlive_an_interrupt_from_the_terminal():
+    found = batches(FromProcess(), micro_batch_size=1, global_batch_size=12, workers=1)
+    worker = int(next(found).tokens[0, 0])
+    assert worker != os.getpid()
+    os.kill(worker, signal.SIGINT)
+    assert len(list(found)) == 47
 
 
 def test_reading_draws_no_random_numbers():
