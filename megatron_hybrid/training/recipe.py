@@ -176,7 +176,9 @@ def _override(values: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise ValueError(f"{override!r} is no override: write section.field=value.")
     for section in sections:
-        if not isinstance(values.setdefault(section, {}), dict):
+        if values.get(section) is None:  # an empty section of YAML, too
+            values[section] = {}
+        if not isinstance(values[section], dict):
             raise ValueError(f"{override!r}: {section} has no fields.")
         values = values[section]
     values[name] = _parse(text, override)
