@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_hybrid.files import replace_file
 from megatron_hybrid.training.fields import Fields
 
 LOG = "log.jsonl"
@@ -59,7 +61,8 @@ class Reports:
         self.console = console or Console(stderr=True, highlight=False)
         self._writer = _tensorboard(folder, step) if fields.tensorboard else None
         kept = [record for record in read_log(self.path) if record.get("step", 0) <= step]
-        self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        replace_file(self.path, lambda path: path.write_text(text))
         self._bar = Progress(
             TextColumn("{task.fields[note]}"),
             BarColumn(bar_width=None),
@@ -77,15 +80,19 @@ class Reports:
         Args:
             step: the steps that are done.
             line: for the terminal.
-            values: for the log and tensorboard.
+            values: for the log and tensorboard; what is not finite is null in the log, since JSON
+                has no such numbers.
         """
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
-            if self._writer is not None and isinstance(value, int | float):
+            if self._writer is not None and value is not None:
                 self._writer.add_scalar(name, value, step)
         self._bar.update(self._task, completed=step)
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, markup=False)
 
     def advance(self, step: int, note: str) -> None:
         """Move the bar."""
@@ -126,7 +133,11 @@ def plot_losses(folder: Path, picture: Path) -> None:
         ("loss", "training", {"lw": 1, "color": "#7aa6c2"}),
         ("eval_loss", "validation", {"lw": 1.6, "marker": "o", "ms": 3, "color": "#c0504d"}),
     ):
-        points = [(record["tokens"] / 1e6, record[key]) for record in records if key in record]
+        points = [
+            (record["tokens"] / 1e6, record[key])
+            for record in records
+            if record.get(key) is not None
+        ]
         if points:
             axes.plot(*zip(*points), label=name, **style)
     axes.set(xlabel="tokens read (millions)", ylabel="loss (nats per token)")

@@ -1,0 +1,145 @@
+"""Reports of a run: the log, its continuation after a stop, the terminal, tensorboard, the plot."""
+
+import io
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from megatron_hybrid.training.reports import LOG, ReportFields, Reports, plot_losses, read_log
+
+
+def reports(folder, step=0, **fields):
+    console = Console(file=io.StringIO())
+    return Reports(folder, ReportFields.of("reports", fields), 20, step, console)
+
+
+def write(one, *steps):
+    for step in steps:
+        one.write(step, f"step {step}", loss=1 / step, tokens=10 * step)
+    one.close()
+
+
+def steps_of(folder):
+    return [record["step"] for record in read_log(folder / LOG)]
+
+
+def test_a_step_is_a_line_of_the_log_and_of_the_terminal(tmp_path):
+    one = reports(tmp_path)
+    write(one, 1, 2)
+    lines = (tmp_path / LOG).read_text().splitlines()
+    assert list(map(json.loads, lines)) == [
+        {"step": 1, "loss": 1.0, "tokens": 10},
+        {"step": 2, "loss": 0.5, "tokens": 20},
+    ]
+    assert one.console.file.getvalue() == "step 1\nstep 2\n"
+
+
+def test_the_log_is_cut_behind_the_step_that_is_taken_up(tmp_path):
+    write(reports(tmp_path), 1, 2, 3, 4)
+    write(reports(tmp_path, step=2), 3)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    write(reports(tmp_path))
+    assert steps_of(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == [LOG]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_last_line_that_is_half_written_is_left_out(tmp_path, cut):
+    write(reports(tmp_path), 1, 2, 3)
+    path = tmp_path / LOG
+    path.write_text(path.read_text()[: -1 - cut])
+    assert steps_of(tmp_path) == [1, 2]
+    write(reports(tmp_path, step=2), 3, 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
+    write(reports(tmp_path), 1, 2)
+    path = tmp_path / LOG
+    path.write_text(path.read_text()[:-1])
+    write(reports(tmp_path, step=2), 3)
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_what_is_not_finite_is_null_in_the_log(tmp_path):
+    one = reports(tmp_path)
+    one.write(1, "step 1", loss=math.nan, gradient_norm=math.inf, tokens=3)
+    text = (tmp_path / LOG).read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert record == {"step": 1, "loss": None, "gradient_norm": None, "tokens": 3}
+
+
+def test_long_lines_are_folded(tmp_path):
+    one = reports(tmp_path)
+    one.write(1, "step 1000000 " + "value 123456 " * 9)
+    lines = one.console.file.getvalue().splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= 80
+
+
+def test_numbers_go_to_tensorboard(tmp_path, monkeypatch):
+    written, made = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            made.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    one = reports(tmp_path, step=4, tensorboard=True)
+    one.write(5, "step 5", loss=2.0, gradient_norm=math.nan)
+    one.close()
+    assert made == [(str(tmp_path / "tensorboard"), 5)]
+    assert written == [("loss", 2.0, 5), "closed"]
+
+
+def test_without_tensorboard_the_remedy_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        reports(tmp_path, tensorboard=True)
+
+
+def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
+    import matplotlib.figure
+
+    drawn = []
+    plot = matplotlib.axes.Axes.plot
+
+    def note(axes, xs, ys, **style):
+        drawn.append((style["label"], list(xs), list(ys)))
+        return plot(axes, xs, ys, **style)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", note)
+    one = reports(tmp_path)
+    one.write(1, "", loss=3.0, tokens=1e6)
+    one.write(2, "", loss=math.nan, tokens=2e6)
+    one.write(2, "", eval_loss=2.5, tokens=2e6)
+    plot_losses(tmp_path, tmp_path / "plot.png")
+    assert drawn == [("training", [1.0], [3.0]), ("validation", [2.0], [2.5])]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"every_steps": 0}, "every_steps is 0; it must be positive"),
+        ({"peak_tflops": -1}, "peak_tflops is -1; it must be positive"),
+        ({"tensorboard": "yes"}, "tensorboard is 'yes'; it must be true or false"),
+    ],
+)
+def test_fields_without_a_legal_value_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ReportFields.of("reports", fields)
+
+
+def test_the_given_peak_is_in_flops():
+    assert ReportFields.of("reports", {"peak_tflops": 2}).peak_flops == 2e12
