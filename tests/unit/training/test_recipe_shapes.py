@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from cut_models import cut_fields
+from index_folders import write_documents
+from megatron.core import parallel_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_hybrid import HybridConfig, build_hybrid_model, training
+from megatron_hybrid import build_hybrid_model
 from megatron_hybrid.checkpoints.checkpoint import config_of
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.reports import LOG, read_log
+from megatron_hybrid.training.trainer import Trainer, training_device
 
-RECIPES = Path(training.__file__).parent / "recipes"
 PUBLISHED = Path(__file__).parents[2] / "functional/huggingface/hub_configs"
 SHAPES = {
     "nemotron_h_8b": ("nemotron_h_8b", 8_100_852_736),
@@ -20,12 +25,20 @@ SHAPES = {
     "jamba_mini": ("jamba_1_5_mini", 51_570_323_328),
 }
 """Recipe -> config.json as its makers published it, and the number of its parameters."""
+ONE_RANK = {
+    "model.tensor_model_parallel_size": 1,
+    "model.pipeline_model_parallel_size": 1,
+    "model.expert_model_parallel_size": 1,
+    "model.sequence_parallel": False,
+}
 
 each_shape = pytest.mark.parametrize(("recipe", "published"), SHAPES.items(), ids=SHAPES.keys())
 
 
-def read(recipe: str) -> dict:
-    return yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["model"]
+def read(name: str, **more: object) -> Recipe:
+    """A recipe for one rank."""
+    values = {**ONE_RANK, **more}
+    return Recipe.load(name, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
 def published_values(name: str) -> dict:
@@ -38,7 +51,7 @@ def count(model: torch.nn.Module) -> int:
 
 @each_shape
 def test_fields_are_those_of_the_published_config(recipe, published):
-    config = HybridConfig.from_dict(read(recipe))
+    config = read(recipe).model_config(1)
     assert config.differences(config_of(published_values(published[0]), published[0])) == []
     assert config.params_dtype == torch.bfloat16
 
@@ -47,26 +60,44 @@ def test_fields_are_those_of_the_published_config(recipe, published):
 def test_builds_on_the_meta_device_with_the_published_parameter_count(recipe, published):
     name, parameters = published
     with torch.device("meta"):
-        model = build_hybrid_model(HybridConfig.from_dict(read(recipe)))
+        model = build_hybrid_model(read(recipe).model_config(1))
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published_values(name)))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert count(model) == count(theirs) == parameters
 
 
 @each_shape
-def test_cut_down_it_trains(recipe, published):
-    fields = read(recipe)
-    config = HybridConfig.from_dict(cut_fields(fields))
-    assert set(config.layer_pattern) == set(fields["layer_pattern"])
-    model = build_hybrid_model(config).train()
-    assert count(model) < 10**6
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = torch.randint(0, config.vocab_size, (2, 65))
-    losses = []
-    for _ in range(3):
-        loss = model(rows[:, :-1], labels=rows[:, 1:].contiguous()).mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[0] > losses[1] > losses[2]
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
+def test_cut_down_it_trains_by_its_own_sections(recipe, published, tmp_path):
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
+    text = write_documents(tmp_path / "text", [[*range(300, 340), tokenizer.eod]] * 40, tokenizer)
+    chosen = read(
+        recipe,
+        **{
+            "tokenizer": "demo",
+            "data.blend": [text],
+            "data.split": "3,1",
+            "data.sequence_length": 64,
+            "run.steps": 3,
+            "run.global_batch_size": 2,
+            "run.eval_every_steps": 3,
+            "run.eval_batches": 1,
+            "optimizer.learning_rate": 2e-3,
+            "optimizer.warmup_steps": 1,
+            "reports.every_steps": 1,
+        },
+    )
+    if chosen.optimizer.decay_steps:
+        chosen.optimizer.decay_steps = 1
+    pattern = chosen.model["layer_pattern"]
+    chosen.model = {**cut_fields(chosen.model), "vocab_size": tokenizer.vocab_size}
+    parallel_state.destroy_model_parallel()
+    with training_device() as device:
+        trainer = Trainer(chosen, tmp_path / "run", device)
+        assert set(trainer.model.config.layer_pattern) == set(pattern)
+        assert count(trainer.model) < 10**6
+        trainer.train()
+    records = read_log(tmp_path / "run" / LOG)
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[0] > losses[1] > max(losses[2], records[-1]["eval_loss"])
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000003"]

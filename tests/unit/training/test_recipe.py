@@ -1,0 +1,120 @@
+"""Recipes: read from YAML, overridden, checked, and written again."""
+
+import pytest
+import yaml
+
+from megatron_hybrid.training.recipe import RECIPES, Recipe
+
+TEXT = """
+model: {layer_pattern: M*, hidden_size: 32}
+tokenizer: demo
+data: {sequence_length: 16, train: [text]}
+run: {steps: 7}
+optimizer: {learning_rate: 1e-3}
+reports:
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_sections_are_read_and_left_out_ones_have_defaults(path):
+    recipe = Recipe.load(path)
+    assert recipe.model == {"layer_pattern": "M*", "hidden_size": 32}
+    assert recipe.run.steps == 7 and recipe.run.seed == 1234
+    assert recipe.optimizer.learning_rate == 1e-3
+    assert recipe.lora is None and recipe.checkpoints.keep == 2
+
+
+def test_overrides_set_nested_values(path):
+    recipe = Recipe.load(
+        path,
+        [
+            "run.steps=9",
+            "run.steps=11",  # the last one counts
+            "model.num_attention_heads=4",
+            "model.layer_pattern=M=*",
+            "data.train=[[1, a], [2, b]]",
+            "data.cache_path=",
+            "reports.every_steps=2",  # of a section that is there and empty
+            "checkpoints.asynchronous=false",  # of one that is not there
+            "tokenizer=other",
+        ],
+    )
+    assert recipe.run.steps == 11
+    assert recipe.model["num_attention_heads"] == 4 and recipe.model["layer_pattern"] == "M=*"
+    assert recipe.data.train == [[1, "a"], [2, "b"]] and recipe.data.cache_path is None
+    assert recipe.reports.every_steps == 2 and not recipe.checkpoints.asynchronous
+    assert recipe.tokenizer == "other"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps", "'run.steps' is no override: write section.field=value"),
+        ("=3", "'=3' is no override"),
+        ("run.=3", "'run.=3' is no override"),
+        ("run.steps=[1", "is no YAML"),
+        ("run.steps=many", "run: steps is 'many'; it must be an integer"),
+        ("run.stesp=3", "run has no field 'stesp'. Near it: steps"),
+        ("runs.steps=3", "the recipe has no field 'runs'. Near it: run"),
+        ("tokenizer.path=3", "tokenizer has no fields"),
+        ("run.steps.more=3", "steps has no fields"),
+        ("model=", "model is None; it must be a section"),
+        ("model.hiden_size=3", "model has no field 'hiden_size'. Near it: hidden_size"),
+        ("tokenizer=3", "tokenizer is 3; it must be a folder"),
+        ("run.micro_batch_size=2", "global_batch_size is 1, no multiple of micro_batch_size=2"),
+        ("lora.rank=4", "set model.pretrained"),
+    ],
+)
+def test_a_wrong_override_is_refused(path, override, message):
+    with pytest.raises(ValueError) as error:
+        Recipe.load(path, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no sections"),
+        ("- a", "has no sections"),
+        ("model: {", "is no YAML"),
+        ("data: {}", "the recipe has no section 'model'"),
+        ("model: {}\ntokenizer: demo\ndata:", "data needs the field 'sequence_length'"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(path, text, message):
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Recipe.load(path)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_told_with_the_names_of_the_package(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read as a recipe .*jamba_mini, nemotron_h_8b"):
+        Recipe.load(tmp_path / "missing")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="cannot be read as a recipe"):
+        Recipe.load(tmp_path / "bytes")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_the_recipes_of_the_package_go_by_their_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()  # such as a run's folder
+    recipe = Recipe.load(name, ["run.seed=5"])
+    assert recipe.run.seed == 5
+    assert recipe.model_config(65536).layer_pattern == recipe.model["layer_pattern"]
+
+
+def test_a_written_recipe_is_read_as_the_same(path, tmp_path):
+    overrides = ["model.pretrained=w", "lora.rank=4", "data.sequence_length_warmup=[[3, 8]]"]
+    recipe = Recipe.load(path, overrides)
+    written = tmp_path / "written.yaml"
+    written.write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    assert Recipe.load(written) == recipe
+    assert Recipe.of(recipe.to_dict()) == recipe
