@@ -130,9 +130,14 @@ def build_optimizer(
         fields: as checked.
 
     Raises:
-        ValueError: Muon for matrices that are cut over tensor-parallel ranks.
+        ValueError: Muon for matrices that are cut over tensor-parallel ranks, or a model in fp16.
     """
     model_config = chunks[0].config
+    if model_config.params_dtype == torch.float16:
+        raise ValueError(
+            "params_dtype is float16, whose gradients need a scaled loss to train. Use bfloat16, "
+            "which has the range of float32, or float32."
+        )
     if fields.name == "muon" and model_config.tensor_model_parallel_size > 1:
         raise ValueError(
             "optimizer muon with tensor_model_parallel_size="
@@ -150,7 +155,6 @@ def build_optimizer(
         sgd_momentum=fields.momentum,
         clip_grad=fields.clip_gradient,
         bf16=model_config.params_dtype == torch.bfloat16,
-        fp16=model_config.params_dtype == torch.float16,
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=fields.distributed,
     )
@@ -242,7 +246,7 @@ def _muon(
             momentum=fields.momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-    if config.bf16 or config.fp16:
+    if config.bf16:
         wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_states)
     else:
         wrapped = FP32Optimizer(optimizer, config, init_states)
@@ -291,9 +295,9 @@ def update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
         Whether the model was updated, and the norm of the gradient before it was clipped; both are
         the same on all ranks.
     """
-    overflows = optimizer.prepare_grads()  # fp16's loss scale falls then
+    optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if overflows or not math.isfinite(norm):
+    if not math.isfinite(norm):
         return False, norm
     limit = optimizer.config.clip_grad
     for part in optimizer.chained_optimizers:

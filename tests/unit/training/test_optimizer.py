@@ -181,3 +181,8 @@ def test_a_warm_up_longer_than_the_run_is_refused():
     optimizer = build_optimizer([wrapped()], fields())
     with pytest.raises(ValueError, match="more than the 5 steps"):
         build_schedule(optimizer, fields(warmup_steps=6), 5)
+
+
+def test_fp16_is_refused():
+    with pytest.raises(ValueError, match=r"params_dtype is float16.*Use bfloat16"):
+        build_optimizer([wrapped(torch.float16)], fields())
