@@ -8,10 +8,11 @@ import from here the parts of megatron-core that they use.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +139,17 @@ def take_aux_losses() -> dict[str, float]:
         sums = {name: entry["values"].sum().item() for name, entry in tracker.items()}
         moe_utils.clear_aux_losses_tracker()
     return sums
+
+
+def start_save(state: dict[str, Any], folder: str) -> Any:
+    """The asynchronous request of core's distributed checkpoints that writes a sharded state; every
+    rank calls it. Newer releases have two ways to write, of which the default needs one more
+    package."""
+    from megatron.core import dist_checkpointing
+
+    parameters = inspect.signature(dist_checkpointing.save).parameters
+    options = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
+    return dist_checkpointing.save(state, folder, async_sharded_save=True, **options)
 
 
 def have_apex(extension: str = "amp_C") -> bool:

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.compat import start_save
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.training.fields import Fields
 
@@ -96,7 +97,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         dist.barrier()
         with _quiet():
-            request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+            request = start_save(state, str(partial))
         request.add_finalize_fn(lambda: self._complete(step, partial, target))
         if self.asynchronous:
             self._queue.schedule_async_request(request)

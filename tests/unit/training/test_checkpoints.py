@@ -80,7 +80,7 @@ def test_the_last_ones_are_kept(folder, asynchronous):
 
 def test_a_torn_one_does_not_count_as_kept(folder):
     torn = folder / "iter_0000002"
-    (torn / "common.pt").unlink()
+    (torn / "__0_0.distcp").unlink()
     Checkpoints(folder, keep=2).save(3, state(3))
     assert why_torn(folder / "iter_0000001") is None  # the second whole one
 
