@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from torch import nn
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import separate_expert
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 
 
 def token_flops(model: HybridModel) -> tuple[float, float]:
@@ -16,23 +21,66 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
     and each element of keys and values per query head. Other work of recurrent and local layers is
     a few percent of that.
     """
-    weights = pairs = 0.0
-    for number, layer in enumerate(model.decoder.layers, start=1):
-        config = model.config.for_layer(model.layer_offset + number)
-        for name, parameter in layer.named_parameters():
-            is_matrix = parameter.dim() == 2
-            if is_matrix and separate_expert(name) is None:
-                weights += parameter.numel()
-            elif is_matrix or (parameter.dim() == 3 and parameter.shape[1] > 1):  # no convolution's
-                weights += parameter.numel() * config.moe_router_topk / config.num_moe_experts
-        kv = layer.cache_requirements().kv
-        if kv is not None and not kv.is_local:
-            heads = config.num_attention_heads // model.pg_collection.tp.size()
-            pairs += heads * (kv.head_dim + (kv.value_dim or kv.head_dim))
-    return weights, pairs
+    layers = _layers(model)
+    weights = sum(size for layer, config in layers for _, size in _matrices(layer, config))
+    return weights, sum(_per_pair(model, layer, config) for layer, config in layers)
 
 
 def attention_parity(weights: float, pairs: float) -> float:
     """Tokens of context at which full attention is half of a token's FLOPs (`token_flops`); inf
     without full attention."""
     return weights / pairs if pairs else math.inf
+
+
+def training_flops(model: HybridModel) -> tuple[float, float]:
+    """FLOPs of this rank's forward and backward pass, without what recomputation adds: (of a token,
+    of a pair of tokens of which full attention lets one see the other)."""
+    layers, groups = _layers(model), ExpertGroups.of(model.pg_collection)
+    # The experts' ranks bring tokens of their own, but for tensor-parallel ones.
+    tokens_of_ranks = groups.num_parts * groups.tp.size() / model.pg_collection.tp.size()
+    parts = list(model.mtp.layers) if hasattr(model, "mtp") else []
+    for part in parts:
+        stack = part.mtp_model_layer
+        layers += zip(stack.layers, map(model.config.for_prediction, stack.layer_type_list))
+    applied = [pair for each in layers for pair in _matrices(*each, tokens_of_ranks)]
+    applied += [pair for part in parts for pair in _matrices(part.eh_proj, part.config)]
+    if model.post_process:
+        weight = model.shared_embedding_or_output_weight()
+        applied += [(weight, weight.numel())] * (1 + len(parts))
+    pairs = sum(_per_pair(model, layer, config) for layer, config in layers)
+    # A product, the gradient of its input, and that of a weight that learns; of a multiplication
+    # and an addition each.
+    weights = sum((3 if one.requires_grad else 2) * size for one, size in applied)
+    return 2 * weights, 2 * 3 * pairs
+
+
+def _layers(model: HybridModel) -> list[tuple[nn.Module, HybridConfig]]:
+    """The layers of this pipeline stage, and the config of each."""
+    numbered = enumerate(model.decoder.layers, start=model.layer_offset + 1)
+    return [(layer, model.config.for_layer(number)) for number, layer in numbered]
+
+
+def _matrices(
+    module: nn.Module, config: HybridConfig, tokens_of_ranks: float = 1.0
+) -> Iterator[tuple[nn.Parameter, float]]:
+    """Weights, and how many of their elements are applied to a token.
+
+    Args:
+        tokens_of_ranks: tokens that come to experts, by those of this rank.
+    """
+    for name, parameter in module.named_parameters():
+        is_matrix = parameter.dim() == 2
+        if is_matrix and separate_expert(name) is None:
+            yield parameter, parameter.numel()
+        elif is_matrix or (parameter.dim() == 3 and parameter.shape[1] > 1):  # no convolution's
+            share = tokens_of_ranks * config.moe_router_topk / config.num_moe_experts
+            yield parameter, parameter.numel() * share
+
+
+def _per_pair(model: HybridModel, layer: nn.Module, config: HybridConfig) -> float:
+    """Multiplications of full attention per pair of tokens."""
+    kv = layer.cache_requirements().kv
+    if kv is None or kv.is_local:
+        return 0.0
+    heads = config.num_attention_heads // model.pg_collection.tp.size()
+    return heads * (kv.head_dim + (kv.value_dim or kv.head_dim))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_hybrid.compat import take_aux_losses
-from megatron_hybrid.models.flops import token_flops
+from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.training.data.batches import Batch
@@ -35,10 +35,7 @@ class Measures:
             name = torch.cuda.get_device_name(self._device)
             peak_tflops = next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
         self._peak_tflops = peak_tflops
-        weights, self._per_pair = token_flops(model)
-        if model.post_process:
-            weights += model.shared_embedding_or_output_weight().numel()
-        self._per_token = weights
+        self._per_token, self._per_pair = training_flops(model)
         self._num_routers = sum(isinstance(module, Router) for module in model.modules())
         self.restart()
 
@@ -54,8 +51,7 @@ class Measures:
         pairs = sum(length * length / 2 for length in batch.lengths)
         self._tokens += tokens
         self._micro_batches += 1
-        # A product and its two gradients, of a multiplication and an addition each.
-        self._flops += 3 * 2 * (self._per_token * tokens + self._per_pair * pairs)
+        self._flops += self._per_token * tokens + self._per_pair * pairs
 
     def add_loss(self, loss: float, num_labels: int) -> None:
         """Add the mean loss of a step, if it has one."""
