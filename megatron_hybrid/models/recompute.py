@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -18,13 +18,22 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.mixers.base import Mixer
 
+T = TypeVar("T")
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+_once: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("once", default=None)
 
 
 def is_recomputing() -> bool:
     """Whether a part runs for the second time, in the backward pass: what is counted or logged in a
     forward pass is not counted again."""
     return _recomputing.get()
+
+
+def once(function: Callable[[], T]) -> T:
+    """`function()`; in a part that is recomputed the result of its first run again, as other
+    micro-batches may have changed meanwhile what it reads."""
+    known = _once.get()
+    return function() if known is None else known(function)
 
 
 def recompute(function: Callable, *args: Any) -> Any:
@@ -103,22 +112,35 @@ def check_recompute_modules(config: HybridConfig, mixers: Mapping[str, type[Mixe
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """What torch enters around the forward and around the recomputation."""
-    tracker = get_cuda_rng_tracker()
+    tracker, results = get_cuda_rng_tracker(), []
     states = tracker.get_states() if tracker.is_initialized() else None
-    return nullcontext(), _recomputation(states)
+
+    def run(function: Callable[[], Any]) -> Any:
+        results.append(function())
+        return results[-1]
+
+    return _set(_once, run), _recomputation(states, results)
 
 
 @contextmanager
-def _recomputation(tracker_states: dict | None) -> Iterator[None]:
-    """With core's generators as they were (torch restores its own)."""
-    tracker = get_cuda_rng_tracker()
-    token = _recomputing.set(True)
+def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def _recomputation(tracker_states: dict | None, results: list) -> Iterator[None]:
+    """With core's generators as they were (torch restores its own), and results of `once`."""
+    tracker, known = get_cuda_rng_tracker(), iter(results)
     if tracker_states is not None:
         present = tracker.get_states()
         tracker.set_states(tracker_states)
     try:
-        yield
+        with _set(_recomputing, True), _set(_once, lambda _: next(known)):
+            yield
     finally:
-        _recomputing.reset(token)
         if tracker_states is not None:
             tracker.set_states(present)

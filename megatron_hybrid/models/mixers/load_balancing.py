@@ -9,6 +9,8 @@ Shape suffixes: n tokens, E experts, S sequences.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (
@@ -23,7 +25,7 @@ from torch import Tensor
 from megatron_hybrid.compat import record_aux_loss
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import split_stages
-from megatron_hybrid.models.recompute import is_recomputing
+from megatron_hybrid.models.recompute import is_recomputing, once
 from megatron_hybrid.ops import RaggedLayout
 
 _NAMES = {
@@ -112,7 +114,7 @@ class AuxiliaryLosses:
             is_global, in_all = kind == "global_aux_loss", num_tokens
             scores, counts_E = scores_nE, chosen_nE.sum(0)
             if is_global:
-                counts_E, in_all = self._count_globally(chosen_nE)
+                counts_E, in_all = once(partial(self._count_globally, chosen_nE))
             elif kind == "seq_aux_loss":
                 # Each token's scores by the shares of the experts in its own sequence.
                 shares_nE = _shares_in_sequence(chosen_nE, config.moe_router_topk, layout)
@@ -136,9 +138,8 @@ class AuxiliaryLosses:
             counts_E, _, num_tokens = get_tokens_per_expert_and_token_count(
                 chosen_nE, self._dp_group, topk, with_padding_mask=True
             )
-        if is_counting():
-            self._counts_E = self._counts_E + counts_E
-            self._num_micro_batches += 1
+        self._counts_E = self._counts_E + counts_E
+        self._num_micro_batches += 1
         return self._counts_E / self._num_micro_batches, num_tokens.clamp(min=1)
 
     def _attach(

@@ -113,6 +113,26 @@ def test_gradients_and_counts_are_those_without(kind, expected):
         assert ours[3] < num_bytes
 
 
+@pytest.mark.parametrize("kind", ["moe", "one"])
+def test_counts_of_a_global_batch_are_those_of_the_forward_pass(kind):
+    """In a pipeline the next micro-batch is counted before the backward pass of this one."""
+    balanced = dict(
+        num_moe_experts=4,
+        moe_ffn_hidden_size=20,
+        moe_router_load_balancing_type="global_aux_loss",
+        moe_aux_loss_coeff=1.0,
+    )
+    gradients = []
+    for fields in ({}, KINDS[kind]):
+        torch.manual_seed(7)
+        model = build_hybrid_model(small_config("E", **balanced, **fields)).train()
+        batches = [random_tokens(1, 30) for _ in range(3)]
+        for loss in [model(tokens, labels=tokens).mean() for tokens in batches]:
+            loss.backward()
+        gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_without_recompute_dropout_is_another_number_each_time():
     assert not torch.equal(step(dropout=0.2)[0], step(dropout=0.0)[0])
 
