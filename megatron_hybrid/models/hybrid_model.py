@@ -227,8 +227,8 @@ class HybridModel(LanguageModule):
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of the shared blocks over the pipeline stages that hold a copy. Call it
-        on all stages after each backward pass and before the optimizer. Those of a tied word
-        embedding are summed by core's `finalize_model_grads`."""
+        on all stages behind core's `finalize_model_grads`, which sums those of a tied word
+        embedding, and before the optimizer."""
         self.stage_copies.sum_gradients()
 
     def canonical_name(self, name: str) -> str:

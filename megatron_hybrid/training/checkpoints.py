@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import start_save
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
 
 logger = logging.getLogger(__name__)
@@ -91,11 +92,11 @@ class Checkpoints:
         self.finish()  # one at a time
         target = self.folder / f"iter_{step:07d}"
         partial = target.with_name(target.name + _SAVING)
-        if dist.get_rank() == 0:
-            for unfinished in self.folder.glob(f"iter_*{_SAVING}"):
-                shutil.rmtree(unfinished)
-            partial.mkdir(parents=True)
-        dist.barrier()
+        with fail_together(OSError, whole_job=True):
+            if dist.get_rank() == 0:
+                for unfinished in self.folder.glob(f"iter_*{_SAVING}"):
+                    shutil.rmtree(unfinished)
+                partial.mkdir(parents=True)
         with _quiet():
             request = start_save(state, str(partial))
         request.add_finalize_fn(lambda: self._complete(step, partial, target))
@@ -112,14 +113,24 @@ class Checkpoints:
     def poll(self) -> None:
         """Complete a save whose files are written; every rank calls it after each step."""
         if self.is_saving:
-            self._queue.maybe_finalize_async_calls(blocking=False)
+            self._complete_written(wait=False)
 
     def finish(self) -> None:
         """Wait for the save under way and complete it; every rank calls it."""
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        self._complete_written(wait=True)
+
+    def _complete_written(self, wait: bool) -> None:
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=wait)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"a save to {self.folder} has failed: {_last_line(error)}"
+            ) from error
 
     def _complete(self, step: int, partial: Path, target: Path) -> None:
-        if dist.get_rank() == 0:
+        with fail_together(OSError, whole_job=True):
+            if dist.get_rank():
+                return
             sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
             (partial / _FILES).write_text(json.dumps(sizes))
             for path in [*partial.iterdir(), partial]:
@@ -130,7 +141,6 @@ class Checkpoints:
             _flush(self.folder)
             replace_file(self.folder / LATEST, lambda path: path.write_text(str(step)))
             self._prune()
-        dist.barrier()
 
     def _prune(self) -> None:
         whole = [path for _, path in self._steps() if why_torn(path) is None]
@@ -200,8 +210,12 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad(), _quiet():  # core writes into views of the parameters
             return dist_checkpointing.load(state, str(path))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        reason = str(error).strip().rpartition("\n")[2]
-        raise CheckpointError(f"{path} cannot be loaded: {reason}") from error
+        raise CheckpointError(f"{path} cannot be loaded: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    """Of the message: core's has whole tracebacks."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 def random_state() -> ShardedObject:

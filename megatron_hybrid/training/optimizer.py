@@ -90,6 +90,9 @@ class OptimizerFields(Fields):
         self.require_at_least(
             0, "min_learning_rate", "warmup_steps", "weight_decay", "clip_gradient", "momentum"
         )
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1.")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate is {self.min_learning_rate}, above the learning_rate of "

@@ -40,7 +40,7 @@ class RunFields(Fields):
     come one after the other, and their gradients add up."""
 
     seed: int = 1234
-    """Of the initial weights, of the order of the data and of dropout."""
+    """Of the initial weights and of dropout; the order of the data has `data.seed`."""
 
     eval_every_steps: int = 0
     """Steps between two evaluations; 0: none."""
@@ -142,16 +142,17 @@ class Recipe:
             ReportFields.of("reports", values.get("reports")),
         )
 
-    def model_config(self, vocab_size: int) -> HybridConfig:
+    def model_config(self, vocab_size: int, **fields: Any) -> HybridConfig:
         """The model's configuration, without a pretrained one.
 
         Args:
             vocab_size: of the tokenizer.
+            fields: of HybridConfig, beside the recipe's.
 
         Raises:
             ValueError: fields that no model has.
         """
-        model = {"vocab_size": vocab_size, **self.model}
+        model = {"vocab_size": vocab_size, **self.model, **fields}
         architecture = {name: model.pop(name) for name in SAVED_FIELDS if name in model}
         return HybridConfig.from_dict(architecture, **model)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -113,14 +114,19 @@ class Trainer:
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the tokenizer; on all ranks.
         CheckpointError: a checkpoint cannot be read, or is of another model; on all ranks.
+        OSError: the folder cannot be written; on all ranks.
     """
 
     def __init__(self, recipe: Recipe, folder: str | os.PathLike, device: torch.device):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
         run = recipe.run
-        with fail_together(ValueError):
+        initialize_distributed()
+        with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
+        with fail_together(OSError, whole_job=True):
+            if dist.get_rank() == 0:
+                _check_writable(self.folder)
         groups = process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         rows = run.micro_batch_size * dp_size
@@ -131,9 +137,11 @@ class Trainer:
                 "Change one of them."
             )
         self.num_micro_batches = run.global_batch_size // rows
-        torch.manual_seed(run.seed)
+        # Stages draw weights of their own; ranks that share a layer the same ones, or its parts.
+        seed = run.seed + 100 * groups.pp.rank()
+        torch.manual_seed(seed)
         if torch.cuda.is_available():
-            model_parallel_cuda_manual_seed(run.seed)
+            model_parallel_cuda_manual_seed(seed)
         with device:
             self.model: HybridModel = build_hybrid_model(config, groups)
         if pretrained := recipe.model.get("pretrained"):
@@ -153,7 +161,6 @@ class Trainer:
                 0,
             ),
         )
-        config.calculate_per_token_loss = True  # a micro-batch counts by its labels; DDP reads it
         self.chunk = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -166,7 +173,6 @@ class Trainer:
         config.finalize_model_grads_func = _finalize_gradients
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
-        config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
         self.measures = Measures(self.model, recipe.reports.peak_tflops)
         self.progress = Progress()
@@ -180,12 +186,14 @@ class Trainer:
 
         Raises:
             TrainingError: too many steps in a row had no finite gradient.
+            ImportError: the log for tensorboard needs it, and it is missing; on all ranks.
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
         if progress.step >= last:
             return
-        reports = self._reports()
+        with fail_together(ImportError, whole_job=True):
+            reports = self._reports()
         data = self.batches()
         self.measures.restart()
         try:
@@ -199,12 +207,11 @@ class Trainer:
                         reports.advance(progress.step, f"loss {step.loss:.3f}")
                     if ends or _is_due(self.recipe.reports.every_steps, progress.step):
                         self._report(reports, step)
-                    if run.eval_every_steps and (
-                        ends or _is_due(run.eval_every_steps, progress.step)
-                    ):
-                        self._report_evaluation(reports)
                     if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
                         self.save()
+                    is_last = progress.step == run.steps
+                    if self.eval_data and (is_last or _is_due(run.eval_every_steps, progress.step)):
+                        self._report_evaluation(reports)
             self.checkpoints.finish()
         finally:
             if reports:
@@ -239,6 +246,7 @@ class Trainer:
         progress.skipped_steps += not updated
         self.measures.add_loss(loss, num_labels)
         if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
+            self.checkpoints.finish()
             raise TrainingError(
                 f"{progress.skipped_in_row} steps in a row, up to step {progress.step}, had a loss "
                 f"of {loss} or a gradient of norm {norm}, which is not finite. Lower "
@@ -312,6 +320,7 @@ class Trainer:
                 None,
                 labels=batch.labels,
                 loss_mask=batch.loss_mask,
+                padding_mask=batch.padding_mask,
                 packed_seq_params=batch.packed_seq_params(),
             )
         return output, partial(_loss, batch.loss_mask)
@@ -356,7 +365,7 @@ class Trainer:
         path = self.checkpoints.newest()
         if path is None:
             return
-        with fail_together(CheckpointError):
+        with fail_together(CheckpointError, whole_job=True):
             common = checkpoints.read_common(path)
             self._check_same_run(path, common)
         if self.recipe.optimizer.distributed:
@@ -388,17 +397,19 @@ class Trainer:
                 f"{getattr(self.model.config, names[0])!r} in the recipe. Name another folder, or "
                 "correct the recipe."
             )
-        if common["data"] != self._data_identity():
+        before, now = common["data"], self._data_identity()
+        names = sorted(name for name in now if before.get(name) != now[name])
+        if names:
             raise CheckpointError(
-                f"{path} was trained on {common['data']}, the recipe has "
-                f"{self._data_identity()}: the run cannot go on where it stopped. Name "
-                "another folder and start it with model.pretrained, or correct the recipe."
+                f"{path} was trained on other data, which differs in {', '.join(names)}: "
+                f"{names[0]} is {before.get(names[0])!r} there and {now[names[0]]!r} in the "
+                "recipe, so the run cannot go on where it stopped. Name another folder and start "
+                "it with model.pretrained, or correct the recipe."
             )
 
     def _reports(self) -> Reports | None:
         if dist.get_rank():
             return None
-        self.folder.mkdir(parents=True, exist_ok=True)
         fields, steps = self.recipe.reports, self.recipe.run.steps
         return Reports(self.folder, fields, steps, self.progress.step)
 
@@ -452,9 +463,9 @@ def _finalize_gradients(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
 ) -> None:
     """After the backward passes of a step: sum gradients over ranks and divide by the tokens."""
-    for chunk in chunks:
-        chunk.module.sum_shared_gradients()
     finalize_model_grads(list(chunks), num_tokens, **options)
+    for chunk in chunks:  # behind core, whose reductions may be under way until then
+        chunk.module.sum_shared_gradients()
 
 
 def _outside_of_the_seam() -> AbstractContextManager:
@@ -484,6 +495,17 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+def _check_writable(folder: Path) -> None:
+    """Make a folder, and raise OSError if files cannot be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"the folder {folder} of the run cannot be written ({error}). Name another one."
+        ) from error
+
+
 def _tokenizer(recipe: Recipe) -> Tokenizer:
     folder = model_folder(recipe.tokenizer)
     if find_tokenizer(folder) is None:
@@ -495,8 +517,17 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
-    fields = dict(recipe.model)
+    # A micro-batch counts by its labels: core's data parallelism reads it, and our routers.
+    fields = {**recipe.model, "calculate_per_token_loss": True}
     pretrained = fields.pop("pretrained", None)
     if pretrained is None:
-        return recipe.model_config(tokenizer.vocab_size)
-    return read_config(model_folder(pretrained), perform_initialization=False, **fields)
+        config = recipe.model_config(tokenizer.vocab_size, calculate_per_token_loss=True)
+    else:
+        config = read_config(model_folder(pretrained), perform_initialization=False, **fields)
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"the model's vocab_size is {config.vocab_size}, but {recipe.tokenizer!r} has "
+            f"{tokenizer.vocab_size} tokens. Leave model.vocab_size out, or name the tokenizer of "
+            "the model."
+        )
+    return config

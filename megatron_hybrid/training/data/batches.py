@@ -26,6 +26,8 @@ class Batch:
     """fp32 [1, T]: 1 where the label counts, else 0. It may be 0 throughout."""
     lengths: list[int]
     """Of the sequences in the row; their sum is T."""
+    padding_mask: Tensor | None = None
+    """bool [1, T]: True for tokens that only fill the row; None: there are none."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:
@@ -34,7 +36,12 @@ class Batch:
             torch.cat([row[name] for row in rows])[None]
             for name in ("tokens", "labels", "loss_mask")
         )
-        return cls(tokens, labels, loss_mask, [n for row in rows for n in row["lengths"]])
+        padding_mask = None
+        if any(row.get("padding") for row in rows):
+            sizes = [(len(row["tokens"]), row.get("padding", 0)) for row in rows]
+            padding_mask = torch.cat([torch.arange(n) >= n - fill for n, fill in sizes])[None]
+        lengths = [n for row in rows for n in row["lengths"]]
+        return cls(tokens, labels, loss_mask, lengths, padding_mask)
 
     @property
     def position_ids(self) -> Tensor:
@@ -62,6 +69,7 @@ class Batch:
             tokens=self.tokens.to(device),
             labels=self.labels.to(device),
             loss_mask=self.loss_mask.to(device),
+            padding_mask=None if self.padding_mask is None else self.padding_mask.to(device),
         )
 
     def cut(self, most: int) -> Batch:

@@ -26,7 +26,7 @@ def build_datasets(
 
     Item i of a dataset is one row of s = `sequence_length` tokens: "tokens" and "labels" int64 [s],
     "loss_mask" fp32 [s], "lengths" list of int, of the sequences in the row, with the sum s.
-    Padding is the last sequence of its row, with no loss.
+    Padding is the last sequence of its row, with no loss; "padding" is its length.
 
     The order of the rows depends on the files, the seed and num_samples: a run that goes on after
     a stop must ask for as many as before.

@@ -1,0 +1,287 @@
+"""Steps of a trainer on one rank: skipped ones, accumulation, evaluation, adapters, and the log."""
+
+import math
+import sys
+
+import pytest
+import torch
+from index_folders import write_conversations, write_documents
+from megatron.core import parallel_state
+from router_losses import forget_losses
+from safetensors.torch import load_file
+
+from megatron_hybrid import HybridConfig, build_hybrid_model, load_pretrained, save_checkpoint
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.checkpoints import Checkpoints
+from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.reports import LOG, read_log
+from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
+
+LENGTH, ROWS, STEPS = 32, 4, 4
+MODEL = {
+    "layer_pattern": "M*E",
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 3072,
+    "ffn_hidden_size": 48,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 1,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "init_method_std": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(DEMO_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, tokenizer):
+    """Prefix of a dataset of documents."""
+    generator = torch.Generator().manual_seed(5)
+    documents = [
+        [*torch.randint(300, 320, (size,), generator=generator).tolist(), tokenizer.eod]
+        for size in torch.randint(5, 60, (60,), generator=generator).tolist()
+    ]
+    return write_documents(tmp_path_factory.mktemp("data") / "text", documents, tokenizer)
+
+
+def recipe_of(text, **sections):
+    """A recipe; sections: fields beside the usual ones."""
+    return Recipe.of(
+        {
+            "model": sections.pop("whole_model", {**MODEL, **sections.pop("model", {})}),
+            "tokenizer": "demo",
+            "data": {
+                "sequence_length": LENGTH,
+                "blend": [text],
+                "split": "3,1",
+                **sections.pop("data", {}),
+            },
+            "run": {"steps": STEPS, "global_batch_size": ROWS, **sections.pop("run", {})},
+            "optimizer": {
+                "learning_rate": 1e-2,
+                "min_learning_rate": 1e-3,
+                **sections.pop("optimizer", {}),
+            },
+            "reports": {"every_steps": 1, **sections.pop("reports", {})},
+            **sections,
+        }
+    )
+
+
+def build(recipe, folder, kind=Trainer):
+    parallel_state.destroy_model_parallel()
+    return kind(recipe, folder, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def device():
+    forget_losses()
+    with training_device() as device:
+        yield device
+
+
+def train(recipe, folder, kind=Trainer):
+    trainer = build(recipe, folder, kind)
+    trainer.train()
+    return trainer
+
+
+def logged(folder, *names):
+    """Values of each step in the log."""
+    records = [record for record in read_log(folder / LOG) if "loss" in record]
+    return [tuple(record[name] for name in names) for record in records]
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.named_parameters()}
+
+
+def poisoned(steps, value):
+    """A Trainer of which these steps, from 1, have a loss or a gradient that is not finite."""
+
+    class Poisoned(Trainer):
+        def _step(self, *args):
+            before = weights(self)
+            result = super()._step(*args)
+            same = all(torch.equal(before[name], p) for name, p in weights(self).items())
+            assert same == (self.progress.step in steps)
+            return result
+
+        def _run_batches(self, data, **options):
+            sums = super()._run_batches(data, **options)
+            if self.progress.step + 1 in steps:
+                if value == "loss":
+                    sums[0] = math.nan
+                else:
+                    next(self.model.parameters()).main_grad.view(-1)[3] = float(value)
+            return sums
+
+    return Poisoned
+
+
+@pytest.mark.parametrize("value", ["loss", "nan", "inf"])
+def test_steps_that_are_not_finite_are_skipped_counted_and_logged(text, tmp_path, value):
+    chosen = recipe_of(text, run={"steps": 6, "max_skipped_steps": 2})
+    trainer = train(chosen, tmp_path, poisoned({2, 3, 5}, value))
+    assert (trainer.progress.skipped_steps, trainer.progress.skipped_in_row) == (3, 0)
+    assert [skipped for (skipped,) in logged(tmp_path, "skipped_steps")] == [0, 1, 2, 2, 3, 3]
+    assert logged(tmp_path, "gradient_norm")[1] == (None,)
+    resumed = build(chosen, tmp_path)
+    assert resumed.progress == trainer.progress
+
+
+def test_too_many_of_them_end_the_run_after_its_last_checkpoint(text, tmp_path):
+    chosen = recipe_of(
+        text,
+        run={"steps": 8, "max_skipped_steps": 1},
+        checkpoints={"every_steps": 2, "asynchronous": True},
+    )
+    with pytest.raises(TrainingError, match="2 steps in a row, up to step 5, had a loss of"):
+        train(chosen, tmp_path, poisoned({4, 5}, "nan"))
+    assert Checkpoints(tmp_path).newest().name == "iter_0000004"
+    resumed = train(chosen, tmp_path)
+    assert (resumed.progress.step, resumed.progress.skipped_steps) == (8, 1)
+
+
+def test_micro_batches_add_up_to_a_large_batch(text, tmp_path):
+    # At Adam's usual epsilon, gradients of rounding alone would move as far as the others.
+    runs = [
+        train(
+            recipe_of(text, run={"micro_batch_size": size}, optimizer={"epsilon": 1e-5}),
+            tmp_path / str(size),
+        )
+        for size in (1, ROWS)
+    ]
+    small, large = (logged(tmp_path / str(size), "loss", "gradient_norm") for size in (1, ROWS))
+    assert small == [pytest.approx(one, abs=1e-6, rel=1e-6) for one in large]
+    for one, other in zip(*(weights(run).values() for run in runs)):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_evaluation_changes_nothing(text, tmp_path):
+    model = {
+        "hidden_dropout": 0.1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    runs = {}
+    for every in (0, 1):
+        chosen = recipe_of(text, model=model, run={"eval_every_steps": every, "eval_batches": 1})
+        runs[every] = train(chosen, tmp_path / str(every))
+    names = ("loss", "gradient_norm", "load_balancing_loss", "z_loss", "tokens")
+    without, beside = (logged(tmp_path / str(every), *names) for every in (0, 1))
+    assert without == beside and len(beside) == STEPS
+    state, other = (run.model.state_dict() for run in runs.values())
+    assert any(name.endswith("expert_bias") and value.any() for name, value in state.items())
+    for name, value in state.items():
+        assert not torch.is_tensor(value) or torch.equal(value, other[name]), name
+    evaluations = [one["eval_loss"] for one in read_log(tmp_path / "1" / LOG) if "eval_loss" in one]
+    assert len(evaluations) == STEPS and evaluations[-1] == runs[1].evaluate()
+
+
+def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
+    base = tmp_path / "base"
+    torch.manual_seed(3)
+    save_checkpoint(build_hybrid_model(HybridConfig(**MODEL)), base)
+    tokenizer.save(base)
+    chosen = recipe_of(
+        text, whole_model={"pretrained": str(base)}, lora={"rank": 4}, run={"steps": 8}
+    )
+    chosen.tokenizer = str(base)
+    trainer = train(chosen, tmp_path / "run")
+    losses = [loss for (loss,) in logged(tmp_path / "run", "loss")]
+    assert losses[-1] < losses[0] - 0.1
+    start = dict(load_pretrained(base, dtype=torch.float32)[0].named_parameters())
+    for name, value in weights(trainer).items():
+        assert ".lora." in name or torch.equal(value, start[name]), name
+    products = {
+        name.removesuffix(".lora"): module.product().detach()
+        for name, module in trainer.model.named_modules()
+        if name.endswith(".lora")
+    }
+    trainer.export(tmp_path / "out")
+    merged = dict(load_pretrained(tmp_path / "out", dtype=torch.float32)[0].named_parameters())
+    assert merged.keys() == start.keys() and products
+    for name, value in merged.items():
+        product = products.get(name.removesuffix(".weight"), torch.zeros(()))
+        torch.testing.assert_close(value, start[name] + product, atol=1e-6, rtol=1e-6)
+    adapters = load_file(tmp_path / "out" / "adapters.safetensors")
+    assert {name.partition(".lora.")[0] for name in adapters} == products.keys()
+
+
+def test_further_losses_are_in_the_log(text, tmp_path):
+    model = {
+        "layer_pattern": "M*E/*E",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 1e-3,
+    }
+    train(recipe_of(text, model=model), tmp_path)
+    found = logged(tmp_path, "mtp_loss_1", "load_balancing_loss", "z_loss")
+    assert len(found) == STEPS
+    # Two thirds of log(vocabulary) is far below what an untrained model has.
+    assert all(ahead > 4 and balance > 0 and z > 0 for ahead, balance, z in found)
+
+
+def test_sequences_are_cut_while_the_length_warms_up(text, tmp_path):
+    chosen = recipe_of(
+        text,
+        data={"sequence_length_warmup": [[1, 4], [2, 8]], "reset_at_documents": False},
+        run={"eval_every_steps": 1, "eval_batches": 1},
+    )
+    trainer, longest = build(chosen, tmp_path), {True: [], False: []}
+
+    def note(model, args, kwargs):
+        longest[model.training].append(kwargs["packed_seq_params"].max_seqlen_q)
+
+    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.train()
+    assert longest[True] == [4] * ROWS + [8] * ROWS + [LENGTH] * (STEPS - 2) * ROWS
+    assert longest[False] == [LENGTH] * STEPS * ROWS
+
+
+def test_gradients_reduced_during_the_backward_pass_are_the_same(text, tmp_path):
+    for name, overlaps in (("after", False), ("during", True)):
+        train(recipe_of(text, run={"overlap_gradients": overlaps}), tmp_path / name)
+    after, during = (logged(tmp_path / n, "loss", "gradient_norm") for n in ("after", "during"))
+    assert after == during
+
+
+def test_conversations_have_a_loss_on_answers_alone(tmp_path, tokenizer):
+    conversations = [[300 + i % 7] * 6 + [400, 401, 402, tokenizer.eod] for i in range(40)]
+    prefix = tmp_path / "chats"
+    write_conversations(prefix, conversations, [[(6, 10)]] * 40, tokenizer)
+    chosen = recipe_of(str(prefix), data={"kind": "sft", "split": "1"})
+    trainer = train(chosen, tmp_path / "run")
+    data, _, _ = build_datasets(chosen.data, tokenizer, (STEPS * ROWS, 0, 0))
+    counts = [int(data[i]["loss_mask"].sum()) for i in range(STEPS * ROWS)]
+    assert trainer.progress.tokens == sum(counts)
+    assert 0 < sum(counts) <= 0.5 * STEPS * ROWS * LENGTH
+    losses = [loss for (loss,) in logged(tmp_path / "run", "loss")]
+    assert losses[-1] < losses[0]
+
+
+def test_without_tensorboard_a_run_that_wants_it_does_not_start(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    trainer = build(recipe_of(text, reports={"tensorboard": True}), tmp_path)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        trainer.train()
+    assert trainer.progress.step == 0
+
+
+def test_a_vocabulary_below_the_tokenizers_is_refused(text, tmp_path):
+    with pytest.raises(ValueError, match=r"vocab_size=61, but the tokenizer 'demo' has 3072"):
+        build(recipe_of(text, model={"vocab_size": 61}), tmp_path)
