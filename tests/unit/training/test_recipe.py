@@ -95,7 +95,7 @@ def test_a_file_that_is_no_recipe_is_refused(path, text, message):
 
 
 def test_a_missing_file_is_told_with_the_names_of_the_package(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot be read as a recipe .*jamba_mini, nemotron_h_8b"):
+    with pytest.raises(ValueError, match=r"cannot be read as a recipe .*jamba_mini, "):
         Recipe.load(tmp_path / "missing")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="cannot be read as a recipe"):

@@ -139,7 +139,3 @@ def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
 def test_fields_without_a_legal_value_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ReportFields.of("reports", fields)
-
-
-def test_the_given_peak_is_in_flops():
-    assert ReportFields.of("reports", {"peak_tflops": 2}).peak_flops == 2e12

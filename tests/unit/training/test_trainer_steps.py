@@ -121,7 +121,7 @@ def poisoned(steps, value):
             sums = super()._run_batches(data, **options)
             if self.progress.step + 1 in steps:
                 if value == "loss":
-                    sums[0] = math.nan
+                    sums = math.nan, sums[1]
                 else:
                     next(self.model.parameters()).main_grad.view(-1)[3] = float(value)
             return sums
@@ -283,5 +283,5 @@ def test_without_tensorboard_a_run_that_wants_it_does_not_start(text, tmp_path, 
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(text, tmp_path):
-    with pytest.raises(ValueError, match=r"vocab_size=61, but the tokenizer 'demo' has 3072"):
+    with pytest.raises(ValueError, match=r"vocab_size is 61, but 'demo' has 3072"):
         build(recipe_of(text, model={"vocab_size": 61}), tmp_path)
