@@ -122,6 +122,20 @@ class OptimizerFields(Fields):
                 "Install a newer torch, or use adam."
             )
 
+    def check_steps(self, steps: int) -> None:
+        """Check that warm-up and decay fit into a run of `steps`.
+
+        Raises:
+            ValueError: they do not.
+        """
+        decay = self.decay_steps or 0
+        if self.warmup_steps >= steps or self.warmup_steps + decay > steps:
+            after = f" and {decay} of decay (decay_steps)" if decay else ""
+            raise ValueError(
+                f"the run has {steps} steps, too few for {self.warmup_steps} of warm-up "
+                f"(warmup_steps){after}. Raise run.steps, or lower these."
+            )
+
 
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], fields: OptimizerFields
@@ -266,12 +280,7 @@ def build_schedule(
     Raises:
         ValueError: warm-up and decay do not fit the steps.
     """
-    needed = fields.warmup_steps + (fields.decay_steps or 0)
-    if needed > steps or fields.warmup_steps >= steps:
-        raise ValueError(
-            f"warmup_steps={fields.warmup_steps} and decay_steps={fields.decay_steps} need more "
-            f"than the {steps} steps of the run."
-        )
+    fields.check_steps(steps)
     final = fields.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,

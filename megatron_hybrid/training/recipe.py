@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_hybrid.models.config.hybrid_config import SAVED_FIELDS, HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.fields import Fields, check_known
@@ -108,17 +109,18 @@ class Recipe:
         values = _parse(text, str(path))
         if not isinstance(values, dict):
             raise ValueError(f"{path} has no sections: a recipe is a mapping.")
-        for override in overrides:
-            _override(values, override)
-        return cls.of(values)
+        return cls.of(values, overrides)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Recipe:
-        """A recipe of nested mappings.
+    def of(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+        """A recipe of nested mappings; for `overrides` see `load`.
 
         Raises:
             ValueError: keys or values that are not legal.
         """
+        values = copy.deepcopy(dict(values))
+        for override in overrides:
+            _override(values, override)
         check_known("the recipe", values, (one.name for one in dataclasses.fields(cls)))
         for name in ("model", "tokenizer", "data"):
             if name not in values:
@@ -131,8 +133,8 @@ class Recipe:
             raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
         if values.get("lora") is not None and "pretrained" not in model:
             raise ValueError("lora trains adapters of a trained model: set model.pretrained.")
-        return cls(
-            dict(model),
+        recipe = cls(
+            model,
             tokenizer,
             DataFields.of("data", values["data"]),
             RunFields.of("run", values.get("run")),
@@ -141,6 +143,8 @@ class Recipe:
             CheckpointFields.of("checkpoints", values.get("checkpoints")),
             ReportFields.of("reports", values.get("reports")),
         )
+        recipe.optimizer.check_steps(recipe.run.steps)
+        return recipe
 
     def model_config(self, vocab_size: int, **fields: Any) -> HybridConfig:
         """The model's configuration, without a pretrained one.
@@ -152,9 +156,7 @@ class Recipe:
         Raises:
             ValueError: fields that no model has.
         """
-        model = {"vocab_size": vocab_size, **self.model, **fields}
-        architecture = {name: model.pop(name) for name in SAVED_FIELDS if name in model}
-        return HybridConfig.from_dict(architecture, **model)
+        return HybridConfig(**decode_fields({"vocab_size": vocab_size, **self.model}), **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested mappings for `of`, with all defaults."""

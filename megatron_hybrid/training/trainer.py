@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.ranks import fail_together
@@ -518,11 +518,13 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
     # A micro-batch counts by its labels: core's data parallelism reads it, and our routers.
-    fields = {**recipe.model, "calculate_per_token_loss": True}
-    pretrained = fields.pop("pretrained", None)
+    counting = {"calculate_per_token_loss": True}
+    pretrained = recipe.model.get("pretrained")
     if pretrained is None:
-        config = recipe.model_config(tokenizer.vocab_size, calculate_per_token_loss=True)
+        config = recipe.model_config(tokenizer.vocab_size, **counting)
     else:
+        fields = {**decode_fields(recipe.model), **counting}
+        del fields["pretrained"]
         config = read_config(model_folder(pretrained), perform_initialization=False, **fields)
     if config.vocab_size < tokenizer.vocab_size:
         raise ValueError(

@@ -248,12 +248,7 @@ class HybridConfig(
             raise ValueError(
                 f"config has the unknown key {unknown[0]!r}. Known: {', '.join(SAVED_FIELDS)}."
             )
-        fields = _decode(values)
-        if "layer_overrides" in fields:
-            fields["layer_overrides"] = {
-                layers: _decode(fields) for layers, fields in fields["layer_overrides"].items()
-            }
-        return cls(**{**fields, **overrides})
+        return cls(**{**decode_fields(values), **overrides})
 
     def differences(self, other: HybridConfig) -> list[str]:
         """Names of the fields by which two configs describe models that compute different things.
@@ -349,9 +344,17 @@ def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:
     return encoded
 
 
-def _decode(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `_encode`."""
+def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of config fields, of which config.json has some by name.
+
+    Raises:
+        ValueError: a name that stands for nothing.
+    """
     decoded = dict(fields)
+    if "layer_overrides" in decoded:
+        decoded["layer_overrides"] = {
+            layers: decode_fields(fields) for layers, fields in decoded["layer_overrides"].items()
+        }
     for name in _NAMED_VALUES.keys() & decoded.keys():
         table = _NAMED_VALUES[name]
         if not isinstance(decoded[name], str) or decoded[name] not in table:

@@ -15,6 +15,7 @@ from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.recipe import Recipe
@@ -92,8 +93,18 @@ def train_alone(folder: Path, name: str, chosen: Recipe) -> None:
         train(folder, name, chosen)
 
 
+def in_sixteen_bits(folder: Path) -> Recipe:
+    """A short run of a bf16 model whose checkpoints are written while it goes on."""
+    chosen = recipe(folder, stop_at_step=2)
+    chosen.model["params_dtype"] = "bfloat16"
+    chosen.checkpoints.every_steps, chosen.checkpoints.asynchronous = 1, True
+    return chosen
+
+
 def train_all(layouts: list[str], folder: Path) -> None:
     """On each rank."""
+    if "dp" in layouts:
+        train(folder, "sixteen bits", in_sixteen_bits(folder))
     for layout in layouts:
         train(folder, layout, recipe(folder, layout))
     for saved, resumed in RESUMED:
@@ -223,6 +234,11 @@ def test_one_rank_goes_on_from_two(folder, ranks, expected, layout):
 
 def test_the_same_layout_goes_on_to_the_bit(folder, ranks):
     assert rows(folder / "distributed to distributed") == rows(folder / "distributed")[SAVED_STEP:]
+
+
+def test_every_listed_place_of_core_asks_for_cuda(ranks):
+    with cpu_seam() as seam:
+        assert sorted(seam.places - ranks, key=str) == []
 
 
 def test_the_log_is_of_one_rank(folder, ranks):

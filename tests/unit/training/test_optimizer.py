@@ -179,7 +179,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers():
 
 def test_a_warm_up_longer_than_the_run_is_refused():
     optimizer = build_optimizer([wrapped()], fields())
-    with pytest.raises(ValueError, match="more than the 5 steps"):
+    with pytest.raises(ValueError, match="the run has 5 steps, too few for 6"):
         build_schedule(optimizer, fields(warmup_steps=6), 5)
 
 

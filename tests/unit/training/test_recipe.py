@@ -69,6 +69,7 @@ def test_overrides_set_nested_values(path):
         ("tokenizer=3", "tokenizer is 3; it must be a folder"),
         ("run.micro_batch_size=2", "global_batch_size is 1, no multiple of micro_batch_size=2"),
         ("lora.rank=4", "set model.pretrained"),
+        ("optimizer.warmup_steps=7", "the run has 7 steps, too few for 7 of warm-up"),
     ],
 )
 def test_a_wrong_override_is_refused(path, override, message):

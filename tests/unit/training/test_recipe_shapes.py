@@ -71,8 +71,10 @@ def test_builds_on_the_meta_device_with_the_published_parameter_count(recipe, pu
 def test_cut_down_it_trains_by_its_own_sections(recipe, published, tmp_path):
     tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     text = write_documents(tmp_path / "text", [[*range(300, 340), tokenizer.eod]] * 40, tokenizer)
+    decay = {"optimizer.decay_steps": 1} if read(recipe).optimizer.decay_steps else {}
     chosen = read(
         recipe,
+        **decay,
         **{
             "tokenizer": "demo",
             "data.blend": [text],
@@ -87,8 +89,6 @@ def test_cut_down_it_trains_by_its_own_sections(recipe, published, tmp_path):
             "reports.every_steps": 1,
         },
     )
-    if chosen.optimizer.decay_steps:
-        chosen.optimizer.decay_steps = 1
     pattern = chosen.model["layer_pattern"]
     chosen.model = {**cut_fields(chosen.model), "vocab_size": tokenizer.vocab_size}
     parallel_state.destroy_model_parallel()
