@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import gated_delta_rule
 
 _A_RANGE = (1.0, 16.0)
@@ -83,10 +83,10 @@ class GatedDeltaNetMixer(Mixer):
             copies=(copies, copies, 1),
         )
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        self.A_log = nn.Parameter(torch.empty(self.num_value_heads).uniform_(*_A_RANGE).log())
-        self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads))
-        for parameter in (self.A_log, self.dt_bias):
-            mark_tensor_parallel(parameter, Cut(0, (value_heads,), tp_size))
+        cut, rank = Cut(0, (value_heads,), tp_size), pg_collection.tp.rank()
+        A_log = torch.empty(value_heads).uniform_(*_A_RANGE).log()
+        self.A_log = sharded_parameter(A_log, cut, rank)
+        self.dt_bias = sharded_parameter(torch.ones(value_heads), cut, rank)
         self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
@@ -23,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import kimi_delta_attention
 
 _A_RANGE = (1.0, 16.0)
@@ -95,10 +95,10 @@ class KimiDeltaAttentionMixer(Mixer):
             for width in (keys, values)
         )
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
-        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads * self.key_dim))
-        mark_tensor_parallel(self.A_log, Cut(0, (heads,), tp_size))
-        mark_tensor_parallel(self.dt_bias, Cut(0, (keys,), tp_size))
+        rank = pg_collection.tp.rank()
+        A_log = torch.empty(heads).uniform_(*_A_RANGE).log()
+        self.A_log = sharded_parameter(A_log, Cut(0, (heads,), tp_size), rank)
+        self.dt_bias = sharded_parameter(initial_dt_bias(keys), Cut(0, (keys,), tp_size), rank)
         self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"

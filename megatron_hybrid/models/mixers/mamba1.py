@@ -23,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
 from megatron_hybrid.ops import selective_scan
 
 
@@ -54,7 +54,7 @@ class Mamba1Mixer(Mixer):
         super().__init__(config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
-        tp_size = pg_collection.tp.size()
+        tp_size, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
@@ -103,13 +103,12 @@ class Mamba1Mixer(Mixer):
             init_method=lambda weight: nn.init.uniform_(weight, -(rank**-0.5), rank**-0.5),
         )
         with torch.no_grad():
-            self.dt_proj.bias.copy_(initial_dt_bias(self.num_channels))
+            bias = self.dt_proj.bias
+            bias.copy_(shard(initial_dt_bias(inner), bias, tp_rank))
         # Decay and skip stay in fp32 in a bf16 model, as in Mamba-2.
-        decay = torch.arange(1.0, self.state_dim + 1.0).log()
-        self.A_log = nn.Parameter(decay.repeat(self.num_channels, 1))
-        self.D = nn.Parameter(torch.ones(self.num_channels))
-        for parameter in (self.A_log, self.D):
-            mark_tensor_parallel(parameter, Cut(0, (inner,), tp_size))
+        cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
+        self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
+        self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
         self.out_proj = build_output_projection(
             submodules.row,
             self.config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import (
@@ -22,7 +22,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import ssd_scan
 
 _A_RANGE = (1.0, 16.0)
@@ -91,11 +91,10 @@ class Mamba2Mixer(Mixer):
             copies=(1, copies, copies),
         )
         # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
-        self.dt_bias = nn.Parameter(initial_dt_bias(self.num_heads))
-        self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(*_A_RANGE).log())
-        self.D = nn.Parameter(torch.ones(self.num_heads))
-        for parameter in (self.dt_bias, self.A_log, self.D):
-            mark_tensor_parallel(parameter, Cut(0, (heads,), tp_size))
+        cut, rank = Cut(0, (heads,), tp_size), pg_collection.tp.rank()
+        self.dt_bias = sharded_parameter(initial_dt_bias(heads), cut, rank)
+        self.A_log = sharded_parameter(torch.empty(heads).uniform_(*_A_RANGE).log(), cut, rank)
+        self.D = sharded_parameter(torch.ones(heads), cut, rank)
         self.norm = None
         if config.mamba_gated_norm != "none":
             self.norm = GatedGroupNorm(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.mixers.base import StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.collectives import sum_gradient_of_copies
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import causal_conv1d
 
 
@@ -46,17 +46,15 @@ class ShortConv(nn.Module):
         super().__init__()
         self.activation = activation
         self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
-        channels = sum(cut.local_sections)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
-        weight = torch.empty(channels, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
-        self.weight = nn.Parameter(weight)
+        weight = torch.empty(cut.size, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
+        self.weight = sharded_parameter(weight, cut, tp_group.rank())
+        self.register_parameter("bias", None)
         if bias:
-            self.bias = nn.Parameter(torch.empty(channels, dtype=dtype).uniform_(-bound, bound))
-        else:
-            self.register_parameter("bias", None)
+            full = torch.empty(cut.size, dtype=dtype).uniform_(-bound, bound)
+            self.bias = sharded_parameter(full, cut, tp_group.rank())
         for parameter in self.parameters():
-            mark_tensor_parallel(parameter, cut)
             sum_gradient_of_copies(parameter, tp_group)
 
     def state(self) -> StateTensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _CORE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
@@ -118,11 +118,21 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def sharded_parameter(full: Tensor, cut: Cut, rank: int) -> nn.Parameter:
+    """This rank's piece of `full`, which all ranks have drawn alike, so that a model starts with
+    the same weights on any number of them."""
+    parameter = nn.Parameter(_piece(full, cut, rank).contiguous())
+    mark_tensor_parallel(parameter, cut)
+    return parameter
+
+
 def shard(full: Tensor, parameter: Tensor, rank: int) -> Tensor:
     """One rank's piece of `full`, cut like `parameter`."""
     cut = cut_of(parameter)
-    if cut is None:
-        return full
+    return full if cut is None else _piece(full, cut, rank)
+
+
+def _piece(full: Tensor, cut: Cut, rank: int) -> Tensor:
     padding = cut.size - full.shape[cut.dim]
     if padding:
         full = F.pad(full, (0, 0) * (full.dim() - 1 - cut.dim) + (0, padding))

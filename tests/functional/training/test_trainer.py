@@ -1,5 +1,6 @@
 """A recipe trains in any layout what a loop of plain torch trains, and goes on in any other."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,10 @@ from megatron.core import parallel_state
 from rank_processes import train_on_ranks
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import batches
@@ -75,7 +77,12 @@ def recipe(folder: Path, layout: str | None = None, **run) -> Recipe:
             "model": {"pretrained": str(folder / "weights"), **model},
             "tokenizer": "demo",
             "data": {"sequence_length": LENGTH, "train": [str(folder / "text")]},
-            "run": {"steps": STEPS, "global_batch_size": ROWS, **run},
+            "run": {
+                "steps": STEPS,
+                "global_batch_size": ROWS,
+                "overlap_gradients": layout == "distributed",
+                **run,
+            },
             "optimizer": {**ADAM, "warmup_steps": 3, **optimizer},
             "checkpoints": {"every_steps": SAVED_STEP, "keep": 0, "asynchronous": False},
             "reports": {"every_steps": 1},
@@ -101,8 +108,20 @@ def in_sixteen_bits(folder: Path) -> Recipe:
     return chosen
 
 
+def export_initial(folder: Path, layout: str) -> None:
+    """Write the random weights with which a run in a layout starts."""
+    chosen = recipe(folder, layout)
+    del chosen.model["pretrained"]
+    chosen.model = {**CONFIG, **chosen.model}
+    name = f"initial {layout}"
+    parallel_state.destroy_model_parallel()
+    Trainer(chosen, folder / f"run of {name}", torch.device("cpu")).export(folder / name)
+
+
 def train_all(layouts: list[str], folder: Path) -> None:
     """On each rank."""
+    if layouts[0] in ("tp", "pp"):
+        export_initial(folder, layouts[0])
     if "dp" in layouts:
         train(folder, "sixteen bits", in_sixteen_bits(folder))
     for layout in layouts:
@@ -234,6 +253,33 @@ def test_one_rank_goes_on_from_two(folder, ranks, expected, layout):
 
 def test_the_same_layout_goes_on_to_the_bit(folder, ranks):
     assert rows(folder / "distributed to distributed") == rows(folder / "distributed")[SAVED_STEP:]
+
+
+def initial(folder, layout):
+    model, _ = load_pretrained(folder / f"initial {layout}", dtype=torch.float32)
+    return model
+
+
+def test_tensor_parallel_ranks_start_with_different_pieces(folder, ranks):
+    sharded = 0
+    for name, parameter in initial(folder, "tp").named_parameters():
+        if (cut := cut_of(parameter)) is None or len(parameter.unique()) == 1:
+            continue
+        cut, sharded = dataclasses.replace(cut, num_ranks=RANKS), sharded + 1
+        pieces = [
+            torch.cat([parameter.narrow(cut.dim, at, end - at) for at, end in cut.ranges(rank)])
+            for rank in range(RANKS)
+        ]
+        assert not torch.equal(*pieces), name
+    assert sharded > 20
+
+
+def test_pipeline_stages_start_with_different_weights(folder, ranks):
+    layers = initial(folder, "pp").decoder.layers
+    # One in each stage: the two attention layers, full and windowed.
+    attentions = [layer.self_attention.linear_qkv.weight for layer in (layers[2], layers[4])]
+    assert attentions[0].shape == attentions[1].shape
+    assert not torch.equal(*attentions)
 
 
 def test_every_listed_place_of_core_asks_for_cuda(ranks):
