@@ -116,7 +116,13 @@ class ConversationRows(MegatronDataset):
         if start < size:
             lengths.append(size - start)
         _check_tokens(tokens, self.config, self.dataset_path)
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "lengths": lengths}
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "lengths": lengths,
+            "padding": size - start,
+        }
 
 
 def _check_tokens(tokens: Tensor, config: GPTDatasetConfig, prefix: str) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_hybrid import HybridConfig, build_hybrid_model, load_pretrained, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.data.datasets import build_datasets
@@ -272,6 +273,22 @@ def test_conversations_have_a_loss_on_answers_alone(tmp_path, tokenizer):
     assert 0 < sum(counts) <= 0.5 * STEPS * ROWS * LENGTH
     losses = [loss for (loss,) in logged(tmp_path / "run", "loss")]
     assert losses[-1] < losses[0]
+
+
+def test_routers_are_told_what_only_fills_a_row(tmp_path, tokenizer):
+    prefix = tmp_path / "chats"
+    # Three of 10 predictions in a row, and 2 tokens to fill it.
+    chats = [[*range(300, 310), tokenizer.eod]] * 40
+    write_conversations(prefix, chats, [[(6, 10)]] * 40, tokenizer)
+    trainer = build(recipe_of(str(prefix), data={"kind": "sft", "split": "1"}), tmp_path / "run")
+    (router,) = (one for one in trainer.model.modules() if isinstance(one, Router))
+    assert router.config.calculate_per_token_loss  # a micro-batch counts by its labels
+    told = []
+    trainer.model.decoder.register_forward_pre_hook(lambda module, args: told.append(args[1]))
+    trainer.step(trainer.batches())
+    fills = torch.arange(LENGTH) >= 30
+    assert len(told) == ROWS
+    assert all(torch.equal(context.padding_mask_T, fills) for context in told)
 
 
 def test_without_tensorboard_a_run_that_wants_it_does_not_start(text, tmp_path, monkeypatch):
