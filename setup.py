@@ -45,6 +45,8 @@ setup(
     extras_require={
         # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See README.
         "gpu": ["transformer-engine[pytorch]>=2.0", "triton>=3"],
+        # Parquet files, tensorboard's events, plots of losses.
+        "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -52,6 +54,8 @@ setup(
             "transformers>=5.24",
             "prometheus_client>=0.20",
             "matplotlib>=3.8",
+            "pyarrow>=15",
+            "tensorboard>=2.15",
         ],
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],

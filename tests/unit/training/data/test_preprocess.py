@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from pyarrow import parquet
 
 from megatron_hybrid import cli
 from megatron_hybrid.text import document_files
@@ -192,6 +194,40 @@ def test_files_that_cannot_be_read_are_named(folder, tmp_path):
     (tmp_path / "c.txt.gz").write_bytes(b"text")
     refuse("c.txt.gz", r"c.txt.gz cannot be read: Not a gzipped file")
     assert not list(tmp_path.glob("data*"))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rows_of_parquet_give_the_dataset_of_the_same_lines(folder, tmp_path, workers):
+    documents = texts(600)  # more than a chunk
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]}
+        for text in documents[:20]
+    ]
+    for name, records, options in (
+        ("text", [{"id": i, "story": text} for i, text in enumerate(documents)], {"key": "story"}),
+        ("chat", chats, {"chat": True}),
+    ):
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / f"{name}.parquet")
+        write_lines(tmp_path / f"{name}.jsonl", records)
+        for ending in ("parquet", "jsonl"):
+            path = tmp_path / f"{name}.{ending}"
+            made = preprocess(
+                [path], folder, tmp_path / f"{name}_{ending}", workers=workers, **options
+            )
+            assert made.documents == len(records)
+        assert stored(tmp_path / f"{name}_parquet") == stored(tmp_path / f"{name}_jsonl")
+
+
+def test_rows_of_parquet_without_text_are_told_or_left_out(folder, tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", None, "three"]}), path)
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2"):
+        preprocess([path], folder, tmp_path / "data")
+    assert preprocess([path], folder, tmp_path / "data", skip_broken=True).broken == 1
+    assert stored(tmp_path / "data") == expected(folder, ["one", "three"])
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
+        preprocess([path], folder, tmp_path / "more")
 
 
 def test_parquet_needs_pyarrow(folder, tmp_path, monkeypatch):
