@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import plot_losses
-from megatron_hybrid.training.trainer import Trainer, training_device
+from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
 
 EXPORTED = "exported"
 
@@ -21,7 +22,8 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
     folder `exported`, for `load_pretrained`, and the losses are plotted if there is matplotlib.
 
     Returns:
-        The exit status: 0, or 3 where the run was stopped before its last step.
+        The exit status: 0; 1 where the run cannot go on, which all ranks tell; 3 where it was
+        stopped before its last step.
 
     Raises:
         ValueError: the recipe, or what it names, does not fit.
@@ -34,7 +36,11 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
             replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
-        trainer.train()
+        try:
+            trainer.train()
+        except TrainingError as error:
+            print(f"megatron-hybrid: {error}", file=sys.stderr)
+            return 1
         if trainer.progress.step < recipe.run.steps:
             if is_first:
                 print(
