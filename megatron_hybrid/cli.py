@@ -11,7 +11,13 @@ from megatron_hybrid.version import __version__
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    # A list of arguments ends at an option: what follows that is its rest.
+    if "overrides" in options and not any(argument.startswith("-") for argument in rest):
+        options.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status = options.command(options)
         sys.stdout.flush()  # here, not at Python's exit, where errors are not caught

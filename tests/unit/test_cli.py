@@ -282,6 +282,24 @@ def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+def test_overrides_of_a_recipe_may_stand_before_and_behind_an_option(tmp_path, capsys):
+    before, behind = ["train", "laptop", "run.steps=many"], ["--folder", str(tmp_path)]
+    assert cli.main([*before, *behind, "run.steps=3", "run.stesp=4"]) == 2
+    assert "run has no field 'stesp'" in capsys.readouterr().err
+    assert cli.main([*before, *behind]) == 2
+    assert "steps is 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"), [(["train", "laptop"], ["--fodler", "x"]), (["info"], ["more"])]
+)
+def test_arguments_that_no_command_has_are_refused(known, unknown, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*known, *unknown])
+    assert end.value.code == 2
+    assert f"unrecognized arguments: {' '.join(unknown)}\n" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As with `| head`: what is left is written when the command is over."""
     reader, writer = os.pipe()
