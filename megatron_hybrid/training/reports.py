@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,15 @@ class Reports:
         self._task = self._bar.add_task("", total=steps, completed=step, note="")
         self._bar.start()
 
-    def write(self, step: int, line: str, **values: Any) -> None:
+    def write(self, step: int, **values: Any) -> None:
         """Report a step.
 
         Args:
             step: the steps that are done.
-            line: for the terminal.
-            values: for the log and tensorboard; what is not finite is null in the log, since JSON
-                has no such numbers.
+            values: by their names in the log. What is not finite is null there, since JSON has no
+                such numbers.
         """
+        line = terminal_line(step, values, self.console.width)
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
@@ -94,15 +95,70 @@ class Reports:
         self._bar.update(self._task, completed=step)
         self.console.print(line, markup=False)
 
-    def advance(self, step: int, note: str) -> None:
+    def advance(self, step: int, loss: float) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=step, note=note)
+        self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
 
     def close(self) -> None:
         """End the bar and flush."""
         self._bar.stop()
         if self._writer is not None:
             self._writer.close()
+
+
+def terminal_line(step: int, values: Mapping[str, Any], width: int = 80) -> str:
+    """A report in one line. Where the width is not enough for all that a line has, it lacks what is
+    dispensable; the log has that.
+
+    Args:
+        step: the steps that are done.
+        values: by their names in the log.
+        width: most characters.
+    """
+    texts = {name: text(values[name]) for name, text in _TEXTS.items() if name in values}
+    if "flops_utilisation" in texts:
+        texts.pop("tflops_per_rank", None)
+    if not values.get("skipped_steps"):
+        texts.pop("skipped_steps", None)
+    for dispensable in (None, *_DISPENSABLE):
+        texts.pop(dispensable, None)
+        line = "  ".join([f"step {step}", *texts.values()])
+        if len(line) <= width:
+            break
+    return line
+
+
+def _count(number: float) -> str:
+    """In three to five digits."""
+    if number < 1e5:
+        return f"{number:,.0f}"
+    return f"{number / 1e3:.0f}k" if number < 999.5e3 else f"{number / 1e6:.3g}M"
+
+
+def _flops(tflops: float) -> str:
+    number, unit = (tflops, "TFLOP/s") if tflops >= 1 else (1e3 * tflops, "GFLOP/s")
+    return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f} {unit}"
+
+
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "eval_loss": "eval {:.4f}".format,
+    "gradient_norm": lambda norm: f"grad {norm:{'.2f' if 0.1 <= norm < 1e3 else '.1e'}}",
+    "learning_rate": "lr {:.2e}".format,
+    "tokens_per_second": lambda number: f"{_count(number)} tokens/s",
+    "flops_utilisation": "{:.1%} of peak".format,
+    "tflops_per_rank": _flops,
+    "skipped_steps": "{} skipped".format,
+}
+"""What a line has of a report, in its order."""
+_DISPENSABLE = (
+    "learning_rate",
+    "tflops_per_rank",
+    "flops_utilisation",
+    "gradient_norm",
+    "tokens_per_second",
+)
+"""What a line lacks that would be too long, the first of them first."""
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

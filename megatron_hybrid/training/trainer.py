@@ -204,7 +204,7 @@ class Trainer:
                     self.checkpoints.poll()
                     ends = progress.step == last or self._any_rank(stop.is_set())
                     if reports:
-                        reports.advance(progress.step, f"loss {step.loss:.3f}")
+                        reports.advance(progress.step, step.loss)
                     if ends or _is_due(self.recipe.reports.every_steps, progress.step):
                         self._report(reports, step)
                     if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
@@ -418,23 +418,11 @@ class Trainer:
         if reports is None:
             return
         progress = self.progress
-        rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
-        line = (
-            f"step {progress.step}  loss {measured['loss']:.4f}  grad {step.gradient_norm:.2f}  "
-            f"lr {rate:.2e}  {measured['tokens_per_second']:,.0f} tokens/s  "
-        )
-        if "flops_utilisation" in measured:
-            line += f"{measured['flops_utilisation']:.1%} of peak"
-        else:
-            line += f"{measured['tflops_per_rank']:.3g} TFLOP/s"
-        if progress.skipped_steps:
-            line += f"  {progress.skipped_steps} skipped"
         reports.write(
             progress.step,
-            line,
             **measured,
             gradient_norm=step.gradient_norm,
-            learning_rate=rate,
+            learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
             tokens=progress.tokens,
             samples=progress.samples,
             skipped_steps=progress.skipped_steps,
@@ -443,8 +431,7 @@ class Trainer:
     def _report_evaluation(self, reports: Reports | None) -> None:
         loss = self.evaluate()
         if reports:
-            step, tokens = self.progress.step, self.progress.tokens
-            reports.write(step, f"step {step}  eval {loss:.4f}", eval_loss=loss, tokens=tokens)
+            reports.write(self.progress.step, eval_loss=loss, tokens=self.progress.tokens)
         self.measures.restart()
 
 

@@ -9,7 +9,14 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_hybrid.training.reports import LOG, ReportFields, Reports, plot_losses, read_log
+from megatron_hybrid.training.reports import (
+    LOG,
+    ReportFields,
+    Reports,
+    plot_losses,
+    read_log,
+    terminal_line,
+)
 
 
 def reports(folder, step=0, **fields):
@@ -19,7 +26,7 @@ def reports(folder, step=0, **fields):
 
 def write(one, *steps):
     for step in steps:
-        one.write(step, f"step {step}", loss=1 / step, tokens=10 * step)
+        one.write(step, loss=1 / step, tokens=10 * step)
     one.close()
 
 
@@ -35,7 +42,7 @@ def test_a_step_is_a_line_of_the_log_and_of_the_terminal(tmp_path):
         {"step": 1, "loss": 1.0, "tokens": 10},
         {"step": 2, "loss": 0.5, "tokens": 20},
     ]
-    assert one.console.file.getvalue() == "step 1\nstep 2\n"
+    assert one.console.file.getvalue() == "step 1  loss 1.0000\nstep 2  loss 0.5000\n"
 
 
 def test_the_log_is_cut_behind_the_step_that_is_taken_up(tmp_path):
@@ -67,26 +74,94 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
 
 def test_what_is_not_finite_is_null_in_the_log(tmp_path):
     one = reports(tmp_path)
-    one.write(1, "step 1", loss=math.nan, gradient_norm=math.inf, tokens=3)
+    one.write(1, loss=math.nan, gradient_norm=math.inf, tokens=3)
     text = (tmp_path / LOG).read_text()
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert record == {"step": 1, "loss": None, "gradient_norm": None, "tokens": 3}
 
 
-def test_long_lines_are_folded(tmp_path):
+# As on eight GPUs.
+MEASURED = {
+    "loss": 2.34567,
+    "tokens_per_second": 1234567.8,
+    "tflops_per_rank": 448.0,
+    "load_balancing_loss": 1.02,
+    "flops_utilisation": 0.4531,
+    "gradient_norm": 0.1234,
+    "learning_rate": 2.9815e-4,
+    "tokens": 10**9,
+    "samples": 10**6,
+    "skipped_steps": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "line"),
+    [
+        (
+            120000,
+            {},
+            "step 120000  loss 2.3457  grad 0.12  lr 2.98e-04  1.23M tokens/s  45.3% of peak",
+        ),
+        # Without room, what the log alone has goes, skipped steps stay.
+        (
+            120000,
+            {"skipped_steps": 3},
+            "step 120000  loss 2.3457  grad 0.12  1.23M tokens/s  45.3% of peak  3 skipped",
+        ),
+        (
+            1200000,
+            {"skipped_steps": 1234, "gradient_norm": math.inf, "loss": math.nan},
+            "step 1200000  loss nan  grad inf  1.23M tokens/s  45.3% of peak  1234 skipped",
+        ),
+        (
+            10**12,
+            {"skipped_steps": 10**9, "gradient_norm": 1.234e30},
+            "step 1000000000000  loss 2.3457  1.23M tokens/s  1000000000 skipped",
+        ),
+    ],
+)
+def test_a_line_has_what_fits_into_80_columns(step, values, line):
+    assert terminal_line(step, {**MEASURED, **values}) == line
+    assert len(line) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("tflops_per_rank", 1234.5, "1234 TFLOP/s"),
+        ("tflops_per_rank", 45.67, "45.7 TFLOP/s"),
+        ("tflops_per_rank", 1.0, "1.00 TFLOP/s"),
+        ("tflops_per_rank", 0.9996, "1000 GFLOP/s"),
+        ("tflops_per_rank", 0.00123, "1.23 GFLOP/s"),
+        ("tokens_per_second", 71.4, "71 tokens/s"),
+        ("tokens_per_second", 99999.4, "99,999 tokens/s"),
+        ("tokens_per_second", 123456.0, "123k tokens/s"),
+        ("tokens_per_second", 999600.0, "1M tokens/s"),
+        ("eval_loss", 2.5, "eval 2.5000"),
+        ("gradient_norm", 1.9, "grad 1.90"),
+        ("gradient_norm", 0.0123, "grad 1.2e-02"),
+        ("gradient_norm", 12345.0, "grad 1.2e+04"),
+    ],
+)
+def test_a_line_has_short_numbers(name, value, text):
+    assert terminal_line(3, {name: value, "tokens": 4}) == f"step 3  {text}"
+
+
+def test_lines_fit_into_the_terminal(tmp_path):
     one = reports(tmp_path)
-    one.write(1, "step 1000000 " + "value 123456 " * 9)
-    lines = one.console.file.getvalue().splitlines()
-    assert len(lines) == 2 and max(map(len, lines)) <= 80
+    one.console.width = 40
+    one.write(120000, **MEASURED)
+    assert one.console.file.getvalue() == "step 120000  loss 2.3457  1.23M tokens/s\n"
 
 
 def test_numbers_go_to_tensorboard(tmp_path):
     first = reports(tmp_path, tensorboard=True)
     for step in (4, 5):
-        first.write(step, "", loss=2.0)
+        first.write(step, loss=2.0)
     first.close()
     resumed = reports(tmp_path, step=4, tensorboard=True)
-    resumed.write(5, "", loss=1.5, gradient_norm=math.nan)
+    resumed.write(5, loss=1.5, gradient_norm=math.nan)
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss"]  # a norm that is not finite is no number
@@ -112,9 +187,9 @@ def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
 
     monkeypatch.setattr(matplotlib.axes.Axes, "plot", note)
     one = reports(tmp_path)
-    one.write(1, "", loss=3.0, tokens=1e6)
-    one.write(2, "", loss=math.nan, tokens=2e6)
-    one.write(2, "", eval_loss=2.5, tokens=2e6)
+    one.write(1, loss=3.0, tokens=1e6)
+    one.write(2, loss=math.nan, tokens=2e6)
+    one.write(2, eval_loss=2.5, tokens=2e6)
     plot_losses(tmp_path, tmp_path / "plot.png")
     assert drawn == [("training", [1.0], [3.0]), ("validation", [2.0], [2.5])]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
