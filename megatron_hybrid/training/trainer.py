@@ -209,10 +209,11 @@ class Trainer:
                         self._report(reports, step)
                     if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
                         self.save()
+                    if ends:  # whole before the evaluation, in which a job may be killed
+                        self.checkpoints.finish()
                     is_last = progress.step == run.steps
                     if self.eval_data and (is_last or _is_due(run.eval_every_steps, progress.step)):
                         self._report_evaluation(reports)
-            self.checkpoints.finish()
         finally:
             if reports:
                 reports.close()

@@ -193,6 +193,18 @@ def test_evaluation_changes_nothing(text, tmp_path):
     assert len(evaluations) == STEPS and evaluations[-1] == runs[1].evaluate()
 
 
+def test_a_run_that_is_killed_in_its_last_evaluation_has_its_last_checkpoint(text, tmp_path):
+    class Killed(Trainer):
+        def evaluate(self):
+            raise KeyboardInterrupt
+
+    chosen = recipe_of(text, run={"eval_every_steps": STEPS + 1, "eval_batches": 1})
+    assert chosen.checkpoints.asynchronous
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, tmp_path, Killed)
+    assert Checkpoints(tmp_path).newest().name == f"iter_{STEPS:07d}"
+
+
 def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
     base = tmp_path / "base"
     torch.manual_seed(3)
