@@ -50,6 +50,7 @@ try:
     _check_version(MEGATRON_CORE_VERSION)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import megatron.core.models.backends
         import megatron.core.models.common.language_module.language_module
         from megatron.core import activations as activations
         from megatron.core import parallel_state as parallel_state

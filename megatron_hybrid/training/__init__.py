@@ -8,5 +8,4 @@ with warnings.catch_warnings():
     # megatron-core warns of every missing GPU library; without them it uses torch.
     warnings.simplefilter("ignore")
     import megatron.core.distributed
-    import megatron.core.models.backends
     import megatron.core.optimizer  # noqa: F401
