@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -53,6 +54,9 @@ from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
 
 logger = logging.getLogger(__name__)
+
+_SAME_REQUEST_SECONDS = 2.0
+"""A terminal sends its Ctrl-C to all ranks, and torchrun passes it on to them once more."""
 
 
 @dataclass
@@ -464,15 +468,19 @@ def _outside_of_the_seam() -> AbstractContextManager:
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
     """An event that is set when the process is asked to end, so that it can end after its step. A
-    second SIGINT ends it at once."""
+    SIGINT some time after the first signal ends it at once."""
     stop = threading.Event()
+    first = math.inf
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def note(number: int, _: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
+        nonlocal first
+        now = time.monotonic()
+        if number == signal.SIGINT and now - first > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
+        first = min(first, now)
         stop.set()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
