@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -131,12 +133,22 @@ def batches(
         batch_sampler=(list(range(start, start + micro_batch_size)) for start in starts),
         collate_fn=Batch.of,
         num_workers=workers,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_outlive_signals,
         generator=torch.Generator(),  # else it draws from torch's own
     )
     return iter(loader)
 
 
-def _ignore_interrupts(_: int) -> None:
-    """A terminal's Ctrl-C reaches workers too, and a run that ends after its step still reads."""
+def _outlive_signals(_: int) -> None:
+    """A terminal's Ctrl-C and a launcher's SIGTERM reach workers, too, and a run that ends after
+    its step still reads. A worker's SIGTERM is that of its rank, which ends it at its own end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_by(rank: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)

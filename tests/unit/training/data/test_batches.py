@@ -1,7 +1,9 @@
 """Batches: the same rows in any layout, resumed at any row."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -62,12 +64,29 @@ class FromProcess(Numbered):
         return {**super().__getitem__(i), "tokens": torch.full((8,), os.getpid())}
 
 
-def test_workers_outlive_an_interrupt_from_the_terminal():
+@pytest.fixture
+def worker():
+    """An iterator of batches, and the number of the process that reads them."""
     found = batches(FromProcess(), micro_batch_size=1, global_batch_size=12, workers=1)
-    worker = int(next(found).tokens[0, 0])
-    assert worker != os.getpid()
-    os.kill(worker, signal.SIGINT)
+    number = int(next(found).tokens[0, 0])
+    assert number != os.getpid()
+    return found, number
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_workers_outlive_signals_to_all_processes(worker, kind):
+    found, number = worker
+    # From another process than theirs.
+    subprocess.run(["sh", "-c", f"kill -{kind.value} {number}"], check=True)
     assert len(list(found)) == 47
+
+
+def test_workers_end_by_their_process(worker):
+    _, number = worker
+    (process,) = (one for one in multiprocessing.active_children() if one.pid == number)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_reading_draws_no_random_numbers():
