@@ -32,6 +32,7 @@ from megatron_hybrid.compat import start_save
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.training.save_results import use_save_results
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self._queue = AsyncCallsQueue()
+        use_save_results()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; every rank calls it.
@@ -239,19 +241,10 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Core calls torch by older names, which torch warns of, and starts a process that warns of
-    every missing GPU library."""
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = before
+    """Core calls torch by older names, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _flush(path: Path) -> None:

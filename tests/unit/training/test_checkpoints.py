@@ -1,19 +1,24 @@
 """Checkpoints of a run: whole or not there, whenever the process is killed."""
 
+import multiprocessing
 import os
+import queue
 import shutil
 import signal
+import tempfile
 from unittest import mock
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from rank_processes import join_ranks, rank_context
 
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.training import checkpoints as module
 from megatron_hybrid.training.checkpoints import LATEST, Checkpoints, load, why_torn
 from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.save_results import SaveResults
 
 
 def state(step):
@@ -76,6 +81,27 @@ def test_the_last_ones_are_kept(folder, asynchronous):
     assert steps_of(folder) == [3, 4]
     assert not list(folder.glob("*.saving"))
     check_newest(folder, 4)
+
+
+def test_saves_leave_neither_processes_nor_files_behind(folder, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    checkpoints = Checkpoints(folder, asynchronous=True)
+    checkpoints.save(3, state(3))
+    checkpoints.finish()
+    assert multiprocessing.active_children() == []
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    check_newest(folder, 3)
+
+
+def test_results_are_taken_once():
+    results = SaveResults()
+    for value in ({0: ["written"]}, RuntimeError("disk full")):
+        results.put(value)
+        assert repr(results.get_nowait()) == repr(value)
+        with pytest.raises(queue.Empty):
+            results.get_nowait()
 
 
 def test_a_torn_one_does_not_count_as_kept(folder):

@@ -1,0 +1,50 @@
+"""What core's writers of a checkpoint hand back to the process that saves."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from megatron_hybrid.files import replace_file
+
+
+class SaveResults:
+    """A queue of one value, in a file, for the results of a save.
+
+    Core's own queue is in a process beside each rank. A launcher's SIGTERM to all processes ends
+    that one, and the saves after it fail; it lives on where its rank is killed; and it imports
+    torch to pass on what it is given.
+    """
+
+    def __init__(self) -> None:
+        name = f"megatron_hybrid_save_{secrets.token_hex(16)}"
+        self._path = Path(tempfile.gettempdir()) / name
+
+    def put(self, value: Any) -> None:
+        """Give the value, in any process."""
+        replace_file(self._path, lambda path: path.write_bytes(pickle.dumps(value)))
+
+    def get_nowait(self) -> Any:
+        """Take the value.
+
+        Raises:
+            queue.Empty: there is none.
+        """
+        try:
+            value = self._path.read_bytes()
+        except FileNotFoundError:
+            raise queue.Empty from None
+        self._path.unlink()
+        return pickle.loads(value)
+
+
+def use_save_results() -> None:
+    """Let core's saves of this process go without a process for their results."""
+    if vars(filesystem_async).get("_results_queue", "of another release") is None:
+        filesystem_async._results_queue = SaveResults()
