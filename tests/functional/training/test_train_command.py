@@ -1,0 +1,196 @@
+"""`megatron-hybrid train` as a command: what it prints, how it ends, and runs that were stopped."""
+
+import signal
+from itertools import count
+
+import pytest
+import torch
+import yaml
+from commands import Command, Launched
+from index_folders import write_documents
+from safetensors.torch import load_file
+
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.reports import LOG, read_log
+
+RANKS, STEPS, SAVED_EVERY = 2, 60, 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a recipe and its data. Dropout and readers ahead are a part of what goes on."""
+    folder = tmp_path_factory.mktemp("command")
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
+    generator = torch.Generator().manual_seed(5)
+    documents = [
+        [*torch.randint(300, 320, (size,), generator=generator).tolist(), tokenizer.eod]
+        for size in torch.randint(5, 60, (60,), generator=generator).tolist()
+    ]
+    text = write_documents(folder / "text", documents, tokenizer)
+    recipe = {
+        "model": {
+            "layer_pattern": "M*-",
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 48,
+            "mamba_head_dim": 8,
+            "mamba_state_dim": 8,
+            "mamba_num_groups": 1,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+        "tokenizer": "demo",
+        "data": {"sequence_length": 32, "train": [text], "valid": [text], "workers": 1},
+        "run": {"steps": STEPS, "global_batch_size": RANKS},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoints": {"every_steps": SAVED_EVERY},
+        "reports": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    """start(name, *overrides, num_ranks=2, kind="ranks"): a command that trains in the folder
+    `name`."""
+    numbers = count()
+
+    def start(name, *overrides, num_ranks=RANKS, kind="ranks"):
+        arguments = ["train", str(folder / "recipe.yaml"), "--folder", str(folder / name)]
+        arguments += overrides
+        prints = folder / f"printed {next(numbers)}"
+        if kind == "ranks":
+            return Command(arguments, prints, num_ranks)
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+        modules = ["megatron_hybrid"] if kind == "python" else [*launcher, "megatron_hybrid"]
+        return Launched(["-m", *modules, *arguments], prints)
+
+    return start
+
+
+def losses(path):
+    """(step, loss, norm of the gradient) in a run's log."""
+    records = [one for one in read_log(path / LOG) if "loss" in one]
+    return [(one["step"], one["loss"], one["gradient_norm"]) for one in records]
+
+
+def step_of(path):
+    found = losses(path)
+    return found[-1][0] if found else 0
+
+
+def has(path, step):
+    """For `wait_until`: whether a run has come to a step."""
+    return lambda: step_of(path) >= step
+
+
+@pytest.fixture(scope="module")
+def alone(start, folder):
+    """A whole run of one process, from a shell."""
+    command = start(
+        "alone", "run.eval_every_steps=50", "run.eval_batches=2", num_ranks=1, kind="python"
+    )
+    assert command.wait() == [0], command.printed()
+    return command
+
+
+def test_reports_are_all_that_is_printed(alone, folder):
+    lines = alone.err().splitlines()
+    assert len(lines) == STEPS + 2
+    assert all(line.startswith("step ") for line in lines)
+    assert f"step {STEPS}  eval " in lines[-1]
+    assert max(map(len, lines)) <= 80
+    assert alone.out() == f"the model is in {folder}/alone/exported\n"
+
+
+def contents(path):
+    return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_run_that_has_ended_does_nothing_when_it_is_started_again(alone, start, folder):
+    before = contents(folder / "alone")
+    again = start("alone", "run.eval_every_steps=50", "run.eval_batches=2", num_ranks=1)
+    assert again.wait() == [0], again.printed()
+    assert again.err() == "" and again.out() == alone.out()
+    assert contents(folder / "alone") == before
+
+
+def test_the_exported_model_generates(alone, folder):
+    exported = str(folder / "alone" / "exported")
+    command = Command(
+        ["generate", "--model", exported, "--prompt", "Once", "--tokens", "4"], folder / "generates"
+    )
+    assert command.wait() == [0], command.printed()
+    assert command.out().startswith("Once") and "0 shared" in command.err()
+
+
+@pytest.fixture(scope="module")
+def whole(start, folder):
+    """The folder of a run that nobody stopped."""
+    command = start("whole", "data.workers=0")
+    assert command.wait() == [0] * RANKS, command.printed()
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def stopped(start, folder):
+    """A run under torchrun that got SIGTERM, and the step that it has come to."""
+    path = folder / "stopped"
+    command = start("stopped", kind="torchrun")
+    command.wait_until(has(path, SAVED_EVERY + 3))  # the second save is that of the end
+    command.send(signal.SIGTERM)
+    statuses = command.wait()
+    assert statuses != [0], command.printed()
+    return command, step_of(path)
+
+
+def test_sigterm_to_torchrun_finishes_the_step_and_saves(stopped, folder):
+    command, step = stopped
+    assert SAVED_EVERY < step < STEPS
+    line = f"stopped and saved after step {step} of {STEPS}; run it again to go on\n"
+    assert command.out() == line
+    assert (folder / "stopped" / f"iter_{step:07d}" / "files.json").is_file()
+
+
+def test_a_run_that_was_stopped_and_killed_is_that_of_none_to_the_bit(
+    stopped, whole, start, folder
+):
+    path, (_, first) = folder / "stopped", stopped
+    again = start("stopped")
+    again.wait_until(has(path, first + 3))
+    again.send(signal.SIGTERM, [1])  # all ranks stop, whichever got it
+    assert again.wait() == [3] * RANKS, again.printed()
+    second = step_of(path)
+    assert f"stopped and saved after step {second} of {STEPS}" in again.out()
+    assert again.out(1) == "" and not (path / "exported").exists()
+
+    killed = start("stopped")
+    saved = path / f"iter_{(second // SAVED_EVERY + 1) * SAVED_EVERY:07d}"
+    killed.wait_until(saved.exists)
+    killed.wait_until(has(path, int(saved.name[-7:]) + 3))
+    killed.send(signal.SIGKILL)
+    assert killed.wait() == [-signal.SIGKILL] * RANKS
+    assert step_of(path) < STEPS, killed.printed()
+
+    last = start("stopped")
+    assert last.wait() == [0] * RANKS, last.printed()
+    assert losses(path)[0][0] == 1 and len(losses(path)) == STEPS
+    assert losses(path) == losses(whole)
+    one, other = (load_file(run / "exported" / "model.safetensors") for run in (path, whole))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_losses_that_stay_without_a_finite_value_end_the_run(start, folder):
+    command = start("diverges", "optimizer.learning_rate=1e30", "run.max_skipped_steps=2")
+    assert command.wait() == [1] * RANKS
+    first, second = (
+        [line for line in command.err(rank).splitlines() if not line.startswith("step ")]
+        for rank in range(RANKS)
+    )
+    assert first == second and len(first) == 1
+    assert first[0].startswith("megatron-hybrid: 3 steps in a row, up to step 4, had a loss of nan")
+    assert max(len(line) for line in command.err().splitlines() if line != first[0]) <= 80
+    assert not (folder / "diverges" / "exported").exists()

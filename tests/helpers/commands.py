@@ -1,0 +1,136 @@
+"""Commands in processes of their own: of `megatron-hybrid`, forked from a process that has imported
+everything, and any others. They take signals, and end with a status."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rank_processes import rank_context
+
+from megatron_hybrid import cli
+
+LIMIT_S = 300
+"""Seconds after which a command hangs."""
+
+
+class Command:
+    """A command that runs.
+
+    Args:
+        arguments: behind `megatron-hybrid`.
+        folder: for what it prints; made here.
+        num_ranks: processes, as torchrun would start them.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, num_ranks: int = 1):
+        folder.mkdir()
+        self.folder, self.num_ranks = folder, num_ranks
+        port = _free_port()
+        self._processes = [
+            rank_context().Process(target=_run, args=(arguments, folder, rank, num_ranks, port))
+            for rank in range(num_ranks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to ranks; None: to all."""
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            os.kill(self._processes[rank].pid, number)
+
+    def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Wait for a condition while all ranks run."""
+        _wait_until(is_met, lambda: all(process.is_alive() for process in self._processes), self)
+
+    def wait(self) -> list[int]:
+        """Wait for the end. Returns the status of each rank; that of a signal is negative."""
+        for process in self._processes:
+            process.join(LIMIT_S)
+            if process.is_alive():
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"it hangs:\n{self.printed()}")
+        return [process.exitcode for process in self._processes]
+
+    def out(self, rank: int = 0) -> str:
+        """What a rank has printed."""
+        return (self.folder / f"{rank}.out").read_text()
+
+    def err(self, rank: int = 0) -> str:
+        """Of stderr."""
+        return (self.folder / f"{rank}.err").read_text()
+
+    def printed(self) -> str:
+        """By all ranks."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.iterdir()))
+
+
+class Launched(Command):
+    """As `Command`, of any program and in a new Python, which takes seconds to import all.
+
+    Args:
+        arguments: behind `python`.
+        folder: for what it prints; made here.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path):
+        folder.mkdir()
+        self.folder = folder
+        with open(folder / "0.out", "w") as out, open(folder / "0.err", "w") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to the process itself."""
+        self._process.send_signal(number)
+
+    def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Wait for a condition while it runs."""
+        _wait_until(is_met, lambda: self._process.poll() is None, self)
+
+    def wait(self) -> list[int]:
+        """Wait for the end. Returns the status."""
+        try:
+            return [self._process.wait(LIMIT_S)]
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise TimeoutError(f"it hangs:\n{self.printed()}") from None
+
+
+def _wait_until(is_met: Callable[[], bool], runs: Callable[[], bool], command: Command) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_met():
+        if not runs() or time.monotonic() > end:
+            command.send(signal.SIGKILL)
+            raise AssertionError(f"it is over before the condition is met:\n{command.printed()}")
+        time.sleep(0.005)
+
+
+def _run(arguments: Sequence[str], folder: Path, rank: int, num_ranks: int, port: int) -> None:
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+    if num_ranks > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
+    torch.set_num_threads(1)
+    sys.exit(cli.main(list(arguments)))
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
