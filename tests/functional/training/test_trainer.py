@@ -90,9 +90,11 @@ def recipe(folder: Path, layout: str | None = None, **run) -> Recipe:
     )
 
 
-def train(folder: Path, name: str, chosen: Recipe) -> None:
+def train(folder: Path, name: str, chosen: Recipe) -> Trainer:
     parallel_state.destroy_model_parallel()
-    Trainer(chosen, folder / name, torch.device("cpu")).train()
+    trainer = Trainer(chosen, folder / name, torch.device("cpu"))
+    trainer.train()
+    return trainer
 
 
 def train_alone(folder: Path, name: str, chosen: Recipe) -> None:
@@ -123,7 +125,8 @@ def train_all(layouts: list[str], folder: Path) -> None:
     if layouts[0] in ("tp", "pp"):
         export_initial(folder, layouts[0])
     if "dp" in layouts:
-        train(folder, "sixteen bits", in_sixteen_bits(folder))
+        trainer = train(folder, "sixteen bits", in_sixteen_bits(folder))
+        trainer.optimizer.step()  # as a script without `update`
     for layout in layouts:
         train(folder, layout, recipe(folder, layout))
     for saved, resumed in RESUMED:
