@@ -10,6 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import plot_losses
 from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
@@ -26,16 +27,17 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
         stopped before its last step.
 
     Raises:
-        ValueError: the recipe, or what it names, does not fit.
+        ValueError: the recipe, or what it names, does not fit; on all ranks.
+        OSError: the folder cannot be written; on all ranks.
     """
-    recipe = Recipe.load(source, overrides)
     with training_device() as device:
+        recipe = _recipe_of_all(source, overrides)
         trainer = Trainer(recipe, folder, device)
         is_first = dist.get_rank() == 0
-        if is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
-            replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
+        with fail_together(OSError, whole_job=True):
+            if is_first:
+                text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
+                replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
         try:
             trainer.train()
         except TrainingError as error:
@@ -56,3 +58,13 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
             except ImportError:
                 print("no plot of the losses without matplotlib: pip install matplotlib")
     return 0
+
+
+def _recipe_of_all(source: str | Path, overrides: Iterable[str]) -> Recipe:
+    """The first rank's recipe: others may have no such file, or another one."""
+    found: list[Recipe | None] = [None]
+    with fail_together(ValueError, whole_job=True):
+        if dist.get_rank() == 0:
+            found = [Recipe.load(source, overrides)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
