@@ -128,9 +128,7 @@ class Trainer:
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
-        with fail_together(OSError, whole_job=True):
-            if dist.get_rank() == 0:
-                _check_writable(self.folder)
+        _check_folder(self.folder)
         groups = process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         rows = run.micro_batch_size * dp_size
@@ -149,7 +147,9 @@ class Trainer:
         with device:
             self.model: HybridModel = build_hybrid_model(config, groups)
         if pretrained := recipe.model.get("pretrained"):
-            load_checkpoint(self.model, model_folder(pretrained), cast=True)
+            # Of each model for itself it fails on all ranks of that one; here, on those of all.
+            with fail_together(CheckpointError, whole_job=True):
+                load_checkpoint(self.model, model_folder(pretrained), cast=True)
         if recipe.lora is not None:
             add_adapters(self.model, recipe.lora)
         # Ranks with the same activations drop the same of them, others not.
@@ -280,14 +280,20 @@ class Trainer:
 
     def export(self, folder: str | os.PathLike) -> None:
         """Write the model and its tokenizer for `load_pretrained`, its adapters merged; every rank
-        calls it, at the end."""
+        calls it, at the end.
+
+        Raises:
+            OSError, CheckpointError: the folder cannot be written; on all ranks.
+        """
+        with fail_together(OSError, whole_job=True):  # files are written behind all gathers
+            if self.recipe.lora is not None:
+                save_adapters(self.model, folder)
         if self.recipe.lora is not None:
-            save_adapters(self.model, folder)
             merge_adapters(self.model)
-        save_checkpoint(self.model, folder)
-        if dist.get_rank() == 0:
-            self.tokenizer.save(folder)
-        dist.barrier()
+        with fail_together(OSError, whole_job=True):
+            save_checkpoint(self.model, folder)
+            if dist.get_rank() == 0:
+                self.tokenizer.save(folder)
 
     def _run_batches(self, data: Iterator[Batch], forward_only: bool) -> tuple[float, int]:
         """Mean loss of a global batch over all ranks, and its tokens with a label."""
@@ -491,15 +497,42 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _check_writable(folder: Path) -> None:
-    """Make a folder, and raise OSError if files cannot be written to it."""
+def _check_folder(folder: Path) -> None:
+    """Make the folder of a run, and check that all ranks see it and can write to it; every rank
+    calls it.
+
+    Raises:
+        OSError: they do not; on all ranks.
+    """
+    made: list[Path | None] = [None]
+    with fail_together(OSError, whole_job=True):
+        if dist.get_rank() == 0:
+            made = [_new_file(folder)]
+    dist.broadcast_object_list(made, src=0)
+    try:
+        with fail_together(OSError, whole_job=True):
+            if not made[0].exists():
+                raise OSError(
+                    f"the folder {folder} of the run is another one than that of the first rank: "
+                    "all ranks write to it. Name one on a disk that all machines share."
+                )
+            if dist.get_rank():
+                _new_file(folder).unlink()
+    finally:
+        if dist.get_rank() == 0:
+            made[0].unlink()
+
+
+def _new_file(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        descriptor, name = tempfile.mkstemp(prefix=".check.", dir=folder)
     except OSError as error:
         raise OSError(
             f"the folder {folder} of the run cannot be written ({error}). Name another one."
         ) from error
+    os.close(descriptor)
+    return folder / Path(name).name
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
