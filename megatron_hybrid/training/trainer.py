@@ -362,6 +362,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "config": self.model.config.to_dict(),
             "data": self._data_identity(),
+            "states": self._kind_of_states(),
             "world_size": dist.get_world_size(),
             "random_state": checkpoints.random_state(),
         }
@@ -371,6 +372,16 @@ class Trainer:
         data, run = asdict(self.recipe.data), self.recipe.run
         del data["workers"], data["cache_path"]
         return {**data, "rows": run.steps * run.global_batch_size}
+
+    def _kind_of_states(self) -> dict[str, Any]:
+        """What decides which states a checkpoint has beside those of the model."""
+        optimizer, lora = self.recipe.optimizer, self.recipe.lora
+        return {
+            "optimizer.name": optimizer.name,
+            "optimizer.distributed": optimizer.distributed,
+            "lora.rank": lora and lora.rank,
+            "lora.targets": lora and list(lora.targets),
+        }
 
     def _resume(self) -> None:
         path = self.checkpoints.newest()
@@ -417,6 +428,13 @@ class Trainer:
                 "recipe, so the run cannot go on where it stopped. Name another folder and start "
                 "it with model.pretrained, or correct the recipe."
             )
+        for name, value in self._kind_of_states().items():
+            before = common.get("states", {}).get(name, value)
+            if before != value:
+                raise CheckpointError(
+                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which "
+                    "needs other states. Name another folder, or correct the recipe."
+                )
 
     def _reports(self) -> Reports | None:
         if dist.get_rank():
