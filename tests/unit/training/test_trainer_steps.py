@@ -1,7 +1,6 @@
 """Steps of a trainer on one rank: skipped ones, accumulation, evaluation, adapters, and the log."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -301,16 +300,3 @@ def test_routers_are_told_what_only_fills_a_row(tmp_path, tokenizer):
     fills = torch.arange(LENGTH) >= 30
     assert len(told) == ROWS
     assert all(torch.equal(context.padding_mask_T, fills) for context in told)
-
-
-def test_without_tensorboard_a_run_that_wants_it_does_not_start(text, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trainer = build(recipe_of(text, reports={"tensorboard": True}), tmp_path)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        trainer.train()
-    assert trainer.progress.step == 0
-
-
-def test_a_vocabulary_below_the_tokenizers_is_refused(text, tmp_path):
-    with pytest.raises(ValueError, match=r"vocab_size is 61, but 'demo' has 3072"):
-        build(recipe_of(text, model={"vocab_size": 61}), tmp_path)

@@ -1,0 +1,206 @@
+"""A run that cannot start ends on all ranks, with one message: none waits for another.
+
+Two ranks try one bad run after the other, each in a folder of its own, as on two machines: what
+lies in one of them alone, only its rank finds.
+"""
+
+import io
+import json
+import os
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from index_folders import write_documents
+from megatron.core import parallel_state
+from rank_processes import join_ranks, run_ranks
+
+from megatron_hybrid import cli
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.trainer import Trainer
+
+RANKS = 2
+MODEL = {
+    "layer_pattern": "M*-",
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 48,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 1,
+}
+EXPERTS = ["model.layer_pattern=ME", "model.num_moe_experts=3", "model.moe_ffn_hidden_size=16"]
+CASES = {
+    # Of the recipe.
+    "a key that does not exist": (["run.stesp=3"], r"run has no field 'stesp'\. Near it: steps"),
+    "tensor parallelism over more ranks": (
+        ["model.tensor_model_parallel_size=4", "model.num_attention_heads=4"],
+        "tensor_model_parallel_size=4.* needs a multiple of 4 processes, but there are 2",
+    ),
+    "expert parallelism over more ranks": (
+        [*EXPERTS, "model.expert_model_parallel_size=3"],
+        "expert_model_parallel_size=3.* needs a multiple of 3 processes, but there are 2",
+    ),
+    "rows that do not divide": (
+        ["run.global_batch_size=3"],
+        "run.global_batch_size is 3, no multiple of the 2 rows",
+    ),
+    "a vocabulary below the tokenizer's": (["model.vocab_size=61"], "vocab_size is 61, but 'demo'"),
+    "no tensorboard": (["reports.tensorboard=true"], "pip install tensorboard"),
+    "a warm-up longer than the run": (["optimizer.warmup_steps=9"], "need more than the 2 steps"),
+    # Of what it names.
+    "no tokenizer": (["tokenizer={shared}"], r"there is no tokenizer\.json in .*shared"),
+    "no pretrained model": (["model={{pretrained: /nowhere}}"], r"/nowhere/config\.json"),
+    "no documents": (["data.train=[{shared}/no_bin]"], r"no_bin\.bin does not exist, though"),
+    "no index": (["data.train=[{shared}/no_idx]"], r"no_idx\.idx does not exist, though"),
+    "documents that are cut off": (
+        ["data.train=[{shared}/cut]"],
+        r"cut\.bin has 10 bytes, \d+ belong to",
+    ),
+    "documents of another tokenizer": (
+        ["data.train=[{shared}/foreign]"],
+        "foreign was made with another tokenizer",
+    ),
+    "a folder that cannot be written": (["--folder", "{shared}/text.bin/run"], "cannot be written"),
+    "a recipe.yaml that cannot be written": (["--folder", "{shared}/blocked"], "recipe.yaml"),
+    # Of the run's checkpoint.
+    "a checkpoint of another model": (
+        ["--folder", "{shared}/trained", "model.hidden_size=48"],
+        "iter_0000002 is of another model, which differs in .*hidden_size is 32 there and 48",
+    ),
+    "a checkpoint of other data": (
+        ["--folder", "{shared}/trained", "data.seed=9"],
+        "iter_0000002 was trained on other data, which differs in seed: seed is 1234 there",
+    ),
+    "a checkpoint of another optimizer": (
+        ["--folder", "{shared}/trained", "optimizer.distributed=true"],
+        "iter_0000002 was saved with optimizer.distributed=False, the recipe has True",
+    ),
+    "a checkpoint of no adapters": (
+        ["--folder", "{shared}/trained", "model={{pretrained: {shared}/model}}", "lora.rank=4"],
+        "iter_0000002 was saved with lora.rank=None, the recipe has 4",
+    ),
+    # Of one machine.
+    "a recipe that the first machine lacks": (["second.yaml"], "second.yaml cannot be read"),
+    "a tokenizer that one machine lacks": (["tokenizer=mine"], r"no tokenizer\.json in mine"),
+    "documents that one machine lacks": (["data.train=[mine/text]"], r"text\.idx does not exist"),
+    "a config that one machine lacks": (["model={{pretrained: mine}}"], r"mine/config\.json"),
+    "weights that one machine lacks": (
+        ["model={{pretrained: half}}"],
+        r"half/model\.safetensors does not exist",
+    ),
+    "a folder that is not shared": (["--folder", "run"], "another one than that of the first rank"),
+}
+"""name: (arguments, message)."""
+
+
+def attempt(arguments: list[str], shared: Path) -> tuple[int, str]:
+    """The status of a run, and what it says on stderr."""
+    parallel_state.destroy_model_parallel()
+    out, err = io.StringIO(), io.StringIO()
+    filled = [argument.format(shared=shared) for argument in arguments]
+    if not filled or not filled[0].endswith(".yaml"):
+        filled = ["recipe.yaml", *filled]
+    if "--folder" not in filled:
+        filled += ["--folder", str(shared / "new")]
+    with redirect_stdout(out), redirect_stderr(err):
+        status = cli.main(["train", *filled])
+    return status, err.getvalue()
+
+
+def attempt_all(rank: int, shared: Path, machines: list[Path]) -> None:
+    """On each rank: its outcomes by name, into its folder. A rank that waits for ever is an error
+    of the other ones after two minutes."""
+    join_ranks(rank, RANKS, f"{shared}/rendezvous")
+    os.chdir(machines[rank])
+    steps = []
+
+    def step(trainer, data):
+        steps.append(trainer.progress.step)
+        return whole(trainer, data)
+
+    whole, Trainer.step = Trainer.step, step
+    found = {"trains": attempt(["--folder", "{shared}/trained"], shared)}
+    assert len(steps) == 2
+    if rank == 0:
+        sys.modules["torch.utils.tensorboard"] = None
+    for name, (arguments, _) in CASES.items():
+        found[name] = attempt(arguments, shared)
+    assert len(steps) == 2, "a bad run has made a step"
+    found["export"] = attempt(["--folder", "{shared}/full"], shared)
+    Path("outcomes.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Of all ranks."""
+    shared = tmp_path_factory.mktemp("shared")
+    machines = [tmp_path_factory.mktemp(f"machine_{rank}") for rank in range(RANKS)]
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
+    documents = [[300 + i % 20] * (i % 40 + 1) + [tokenizer.eod] for i in range(60)]
+    for name in ("text", "no_bin", "no_idx", "cut", "foreign"):
+        write_documents(shared / name, documents, tokenizer)
+    (shared / "no_bin.bin").unlink()
+    (shared / "no_idx.idx").unlink()
+    os.truncate(shared / "cut.bin", 10)
+    description = shared / "foreign.json"
+    description.write_text(description.read_text().replace(tokenizer.fingerprint, "another"))
+    (shared / "blocked" / "recipe.yaml").mkdir(parents=True)
+    (shared / "full").mkdir()
+    (shared / "full" / "exported").touch()
+    recipe = {
+        "model": MODEL,
+        "tokenizer": "demo",
+        "data": {"sequence_length": 32, "train": [str(shared / "text")]},
+        "run": {"steps": 2, "global_batch_size": 2},
+        "checkpoints": {"asynchronous": False},
+    }
+    model = build_hybrid_model(HybridConfig(**MODEL, vocab_size=tokenizer.vocab_size))
+    save_checkpoint(model, shared / "model")
+    for rank, machine in enumerate(machines):
+        name = "recipe.yaml" if rank == 0 else "second.yaml"
+        (machine / name).write_text(yaml.safe_dump(recipe))
+        (machine / "mine").mkdir()
+        save_checkpoint(model, machine / "half")
+    tokenizer.save(machines[0] / "mine")
+    save_checkpoint(model, machines[0] / "mine")
+    write_documents(machines[0] / "mine" / "text", documents, tokenizer)
+    (machines[1] / "half" / "model.safetensors").unlink()
+    run_ranks(attempt_all, (shared, machines), RANKS)
+    return [json.loads((machine / "outcomes.json").read_text()) for machine in machines]
+
+
+def messages(outcomes, name):
+    """What each rank says, without the rank that found it."""
+    texts = []
+    for found in outcomes:
+        status, text = found[name]
+        lines = [line for line in text.splitlines() if not line.startswith("step ")]
+        assert status == 2 and len(lines) == 1, text
+        texts.append(re.sub(r"^megatron-hybrid: (rank \d: )?", "", lines[0]))
+    return texts
+
+
+def test_the_ranks_train_what_is_no_error(outcomes):
+    assert [found["trains"][0] for found in outcomes] == [0] * RANKS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_end_before_the_first_step_with_the_same_message(outcomes, name):
+    first, *others = messages(outcomes, name)
+    assert re.search(CASES[name][1], first), first
+    assert others == [first] * (RANKS - 1)
+
+
+def test_all_ranks_end_where_the_model_cannot_be_exported(outcomes):
+    first, *others = messages(outcomes, "export")
+    assert "cannot write a checkpoint to" in first and others == [first] * (RANKS - 1)
