@@ -1,0 +1,167 @@
+"""The commands of docs/training_tutorial.md run, cut down, and what they train learns."""
+
+import ast
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import chdir, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_hybrid import load_pretrained
+from megatron_hybrid.cli import main
+from megatron_hybrid.training.lora import TARGETS
+from megatron_hybrid.training.reports import LOG, read_log
+
+PAGE = (Path(__file__).parents[3] / "docs/training_tutorial.md").read_text(encoding="utf-8")
+SMALLER = {
+    "laptop": [
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=96",
+        "data.sequence_length=64",
+        "run.steps=20",
+        "run.eval_every_steps=10",
+        "run.eval_batches=1",
+        "optimizer.warmup_steps=5",
+    ],
+    "chats.yaml": ["run.steps=30", "data.sequence_length=64"],
+}
+"""Recipe -> overrides; those of the page come behind them, so they count."""
+KEPT = 15
+"""One of so many files of the text is kept."""
+
+# Core reads the gradients of views.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    return "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+
+
+def words(command: str) -> list[str]:
+    """The arguments that a shell makes of a command."""
+    script = f"printf '%s\\0' {command}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return result.stdout.split("\0")[:-1]
+
+
+def run(command: str) -> str:
+    """Run a command of the page in the working folder, and return what it prints."""
+    program, *arguments = words(command)
+    if "train" in arguments:
+        behind = arguments.index("train") + 2
+        arguments[behind:behind] = SMALLER[arguments[behind - 1]]
+    if "preprocess" in arguments:
+        arguments += ["--workers", "1"]  # each imports much
+    if program == "torchrun":
+        return run_under_torchrun(arguments)
+    with redirect_stdout(io.StringIO()) as printed:
+        if program == "python":
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            assert program == "megatron-hybrid", command
+            parallel_state.destroy_model_parallel()
+            expected = 3 if "run.stop_at_step" in command else 0
+            assert main(arguments) == expected, command
+    return printed.getvalue()
+
+
+def run_under_torchrun(arguments: list[str]) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def leave_out_most_text() -> None:
+    files = sorted(Path("text").glob("*/*.txt"))
+    assert len(files) > 10 * KEPT
+    for index, path in enumerate(files):
+        if index % KEPT:
+            path.unlink()
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Command -> what it printed, of all commands in their order."""
+    result = {}
+    with chdir(tmp_path_factory.mktemp("tutorial")):
+        for text in [*blocks("python"), *blocks("yaml")]:
+            Path(re.match(r"# (\S+)\n", text)[1]).write_text(text)
+        for command in commands():
+            result[command] = run(command)
+            if command == "python text.py":
+                leave_out_most_text()
+        yield result
+
+
+def outputs(printed: dict[str, str], part: str) -> list[str]:
+    """Of the commands that have this part."""
+    found = [output for command, output in printed.items() if part in command]
+    assert found
+    return found
+
+
+def test_losses_fall(printed):
+    records = read_log(Path("runs/laptop") / LOG)
+    losses = [record["loss"] for record in records if "loss" in record]
+    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    assert len(losses) == len(held_out) == 2
+    assert losses[1] < losses[0] - 0.5 and held_out[1] < held_out[0] - 0.1
+    assert Path("runs/laptop/losses.png").exists()
+
+
+def test_tokens_of_the_dataset_spell_a_document(printed):
+    (output,) = outputs(printed, "look.py")
+    text = "".join(ast.literal_eval(output))
+    documents = [path.read_text(encoding="utf-8") for path in Path("text/held_out").iterdir()]
+    assert text and any(document.startswith(text) for document in documents)
+
+
+def test_each_prompt_is_continued(printed):
+    generated = {command: printed[command] for command in printed if " generate " in command}
+    assert len(set(generated.values())) == len(generated) == 4
+    for command, output in generated.items():
+        given = pairwise(words(command))
+        prompts = [re.escape(word) for option, word in given if option == "--prompt"]
+        assert re.fullmatch(".+\n".join([*prompts, ""]), output, re.DOTALL), output
+
+
+def test_a_larger_model_is_tried_and_stops(printed):
+    (output,) = outputs(printed, "runs/larger")
+    assert "stopped and saved after step 10 of" in output
+    assert [path.name for path in Path("runs/larger").glob("iter_*")] == ["iter_0000010"]
+
+
+def test_adapters_of_the_chats_learn(printed):
+    records = read_log(Path("runs/chats") / LOG)
+    assert records[0]["loss"] > records[-1]["loss"]
+    base, tuned = load_pretrained("runs/base")[0], load_pretrained("runs/chats/exported")[0]
+    changed = {
+        name
+        for (name, old), new in zip(base.named_parameters(), tuned.parameters())
+        if not old.equal(new)
+    }
+    assert {name.split(".")[-2] for name in changed} == set(TARGETS)
+    assert Path("runs/chats/exported/adapters.safetensors").exists()
+
+
+def test_the_last_prompt_skips_what_the_others_share(printed):
+    (output,) = outputs(printed, "explain")
+    skipped, prompt = re.match(r"(\d+) of (\d+) prompt tokens are skipped", output).groups()
+    assert 0 < int(skipped) < int(prompt)
