@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
@@ -21,7 +22,7 @@ from megatron_hybrid.checkpoints.megatron.torch_dist import (
     load_megatron,
     save_megatron,
 )
-from megatron_hybrid.checkpoints.pretrained import load_pretrained, load_tokenizer
+from megatron_hybrid.checkpoints.pretrained import load_pretrained, load_tokenizer, model_folder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -38,8 +39,8 @@ def convert(
     """Load a folder of any kind and write it as `to`, with its tokenizer.
 
     Args:
-        source: a checkpoint of ours, a model folder of Hugging Face, or one of Megatron-LM
-            (torch_dist).
+        source: a checkpoint of ours, a model folder of Hugging Face, one of Megatron-LM
+            (torch_dist), or a training run's, or a checkpoint in it.
         target: a folder that does not exist, or is empty.
         to: "ours", "huggingface" or "torch_dist".
         dtype: name of a torch dtype; None: that of the source.
@@ -66,9 +67,24 @@ def convert(
         tokenizer.save(folder)
 
 
-def _load_torch_dist(source: str | os.PathLike, **options: Any) -> tuple[HybridModel, None]:
-    """A model of Megatron-LM, whose folders have no tokenizer."""
-    return load_megatron(source, **options), None
+def _load_torch_dist(
+    source: str | os.PathLike, **options: Any
+) -> tuple[HybridModel, Tokenizer | None]:
+    """A model of Megatron-LM, or of a training run here, whose recipe names a tokenizer."""
+    model = load_megatron(source, **options)
+    folder = _tokenizer_of_run(Path(source))
+    return model, folder and load_tokenizer(folder, model.config.vocab_size)
+
+
+def _tokenizer_of_run(source: Path) -> Path | None:
+    """The folder of the tokenizer of a training run, or of a checkpoint in its folder."""
+    for recipe in (source / "recipe.yaml", source.parent / "recipe.yaml"):
+        if recipe.is_file():
+            try:
+                return model_folder(yaml.safe_load(recipe.read_text(encoding="utf-8"))["tokenizer"])
+            except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{recipe} is not the recipe of a run: {error!r}") from error
+    return None
 
 
 def _load_as(

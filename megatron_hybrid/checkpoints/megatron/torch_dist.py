@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_hybrid.checkpoints.checkpoint import (
     FLOATS,
     TensorSource,
+    config_of,
     full_state_dict,
     load_tensors,
     own_tensors,
@@ -87,11 +88,12 @@ def load_megatron(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> HybridModel:
-    """Load a `torch_dist` checkpoint of Megatron-LM in eval mode, whatever layout saved it.
+    """Load a `torch_dist` checkpoint of Megatron-LM, or of our own training, in eval mode, whatever
+    layout saved it.
 
-    Hybrid models and GPT models are read; optimizer and random states are left, and so are layers
-    for multi-token prediction. Such folders hold no tokenizer: give the engine the one that the
-    model was trained with.
+    Hybrid models and GPT models are read; optimizer and random states are left, and so are
+    Megatron's layers for multi-token prediction. Such folders hold no tokenizer: give the engine
+    the one that the model was trained with.
 
     Args:
         folder: that of `--save`, of which the latest iteration is taken, or one iteration in it.
@@ -199,13 +201,16 @@ class DistributedTensors:
                     self._tensors[key] = value
             for index, where in metadata.storage_data.items():
                 self._where[index.fqn, index.offset and tuple(index.offset)] = where
+            predicts = any(key.startswith(_PREDICTION) for key in self._tensors)
+            if predicts and self._own_config is None:
+                logger.warning("%s: layers for multi-token prediction are left out", self.path)
+                for key in [key for key in self._tensors if key.startswith(_PREDICTION)]:
+                    del self._tensors[key]
             self._layers = dict(self._per_layer())
         except (AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path / METADATA_FILE} does not describe tensors: {error}"
             ) from error
-        if any(key.startswith(_PREDICTION) for key in self._tensors):
-            logger.warning("%s: layers for multi-token prediction are left out", self.path)
 
     @property
     def total_bytes(self) -> int:
@@ -217,7 +222,7 @@ class DistributedTensors:
 
     def given(self) -> dict[str, str]:
         """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
-        gpt = is_gpt(self.args, self._layers)
+        gpt = self._own_config is None and is_gpt(self.args, self._layers)
         return {
             canonical_name(gpt_to_hybrid_name(name) if gpt else name).replace(
                 EXPERTS, ".mlp.experts."
@@ -267,6 +272,17 @@ class DistributedTensors:
         Raises:
             CheckpointError: there are none, or they cannot be read.
         """
+        args = self._common.get("args")
+        if not isinstance(args, Namespace):
+            raise CheckpointError(
+                f"{self.path} has no arguments of Megatron-LM, which say what model it is. Save it "
+                "by Megatron-LM's own script, or load the weights into a model that you build."
+            )
+        return args
+
+    @cached_property
+    def _common(self) -> Mapping[str, Any]:
+        """What is saved beside the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
             with path.open("rb") as file:
@@ -275,13 +291,13 @@ class DistributedTensors:
             (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
         else:
             raise CheckpointError(f"{path} does not exist. Megatron's arguments are there.")
-        args = common.get("args") if isinstance(common, Mapping) else None
-        if not isinstance(args, Namespace):
-            raise CheckpointError(
-                f"{self.path} has no arguments of Megatron-LM, which say what model it is. Save it "
-                "by Megatron-LM's own script, or load the weights into a model that you build."
-            )
-        return args
+        return common if isinstance(common, Mapping) else {}
+
+    @property
+    def _own_config(self) -> Mapping[str, Any] | None:
+        """Our config of the model, which our own training saves; None: Megatron has saved."""
+        config = self._common.get("config")
+        return config if isinstance(config, Mapping) else None
 
     def config(self, **overrides: Any) -> HybridConfig:
         """The config of the model; `overrides` replace its fields.
@@ -290,6 +306,13 @@ class DistributedTensors:
             CheckpointError: arguments are missing, or say what HybridModel does not implement.
             ValueError, TypeError: an override is not possible.
         """
+        if self._own_config is not None:
+            if any(".lora." in key for key in self._tensors):
+                raise CheckpointError(
+                    f"{self.path} has the adapters (LoRA) of a run beside its model. The run "
+                    f"merges them at its end: use {self.path.parent / 'exported'}, or finish it."
+                )
+            return config_of(self._own_config, str(self.path), **overrides)
         num_stages = overrides.get("pipeline_model_parallel_size", 1)
         try:
             fields = fields_of_args(self.args, self._layers, num_stages)
@@ -326,7 +349,7 @@ class DistributedTensors:
     def _per_layer(self) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """(name, (key, layer in it)) of the model's tensors: core stacks those of equal layers."""
         for key, tensor in self._tensors.items():
-            if key.startswith(_PREDICTION) or not is_parameter(key):
+            if not is_parameter(key):
                 continue
             match = _STACKED.fullmatch(key)
             if match is None:
