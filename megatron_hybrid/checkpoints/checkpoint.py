@@ -298,8 +298,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        exported = path.parent / "exported"  # in the folder of a training run
+        such = f", such as {exported}" if (exported / path.name).is_file() else ""
         raise CheckpointError(
-            f"{path} does not exist: name a folder with a checkpoint, or its config.json"
+            f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
