@@ -1,12 +1,15 @@
-"""docs/training.md has every field of a recipe, with its default."""
+"""docs/training.md has every field of a recipe, with its default, and its recipes are sound."""
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from megatron_hybrid import build_hybrid_model
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.lora import LoraFields
@@ -49,3 +52,17 @@ def test_every_section_has_a_heading():
     assert {"model", "tokenizer", *SECTIONS} == {one.name for one in dataclasses.fields(Recipe)}
     for field in dataclasses.fields(Recipe):
         assert f"\n### {field.name}\n" in DOCS
+
+
+def test_recipes_in_it_are_legal():
+    recipes = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)]
+    whole = [Recipe.of(recipe) for recipe in recipes if "model" in recipe]
+    parts = [DataFields.of("data", recipe["data"]) for recipe in recipes if "model" not in recipe]
+    assert (len(whole), len(parts)) == (2, 1)
+    with torch.device("meta"):
+        build_hybrid_model(whole[0].model_config(3072))
+
+
+def test_the_recipe_of_its_script_is_legal():
+    name, overrides = re.search(r"Recipe\.load\((.+?), (\[.+?\])\)", DOCS).groups()
+    assert Recipe.load(ast.literal_eval(name), ast.literal_eval(overrides)).run.steps == 50
