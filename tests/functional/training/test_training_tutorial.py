@@ -7,7 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,8 +55,8 @@ def words(command: str) -> list[str]:
     return result.stdout.split("\0")[:-1]
 
 
-def run(command: str) -> str:
-    """Run a command of the page in the working folder, and return what it prints."""
+def run(command: str) -> tuple[str, str]:
+    """Run a command of the page in the working folder. Returns its output and its messages."""
     program, *arguments = words(command)
     if "train" in arguments:
         behind = arguments.index("train") + 2
@@ -65,7 +65,7 @@ def run(command: str) -> str:
         arguments += ["--workers", "1"]  # each imports much
     if program == "torchrun":
         return run_under_torchrun(arguments)
-    with redirect_stdout(io.StringIO()) as printed:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as messages:
         if program == "python":
             runpy.run_path(arguments[0], run_name="__main__")
         else:
@@ -73,10 +73,10 @@ def run(command: str) -> str:
             parallel_state.destroy_model_parallel()
             expected = 3 if "run.stop_at_step" in command else 0
             assert main(arguments) == expected, command
-    return printed.getvalue()
+    return output.getvalue(), messages.getvalue()
 
 
-def run_under_torchrun(arguments: list[str]) -> str:
+def run_under_torchrun(arguments: list[str]) -> tuple[str, str]:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
@@ -85,7 +85,7 @@ def run_under_torchrun(arguments: list[str]) -> str:
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return result.stdout, result.stderr
 
 
 def leave_out_most_text() -> None:
@@ -97,8 +97,8 @@ def leave_out_most_text() -> None:
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    """Command -> what it printed, of all commands in their order."""
+def results(tmp_path_factory):
+    """Command -> its output and its messages, of all commands in their order."""
     result = {}
     with chdir(tmp_path_factory.mktemp("tutorial")):
         for text in [*blocks("python"), *blocks("yaml")]:
@@ -108,6 +108,12 @@ def printed(tmp_path_factory):
             if command == "python text.py":
                 leave_out_most_text()
         yield result
+
+
+@pytest.fixture(scope="module")
+def printed(results):
+    """Command -> its output."""
+    return {command: output for command, (output, _) in results.items()}
 
 
 def outputs(printed: dict[str, str], part: str) -> list[str]:
@@ -165,3 +171,15 @@ def test_the_last_prompt_skips_what_the_others_share(printed):
     (output,) = outputs(printed, "explain")
     skipped, prompt = re.match(r"(\d+) of (\d+) prompt tokens are skipped", output).groups()
     assert 0 < int(skipped) < int(prompt)
+
+
+def forms(text: str) -> set[str]:
+    """Lines of reports, without their numbers."""
+    lines = re.findall(r"^(?:step|wrote|stopped|\[\d+ prompt|\d+ (?:of|tokens)) ?.+$", text, re.M)
+    return {re.sub(r"\d[\d,.e+-]*", "0", line) for line in lines}
+
+
+def test_the_page_shows_reports_as_they_are_printed(results):
+    shown = set().union(*map(forms, blocks("text")))
+    printed = set().union(*(forms(text) for both in results.values() for text in both))
+    assert len(shown) > 10 and shown <= printed, shown - printed
