@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -38,7 +34,7 @@ from megatron_hybrid.models.sharding.parallel_setup import initialize_distribute
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.training import checkpoints
-from megatron_hybrid.training.checkpoints import Checkpoints
+from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
@@ -52,11 +48,9 @@ from megatron_hybrid.training.optimizer import (
 )
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
+from megatron_hybrid.training.stop_signals import stop_signals
 
 logger = logging.getLogger(__name__)
-
-_SAME_REQUEST_SECONDS = 2.0
-"""A terminal sends its Ctrl-C to all ranks, and torchrun passes it on to them once more."""
 
 
 @dataclass
@@ -128,7 +122,7 @@ class Trainer:
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
-        _check_folder(self.folder)
+        check_shared_folder(self.folder)
         groups = process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         rows = run.micro_batch_size * dp_size
@@ -201,7 +195,7 @@ class Trainer:
         data = self.batches()
         self.measures.restart()
         try:
-            with _stop_signals() as stop:
+            with stop_signals() as stop:
                 ends = False
                 while not ends:
                     step = self.step(data)
@@ -487,70 +481,6 @@ def _finalize_gradients(
 def _outside_of_the_seam() -> AbstractContextManager:
     """The model needs no answers in core's place, and its many calls would be slower with them."""
     return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that is set when the process is asked to end, so that it can end after its step. A
-    SIGINT some time after the first signal ends it at once."""
-    stop = threading.Event()
-    first = math.inf
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def note(number: int, _: Any) -> None:
-        nonlocal first
-        now = time.monotonic()
-        if number == signal.SIGINT and now - first > _SAME_REQUEST_SECONDS:
-            raise KeyboardInterrupt
-        first = min(first, now)
-        stop.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _check_folder(folder: Path) -> None:
-    """Make the folder of a run, and check that all ranks see it and can write to it; every rank
-    calls it.
-
-    Raises:
-        OSError: they do not; on all ranks.
-    """
-    made: list[Path | None] = [None]
-    with fail_together(OSError, whole_job=True):
-        if dist.get_rank() == 0:
-            made = [_new_file(folder)]
-    dist.broadcast_object_list(made, src=0)
-    try:
-        with fail_together(OSError, whole_job=True):
-            if not made[0].exists():
-                raise OSError(
-                    f"the folder {folder} of the run is another one than that of the first rank: "
-                    "all ranks write to it. Name one on a disk that all machines share."
-                )
-            if dist.get_rank():
-                _new_file(folder).unlink()
-    finally:
-        if dist.get_rank() == 0:
-            made[0].unlink()
-
-
-def _new_file(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".check.", dir=folder)
-    except OSError as error:
-        raise OSError(
-            f"the folder {folder} of the run cannot be written ({error}). Name another one."
-        ) from error
-    os.close(descriptor)
-    return folder / Path(name).name
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:

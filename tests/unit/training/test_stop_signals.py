@@ -4,22 +4,22 @@ import signal
 
 import pytest
 
-from megatron_hybrid.training import trainer
-from megatron_hybrid.training.trainer import _stop_signals
+from megatron_hybrid.training import stop_signals as module
+from megatron_hybrid.training.stop_signals import stop_signals
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that a test sets."""
     seconds = [100.0]
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
     return seconds
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_for_the_end_and_raises_nothing(number):
     before = signal.getsignal(number)
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
         assert stop.is_set()
@@ -27,7 +27,7 @@ def test_a_signal_asks_for_the_end_and_raises_nothing(number):
 
 
 def test_one_ctrl_c_that_arrives_from_terminal_and_torchrun_is_one(clock):
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
             clock[0] += 0.5
@@ -36,7 +36,7 @@ def test_one_ctrl_c_that_arrives_from_terminal_and_torchrun_is_one(clock):
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_later_ctrl_c_ends_at_once(clock, first):
-    with _stop_signals():
+    with stop_signals():
         signal.raise_signal(first)
         clock[0] += 1.5
         signal.raise_signal(signal.SIGINT)
