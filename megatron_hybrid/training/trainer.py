@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -49,8 +48,6 @@ from megatron_hybrid.training.optimizer import (
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.stop_signals import stop_signals
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
