@@ -142,6 +142,19 @@ def take_aux_losses() -> dict[str, float]:
     return sums
 
 
+def forget_aux_losses() -> None:
+    """Forget what `record_aux_loss` has recorded, and the number of layers of that model: core's
+    tracker lives as long as the process, for one model."""
+    if MEGATRON_CORE_VERSION < (0, 17, 0):
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+    else:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+
+
 def start_save(state: dict[str, Any], folder: str) -> Any:
     """The asynchronous request of core's distributed checkpoints that writes a sharded state; every
     rank calls it. Newer releases have two ways to write, of which the default needs one more

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_hybrid.compat import take_aux_losses
+from megatron_hybrid.compat import forget_aux_losses, take_aux_losses
 from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.router import Router
@@ -37,6 +37,7 @@ class Measures:
         self._peak_tflops = peak_tflops
         self._per_token, self._per_pair = training_flops(model)
         self._num_routers = sum(isinstance(module, Router) for module in model.modules())
+        forget_aux_losses()  # of another model in this process
         self.restart()
 
     def restart(self) -> None:

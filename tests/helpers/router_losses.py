@@ -6,17 +6,12 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_hybrid.compat import MEGATRON_CORE_VERSION
+from megatron_hybrid.compat import forget_aux_losses
 
 
 def forget_losses():
     """No loss is tracked, and their scale is 1."""
-    if MEGATRON_CORE_VERSION < (0, 17, 0):
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
-    else:
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-        destroy_moe_metrics_tracker()
+    forget_aux_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 

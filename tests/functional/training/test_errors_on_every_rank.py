@@ -55,7 +55,7 @@ CASES = {
     ),
     "a vocabulary below the tokenizer's": (["model.vocab_size=61"], "vocab_size is 61, but 'demo'"),
     "no tensorboard": (["reports.tensorboard=true"], "pip install tensorboard"),
-    "a warm-up longer than the run": (["optimizer.warmup_steps=9"], "need more than the 2 steps"),
+    "a warm-up longer than the run": (["optimizer.warmup_steps=9"], "the run has 2 steps, too few"),
     # Of what it names.
     "no tokenizer": (["tokenizer={shared}"], r"there is no tokenizer\.json in .*shared"),
     "no pretrained model": (["model={{pretrained: /nowhere}}"], r"/nowhere/config\.json"),

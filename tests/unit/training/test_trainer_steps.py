@@ -6,7 +6,6 @@ import pytest
 import torch
 from index_folders import write_conversations, write_documents
 from megatron.core import parallel_state
-from router_losses import forget_losses
 from safetensors.torch import load_file
 
 from megatron_hybrid import HybridConfig, build_hybrid_model, load_pretrained, save_checkpoint
@@ -85,7 +84,6 @@ def build(recipe, folder, kind=Trainer):
 
 @pytest.fixture(autouse=True)
 def device():
-    forget_losses()
     with training_device() as device:
         yield device
 
@@ -300,3 +298,11 @@ def test_routers_are_told_what_only_fills_a_row(tmp_path, tokenizer):
     fills = torch.arange(LENGTH) >= 30
     assert len(told) == ROWS
     assert all(torch.equal(context.padding_mask_T, fills) for context in told)
+
+
+def test_models_with_routers_of_different_depth_train_one_after_the_other(text, tmp_path):
+    for name, pattern in (("one", "E"), ("three", "*ME")):
+        balanced = {"layer_pattern": pattern, "moe_aux_loss_coeff": 0.1}
+        balanced["moe_router_load_balancing_type"] = "aux_loss"
+        train(recipe_of(text, model=balanced, run={"steps": 2}), tmp_path / name)
+        assert logged(tmp_path / name, "load_balancing_loss")[-1][0] >= 1
