@@ -11,6 +11,8 @@ import importlib.util
 import inspect
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -153,6 +155,21 @@ def forget_aux_losses() -> None:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         destroy_moe_metrics_tracker()
+
+
+@contextmanager
+def quiet_core() -> Iterator[None]:
+    """Core warns of older names of torch that it calls itself, of experiments that nobody asked
+    for, and of ways to call it that only some releases have. Its errors are logged all the same."""
+    core = logging.getLogger("megatron.core")
+    level = core.level
+    try:
+        core.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        core.setLevel(level)
 
 
 def start_save(state: dict[str, Any], folder: str) -> Any:

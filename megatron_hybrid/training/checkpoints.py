@@ -13,9 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.compat import start_save
+from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
@@ -100,7 +98,7 @@ class Checkpoints:
                 for unfinished in self.folder.glob(f"iter_*{_SAVING}"):
                     shutil.rmtree(unfinished)
                 partial.mkdir(parents=True)
-        with _quiet():
+        with quiet_core():
             request = start_save(state, str(partial))
         request.add_finalize_fn(lambda: self._complete(step, partial, target))
         if self.asynchronous:
@@ -198,7 +196,8 @@ def read_common(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read.
     """
     try:
-        return dist_checkpointing.load_common_state_dict(str(path))
+        with quiet_core():
+            return dist_checkpointing.load_common_state_dict(str(path))
     except Exception as error:
         raise CheckpointError(f"{path} is no checkpoint of a training run: {error}") from error
 
@@ -210,7 +209,7 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: it does not fit.
     """
     try:
-        with torch.no_grad(), _quiet():  # core writes into views of the parameters
+        with torch.no_grad(), quiet_core():  # core writes into views of the parameters
             return dist_checkpointing.load(state, str(path))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(f"{path} cannot be loaded: {_last_line(error)}") from error
@@ -238,14 +237,6 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if state["tracker"]:
         get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Core calls torch by older names, which torch warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _flush(path: Path) -> None:

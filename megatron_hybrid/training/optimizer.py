@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
@@ -176,7 +177,7 @@ def build_optimizer(
         use_distributed_optimizer=fields.distributed,
     )
     optimizers: list[MegatronOptimizer] = []
-    with _without_matrices(chunks, fields.name == "muon") as matrices:
+    with _without_matrices(chunks, fields.name == "muon") as matrices, quiet_core():
         built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
         optimizers += built.chained_optimizers
     if fields.name == "muon":

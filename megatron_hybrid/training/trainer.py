@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
@@ -156,15 +157,13 @@ class Trainer:
                 0,
             ),
         )
-        self.chunk = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=recipe.optimizer.distributed,
-                overlap_grad_reduce=run.overlap_gradients,
-            ),
-            self.model,
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=recipe.optimizer.distributed,
+            overlap_grad_reduce=run.overlap_gradients,
         )
+        with quiet_core():
+            self.chunk = DistributedDataParallel(config, ddp_config, self.model)
         config.finalize_model_grads_func = _finalize_gradients
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)

@@ -192,4 +192,4 @@ def test_gradients_are_those_of_core(monkeypatch, pattern, fields):
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         error = (found[name].grad - wanted).norm() / wanted.norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        assert error < 3e-5, f"{name}: {error:.1e}"
