@@ -11,6 +11,10 @@ PINS    := constraints/python$(or $(filter $(VERSION),$(PINNED)),$(lastword $(PI
 # Installed first and by itself, so that a CPU build that is there already stays.
 TORCH   ?= $(if $(PINS),torch==2.13.0,torch)
 
+# Pins that replace those of the same names.
+OTHER_PINS ?=
+OTHERS     := $(if $(OTHER_PINS),| grep -vE "^($(subst $() $(),|,$(shell sed -n "s/==.*//p" $(OTHER_PINS))))==" | cat - $(OTHER_PINS))
+
 # Of pip only errors show; QUIET= shows the rest, such as which requirements conflict.
 QUIET   ?= -qq
 # The pins bind the builds, too; pip 26.2 and newer ask for that by a variable of its own.
@@ -27,19 +31,22 @@ NEWEST_CORE := $(call core_of,constraints/python$(lastword $(PINNED)).txt)
 CHOSEN      := $(filter-out file,$(origin CORE) $(origin PINS) $(origin VENV))
 DOOR_CORE   := $(if $(CHOSEN),,$(filter-out $(call core_of,$(PINS)),$(NEWEST_CORE)))
 
+# Triton's kernels run by its interpreter there, on the newest pinned megatron-core, whose kernels are tested, too.
+KERNEL_VENV := .venv-kernels
+
 # It has builds of torch, Transformer Engine and apex that fit each other; PyPI has not.
 GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo demo-curve test door-tests unit functional soak test-gpu gpu-tests test-newest \
+.PHONY: demo demo-curve test door-tests kernel-tests interpreted-tests unit functional soak test-gpu gpu-tests test-newest \
         test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make demo-curve    trains the demo model's first 200 steps; loss as in docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
-	@echo "                   make unit, make functional: a part of them"
+	@echo "                   make unit, make functional, make kernel-tests: a part of them"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make soak          100,000 steps with failing allocations; under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
@@ -67,11 +74,18 @@ demo-curve: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc-per-node 2 examples/demo_curve.py
 
 test: $(VENV)/.installed-test
-	$(PYTEST) tests
+	$(PYTEST) --ignore=tests/kernels tests
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
+	$(if $(CHOSEN),,$(MAKE) kernel-tests)
 
 door-tests: $(VENV)/.installed-test
 	$(PYTEST) $(DOOR_TESTS)
+
+kernel-tests:
+	@$(MAKE) --no-print-directory interpreted-tests VENV=$(KERNEL_VENV) CORE=$(NEWEST_CORE) OTHER_PINS=constraints/kernels.txt
+
+interpreted-tests: $(VENV)/.installed-kernels
+	$(PYTEST) tests/kernels
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
@@ -146,7 +160,7 @@ $(VENV)/.base: $(PINS)
 	@echo "Installing $(TORCH)$(if $(CORE), and megatron-core==$(CORE)) into $(VENV), with $(or $(PINS),the newest releases)"
 	@$(if $(and $(PINS),$(filter-out $(PINNED),$(VERSION))),echo "No pins for Python $(VERSION): those for $(lastword $(PINNED)) are used.")
 	@$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
-	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) > $(VENV)/constraints.txt)
+	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) $(OTHERS) > $(VENV)/constraints.txt)
 	@$(PIP) install --upgrade pip
 	@$(PIP) install "$(TORCH)"
 	@$(if $(CORE),$(PIP) install --no-deps --ignore-requires-python megatron-core==$(CORE))

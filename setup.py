@@ -44,7 +44,8 @@ setup(
     ],
     extras_require={
         # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See README.
-        "gpu": ["transformer-engine[pytorch]>=2.0", "triton>=3"],
+        "gpu": ["triton>=3.6"],  # kernels; needs no compiler
+        "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
         "test": [
@@ -57,6 +58,7 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
         ],
+        "kernels": ["triton>=3.6", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"],
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],
     },

@@ -206,7 +206,7 @@ def transformer_engine_modules() -> SimpleNamespace:
     if not have_transformer_engine():
         raise ImportError(
             "layer_spec='transformer_engine' needs NVIDIA's Transformer Engine, which is not "
-            "installed. Run `pip install 'megatron_hybrid[gpu]'` on a machine with a CUDA toolkit, "
+            "installed. Run `pip install 'megatron_hybrid[te]'` on a machine with a CUDA toolkit, "
             "or use layer_spec='local' (plain torch, runs anywhere)."
         )
     from megatron.core.extensions import transformer_engine as te

@@ -99,23 +99,24 @@ def run_make(*arguments: str, folder: Path = ROOT, **environment: str):
 
 
 DOOR = ("DOOR_TESTS=tests/unit/text",)
-WHOLE = (".venv", "tests")
+WHOLE, KERNELS = (".venv", "tests"), (".venv-kernels", "tests/kernels")
 NEWEST = read_pins(FILES[-1])["megatron-core"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("VERSION=3.11", *DOOR), [WHOLE, (f".venv-core-{NEWEST}", "tests/unit/text")]),
-        (("VERSION=3.11", "DOOR_TESTS="), [WHOLE]),
-        (("VERSION=3.13", *DOOR), [WHOLE]),
+        (("VERSION=3.11", *DOOR), [WHOLE, (f".venv-core-{NEWEST}", "tests/unit/text"), KERNELS]),
+        (("VERSION=3.11", "DOOR_TESTS="), [WHOLE, KERNELS]),
+        (("VERSION=3.13", *DOOR), [WHOLE, KERNELS]),
         (("VERSION=3.11", *DOOR, "CORE=0.17.0"), [(".venv-core-0.17.0", "tests")]),
         (("VERSION=3.11", *DOOR, "PINS="), [WHOLE]),
         (("VERSION=3.11", *DOOR, "VENV=other"), [("other", "tests")]),
     ],
 )
 def test_make_test_runs_the_door_on_the_newest_pinned_core_too(arguments, expected):
-    """3.11 is pinned to an older megatron-core. An environment that is chosen is the only one."""
+    """3.11 is pinned to an older megatron-core. An environment that is chosen is the only one;
+    else kernels have one of their own."""
     assert read_pins(FILES[0])["megatron-core"] < NEWEST
     commands = run_make("-n", "test", *arguments).stdout.splitlines()
     runs = [line.split() for line in commands if "/bin/python -m pytest " in line]
