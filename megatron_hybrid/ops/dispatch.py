@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_HYBRID_BACKEND"
 REFERENCE = "reference"
@@ -32,6 +37,24 @@ class Backend:
     """The backend of the highest priority is asked first."""
     missing: str | None = None
     """Why it is unusable in this process, such as a library that is not installed."""
+    device_type: str | None = None
+    """The one kind of device it serves, such as "cuda"; None: any."""
+
+    def refusal(self, *inputs: Any) -> str | None:
+        """Why it cannot serve these inputs; None where it can."""
+        if self.missing is not None:
+            return self.missing
+        if self.device_type is not None:
+            kind = next(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+            if kind != self.device_type:
+                return f"it runs on {self.device_type} devices, the inputs are on {kind}"
+        return self.verify(*inputs)
+
+    def absence(self) -> str | None:
+        """Why it cannot serve any inputs in this process; None where it may."""
+        if self.missing is None and self.device_type == "cuda" and not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return self.missing
 
 
 class Op:
@@ -48,6 +71,7 @@ class Op:
         self.backends: list[Backend] = []
         """Beside the reference, by priority."""
         self._usable: list[Backend] = []
+        self._told: set[tuple[str, str]] = set()
         OPS[name] = self
 
     def register(self, backend: Backend) -> None:
@@ -71,30 +95,36 @@ class Op:
         if forced is not None:
             return self._forced_backend(inputs)(*inputs)
         for backend in self._usable:
-            if backend.verify(*inputs) is None:
+            if (reason := backend.refusal(*inputs)) is None:
                 return backend.run(*inputs)
+            self._tell(backend, reason)
         return self.reference(*inputs)
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
         """Each backend by priority, and why it cannot serve these inputs (any inputs, if none are
         given); None where it can."""
-        reasons = {}
-        for backend in self.backends:
-            reasons[backend.name] = backend.missing
-            if backend.missing is None and inputs:
-                reasons[backend.name] = backend.verify(*inputs)
+        reasons = {
+            backend.name: backend.refusal(*inputs) if inputs else backend.absence()
+            for backend in self.backends
+        }
         reasons[REFERENCE] = None
         if forced in reasons:
             others = {name: f"{VARIABLE}={forced}" for name in reasons if name != forced}
             return reasons | others
         return reasons
 
+    def _tell(self, backend: Backend, reason: str) -> None:
+        """Log a refusal, each once. That a CPU is none of its devices is no news."""
+        if backend.absence() is None and (backend.name, reason) not in self._told:
+            self._told.add((backend.name, reason))
+            logger.info("%s: %s cannot serve: %s", self.name, backend.name, reason)
+
     def _forced_backend(self, inputs: tuple) -> Callable[..., Any]:
         """An op without a backend of the forced name is served by its reference."""
         check_forced()
         for backend in self.backends:
             if backend.name == forced:
-                if (reason := backend.missing or backend.verify(*inputs)) is not None:
+                if (reason := backend.refusal(*inputs)) is not None:
                     raise RuntimeError(
                         f"{VARIABLE}={forced}, but it cannot serve {self.name}: {reason}. Unset "
                         f"{VARIABLE} to let another backend serve"

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_hybrid.ops.ragged import RaggedLayout
+
 
 class SlotStates(NamedTuple):
     """One state of one layer, and the slots of the sequences of a call.
@@ -45,3 +47,16 @@ def in_slots(scan: Callable[..., tuple], place: int) -> Callable[..., Any]:
         return y
 
     return run
+
+
+def capture_steps(states: SlotStates, layout: RaggedLayout) -> None:
+    """Copy the captures among the leading steps of a layout, whose states are in the pool: a
+    sequence of one token is captured at its end."""
+    rows = [count - 1 for count in layout.captures if count <= layout.num_steps]
+    if rows:
+        rows_n = layout.cached(
+            ("captured_steps", states.pool_S.device),
+            lambda: torch.tensor(rows, device=states.pool_S.device),
+        )
+        slots_n = states.slot_ids_R.index_select(0, rows_n)
+        states.captured_n[: len(rows)] = states.pool_S.index_select(0, slots_n)

@@ -126,8 +126,10 @@ def test_the_cache_needs_numpy_and_the_standard_library_alone():
 
 
 def test_megatron_core_comes_in_by_compat():
-    """Both wings that use it import compat, which explains what is missing, before all else."""
+    """Both wings that use it import compat, which explains what is missing, before all else; but
+    for its kernels, which only a backend imports when it runs."""
     importers = {module for module, names in OUTSIDE.items() if "megatron" in names}
+    importers = {module for module in importers if not module.endswith(".mcore")}
     assert {wing(name) for name in importers} == {"compat", "models", "training"}
     assert "compat" in INSIDE["models"] and "compat" in INSIDE["training"]
 

@@ -39,16 +39,8 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.paged_attention`."""
-    check_rows("q", q_THD, layout)
-    _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
-    B = k_pages_nBKD.shape[1]
-    check_shape("block_table", block_table_RM, (layout.num_sequences, None), "[R, M]")
-    kv_lengths = layout.end_positions
-    if layout.last_end > block_table_RM.shape[1] * B:
-        raise ValueError(
-            f"a sequence has {layout.last_end} keys, but the block table has "
-            f"{block_table_RM.shape[1]} columns of {B} tokens: give it more columns"
-        )
+    check(q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, sinks_H)
+    B, kv_lengths = k_pages_nBKD.shape[1], layout.end_positions
     outs = []
     if layout.num_steps:
         q_steps = rows_between(q_THD, 0, layout.num_steps)
@@ -66,6 +58,26 @@ def paged_attention(
         q = q_THD[None, layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]]
         outs.append(_attend(q, k, v, start, first * B, pattern, sinks_H).squeeze(0))
     return pad_rows(join(outs), layout)
+
+
+def check(
+    q_THD: torch.Tensor,
+    k_pages_nBKD: torch.Tensor,
+    v_pages_nBKP: torch.Tensor,
+    block_table_RM: torch.Tensor,
+    layout: RaggedLayout,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError where inputs of `paged_attention` do not fit."""
+    check_rows("q", q_THD, layout)
+    _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
+    B = k_pages_nBKD.shape[1]
+    check_shape("block_table", block_table_RM, (layout.num_sequences, None), "[R, M]")
+    if layout.last_end > block_table_RM.shape[1] * B:
+        raise ValueError(
+            f"a sequence has {layout.last_end} keys, but the block table has "
+            f"{block_table_RM.shape[1]} columns of {B} tokens: give it more columns"
+        )
 
 
 def varlen_attention(

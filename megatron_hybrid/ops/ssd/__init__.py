@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 from megatron_hybrid.ops.ssd import reference
 
 _ssd_scan = Op("ssd_scan", in_slots(reference.ssd_scan, 6))
+_ssd_scan.register(
+    kernel_backend(
+        "mcore",
+        "megatron_hybrid.ops.ssd.mcore",
+        ["triton", "megatron.core.ssm.ops.ssd_combined"],
+        priority=10,
+    )
+)
 
 
 def ssd_scan(

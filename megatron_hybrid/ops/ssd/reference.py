@@ -35,7 +35,7 @@ def ssd_scan(
     Returns:
         Outputs, final states and captured states; these two in the compute dtype.
     """
-    _check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
+    check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
     states_RHPN = states_or_zeros(
         "ssd_scan", initial_states_RHPN, shape, "[R, H, P, N]", like=x_THP
@@ -133,7 +133,7 @@ def _next_state(
     return torch.addcmul(added, state, decay), None
 
 
-def _check(
+def check(
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -142,6 +142,7 @@ def _check(
     D: torch.Tensor | None,
     layout: RaggedLayout,
 ) -> None:
+    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
     for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
         check_rows(name, tensor, layout)
     check_shape("x", x, (layout.num_rows, None, None), "[T, H, P]")

@@ -1,0 +1,69 @@
+"""AnchoredChunks: a ragged batch in chunks for kernels that take chunks of any length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+@dataclass(frozen=True)
+class AnchoredChunks:
+    """Chunks of the sequences behind the leading steps of a layout, as `ChunkGrid` has them, but
+    without empty rows: the grid is anchored at absolute position 0, so a sequence that starts
+    inside a chunk has a shorter first one. Rows count from the first of these sequences.
+    """
+
+    boundaries_S: Tensor
+    """int32 `[S + 1]`: first row of each chunk, and the number of rows."""
+    sequences_S: Tensor
+    """int32 `[S]`: the sequence of each chunk, from 0."""
+    last_chunks_R: Tensor
+    """int64 `[R]`: the last chunk of each sequence."""
+    capture_chunks_n: Tensor
+    """int32 `[n]`: the chunk of each capture."""
+    capture_lengths_n: Tensor
+    """int32 `[n]`: rows of it that are in the capture."""
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
+        """The chunks of a layout, made once per chunk size and device and cached in the layout."""
+        return layout.cached(
+            ("anchored_chunks", chunk_size, device), lambda: cls._make(layout, chunk_size, device)
+        )
+
+    @classmethod
+    def _make(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
+        first_seq = layout.num_steps
+        bounds, owners, lasts, row = [0], [], [], 0
+        firsts = []  # chunk and row of each sequence's start
+        for r, length in enumerate(layout.lengths[first_seq:]):
+            start = layout.start_positions[first_seq + r]
+            firsts.append((len(owners), row))
+            ends = range(start - start % chunk_size + chunk_size, start + length, chunk_size)
+            for end in (*ends, start + length):
+                bounds.append(row + end - start)
+                owners.append(r)
+            lasts.append(len(owners) - 1)
+            row += length
+        chunks, lengths = [], []
+        for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
+            if owner < first_seq:
+                continue
+            chunk, row = firsts[owner - first_seq]
+            count -= layout.cu_seqlens[first_seq]
+            start = layout.start_positions[owner]
+            chunk += (start % chunk_size + count - row - 1) // chunk_size
+            chunks.append(chunk)
+            lengths.append(count - bounds[chunk])
+        int32 = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.tensor(bounds, **int32),
+            torch.tensor(owners, **int32),
+            torch.tensor(lasts, dtype=torch.int64, device=device),
+            torch.tensor(chunks, **int32),
+            torch.tensor(lengths, **int32),
+        )

@@ -1,0 +1,139 @@
+"""Mamba-2's scan by megatron-core's Triton kernels, with ours for steps and states in a chunk.
+
+Chunks are anchored at absolute position 0, so what a token gives does not depend on how its
+sequence is cut into calls. States are captured from what the kernels leave, behind them: outputs
+and final states have the same bits with captures and without. (Steps are not core's
+`selective_state_update`: without a buffer for intermediate states, 0.19.2 writes these over x.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
+from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd, _chunk_scan_fwd_kernel
+from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
+from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd
+from torch import Tensor
+
+from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+from megatron_hybrid.ops.ssd import reference
+from megatron_hybrid.ops.ssd.triton import capture, step
+
+
+def right_configs(configs: list[triton.Config]) -> list[triton.Config]:
+    """Those that Triton compiles rightly for sm_90. Where one has stages, 4 or 8 warps and tiles of
+    64 rows, a product of matrices runs on over the end of a loop, and whole rows become NaN (vLLM
+    leaves out the same ones). One of core's own where none of these is right."""
+    right = [
+        config
+        for config in configs
+        if config.num_stages == 1 or config.num_warps % 4 or config.kwargs["BLOCK_SIZE_M"] % 64
+    ]
+    tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
+    return right or [triton.Config(tiles, num_stages=4, num_warps=2)]
+
+
+_chunk_scan_fwd_kernel.configs = right_configs(_chunk_scan_fwd_kernel.configs)
+
+
+def verify(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    A_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+) -> str | None:
+    """See `Backend.verify`."""
+    inputs = (x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H)
+    if (reason := dtype_refusal(*inputs) or gradient_refusal(*inputs)) is not None:
+        return reason
+    if states is not None and states.pool_S.dtype == torch.float16:
+        return "states are float16"  # which the reference refuses
+    if chunk_size < 16 or chunk_size & (chunk_size - 1):
+        return f"chunk_size is {chunk_size}; it takes powers of two from 16"
+    return None
+
+
+def run(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    A_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+) -> Tensor:
+    """See `ops.ssd_scan`."""
+    reference.check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
+    (_, H, P), N = x_THP.shape, B_TGN.shape[2]
+    if states is None:
+        shape = (layout.num_sequences, H, P, N)
+        pool = torch.zeros(shape, dtype=torch.float32, device=x_THP.device)
+        states = SlotStates(pool, torch.arange(len(pool), device=pool.device))
+    inputs = (x_THP, dt_TH, B_TGN, C_TGN)
+    A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
+    steps, tokens = layout.num_steps, layout.num_tokens
+    if steps:
+        x, dt, B, C = (t[:steps] for t in inputs)
+        step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R, y_THP[:steps])
+        capture_steps(states, layout)
+    if steps < layout.num_sequences:
+        rest = [t[steps:tokens] for t in inputs]
+        _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
+    y_THP[tokens:] = 0
+    return y_THP
+
+
+def _scan(
+    inputs: list[Tensor],
+    A_H: Tensor,
+    D_H: Tensor | None,
+    states: SlotStates,
+    layout: RaggedLayout,
+    chunk_size: int,
+    y_THP: Tensor,
+) -> None:
+    """All other sequences, in chunks; writes outputs, final states and captures."""
+    x_THP, dt_TH, B_TGN, C_TGN = (t if t.stride(-1) == 1 else t.contiguous() for t in inputs)
+    chunks = AnchoredChunks.of(layout, chunk_size, x_THP.device)
+    bounds, owners = chunks.boundaries_S, chunks.sequences_S
+    slots_R = states.slot_ids_R[layout.num_steps :]
+    initial_RHPN = states.pool_S.index_select(0, slots_R).float()
+    cum_HSL, dt_HSL = _chunk_cumsum_fwd(dt_TH, A_H, chunk_size, bounds)
+    added_SHPN = _chunk_state_fwd(B_TGN, x_THP, dt_HSL, cum_HSL, bounds, states_in_fp32=True)
+    ends_SHPN = _state_passing_fwd(
+        added_SHPN.flatten(-2),
+        cum_HSL,
+        bounds,
+        seq_idx=owners,
+        initial_states=initial_RHPN.flatten(-2),
+        out_dtype=torch.float32,
+    ).view_as(added_SHPN)
+    scores_SGLL = _bmm_chunk_fwd(C_TGN, B_TGN, chunk_size, bounds, output_dtype=torch.float32)
+    _chunk_scan_fwd(
+        scores_SGLL,
+        x_THP,
+        dt_HSL,
+        cum_HSL,
+        C_TGN,
+        ends_SHPN,
+        bounds,
+        y_THP,
+        owners,
+        D=D_H,
+        initial_states=initial_RHPN,
+    )
+    states.pool_S[slots_R] = ends_SHPN[chunks.last_chunks_R].to(states.pool_S.dtype)
+    if num := len(chunks.capture_chunks_n):
+        out_n = states.captured_n[-num:]
+        capture(x_THP, B_TGN, dt_HSL, cum_HSL, ends_SHPN, initial_RHPN, chunks, out_n)

@@ -1,0 +1,30 @@
+"""Triton's kernels on a CPU, by its interpreter. It is chosen before Triton is imported."""
+
+import contextlib
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton.runtime.autotuner
+
+
+def _first_config() -> None:
+    """No device, no times to choose by."""
+    original = triton.runtime.autotuner.Autotuner.__init__
+
+    def init(self, fn, arg_names, configs, *args, **kwargs):
+        original(self, fn, arg_names, list(configs)[:1], *args, **kwargs)
+
+    triton.runtime.autotuner.Autotuner.__init__ = init
+
+
+def _no_cuda_device() -> None:
+    """The launchers of megatron-core's kernels ask which device is current, and its kind."""
+    torch.cuda.device = lambda *_: contextlib.nullcontext()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+
+
+_first_config()
+_no_cuda_device()
+torch.set_num_threads(1)

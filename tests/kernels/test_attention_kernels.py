@@ -1,0 +1,93 @@
+"""Paged attention in Triton against brute force in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import (
+    K_HEADS,
+    PLAIN,
+    Pool,
+    as_float,
+    group_sizes,
+    paged_case,
+    paged_expectation,
+    patterns,
+    random_sinks,
+    value_dims,
+)
+from recurrences import assert_near, layouts, seeded
+
+from megatron_hybrid.ops import RaggedLayout, dispatch, paged_attention
+from megatron_hybrid.ops.attention import triton as kernels
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    monkeypatch.setattr(dispatch, "forced", "triton")
+
+
+def check(layout, pattern, block_size=16, group=2, P=8, sinks=False, by_row=False, seed=0):
+    generator = seeded(seed)
+    q, keys, values = paged_case(layout, group, generator, P)
+    sinks = random_sinks(generator, K_HEADS * group, sinks)
+    pool = Pool(keys, values, block_size, generator, columns=2, by_row=by_row)
+    out = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
+    expected = paged_expectation(layout, q, keys, values, pattern, sinks)
+    assert_near(out[: layout.num_tokens], expected)
+    assert not out[layout.num_tokens :].any()
+    return out
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    layout=layouts(max_length=120),
+    pattern=patterns,
+    sinks=st.booleans(),
+    block_size=st.sampled_from((16, 20, 64)),
+    group=group_sizes,
+    P=value_dims,
+    by_row=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_the_kernel_equals_brute_force(layout, pattern, sinks, block_size, group, P, by_row, seed):
+    check(layout, pattern, block_size, group, P, sinks, by_row, seed)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("pattern", [PLAIN, kernels.AttentionPattern(0.3, window=50)])
+def test_keys_of_few_queries_are_split_and_joined(monkeypatch, pattern, sinks):
+    monkeypatch.setattr(kernels, "SPLIT", 64)
+    check(RaggedLayout((1, 5, 1, 30), (300, 130, 0, 70), (), 2), pattern, sinks=sinks)
+
+
+def test_other_sequences_change_no_bit_of_a_row(monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 64)
+    generator = seeded(1)
+    layout = RaggedLayout((1, 7, 40), (250, 90, 20))
+    q, keys, values = paged_case(layout, 2, generator)
+    pool = Pool(keys, values, 16, generator)
+    together = paged_attention(q.float(), *pool, layout, PLAIN)
+    bounds = layout.cu_seqlens
+    for r in range(3):
+        one = RaggedLayout((layout.lengths[r],), (layout.start_positions[r],))
+        rows = slice(bounds[r], bounds[r + 1])
+        table = pool.block_table[r : r + 1]
+        alone = paged_attention(q[rows].float(), pool.k_pages, pool.v_pages, table, one, PLAIN)
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize(("D", "P"), [(96, 96), (80, 80), (192, 128), (576, 512)])
+def test_widths_that_are_no_powers_of_two_are_split(D, P):
+    generator = seeded(D)
+    layout = RaggedLayout((1, 20), (40, 3))
+    pages = torch.randn(8, 16, 1, D, generator=generator)
+    table = torch.tensor([[3, 1, 7], [0, 2, 5]])
+    q = torch.randn(21, 4, D, generator=generator)
+    pattern = kernels.AttentionPattern(D**-0.5)
+    given = (q, pages, pages[..., :P], table, layout, pattern)
+    assert_near(paged_attention(*given), kernels_reference(*given))
+
+
+def kernels_reference(*inputs):
+    return dispatch.OPS["paged_attention"].reference(*inputs)

@@ -1,0 +1,125 @@
+"""Kernels of the recurrent ops against their references: outputs, final states, captures."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrences import SSD, RecurrentOp, layouts, seeded, to
+
+from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch, ssd_scan
+from megatron_hybrid.ops.ssd.mcore import right_configs
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A backend of a recurrent op, and the op by its public function."""
+
+    backend: str
+    op: RecurrentOp
+    run: callable
+    """(inputs, parameters, SlotStates, layout, chunk size) -> outputs."""
+    bound: float = 3e-5
+    """Largest error, in units of the largest value."""
+
+
+KERNELS = [
+    Kernels(
+        "mcore",
+        SSD,
+        lambda i, p, *rest: ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], *rest),
+    ),
+]
+each = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: f"{k.op.name} {k.backend}")
+seeds = st.integers(0, 2**31)
+twenty = settings(max_examples=20, deadline=None)
+chunk_sizes = st.sampled_from([16, 32])
+batches = layouts(max_sequences=4, max_length=50)  # the interpreter is slow
+
+
+def case(kernels, layout, seed):
+    """Inputs, parameters, and states in some slots of a pool with gaps between its states."""
+    generator = seeded(seed)
+    inputs = to(torch.float32, kernels.op.inputs(layout.num_rows, generator))
+    parameters = to(torch.float32, kernels.op.parameters(generator))
+    slots = layout.num_sequences + 3
+    pool = torch.randn(slots, 2, *kernels.op.state_shape, generator=generator)[:, 1]
+    slot_ids = torch.randperm(slots, generator=generator)[: layout.num_sequences]
+    return inputs, parameters, pool, slot_ids
+
+
+def run(kernels, backend, inputs, parameters, pool, slot_ids, layout, chunk_size):
+    """Outputs, the pool after the call, and the captures."""
+    pool = torch.stack([pool, pool], 1)[:, 1]
+    captured = torch.full((len(layout.captures), *pool.shape[1:]), torch.nan)
+    states = SlotStates(pool, slot_ids, captured if len(captured) else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "forced", backend)
+        y = kernels.run(inputs, parameters, states, layout, chunk_size)
+    return y, pool, captured
+
+
+def assert_near(found, expected, bound):
+    if expected.numel():
+        error = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
+        assert error <= bound
+
+
+@each
+@twenty
+@given(layout=batches, chunk_size=chunk_sizes, seed=seeds)
+def test_a_ragged_batch_is_as_by_the_reference(kernels, layout, chunk_size, seed):
+    given = case(kernels, layout, seed)
+    found = run(kernels, kernels.backend, *given, layout, chunk_size)
+    expected = run(kernels, "reference", *given, layout, chunk_size)
+    for one, right in zip(found, expected):
+        assert_near(one, right, kernels.bound)
+    assert not found[0][layout.num_tokens :].any()
+    untouched = [i for i in range(len(found[1])) if i not in given[3]]
+    assert torch.equal(found[1][untouched], given[2][untouched])
+
+
+@each
+@twenty
+@given(layout=batches, chunk_size=chunk_sizes, seed=seeds)
+def test_captures_change_no_bit(kernels, layout, chunk_size, seed):
+    given = case(kernels, layout, seed)
+    bare = RaggedLayout(layout.lengths, layout.start_positions, (), layout.num_padding)
+    y, pool, _ = run(kernels, kernels.backend, *given, layout, chunk_size)
+    y_bare, pool_bare, _ = run(kernels, kernels.backend, *given, bare, chunk_size)
+    assert torch.equal(y, y_bare) and torch.equal(pool, pool_bare)
+
+
+@each
+def test_the_backend_is_asked_before_the_reference(kernels):
+    layout = RaggedLayout((20,), (0,))
+    inputs, parameters, pool, slot_ids = case(kernels, layout, 0)
+    op = dispatch.OPS[kernels.op.name]
+    backend = next(one for one in op.backends if one.name == kernels.backend)
+    assert backend is op.backends[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "reference", None)
+        kernels.run(inputs, parameters, SlotStates(pool, slot_ids), layout, 16)
+
+
+@each
+def test_where_gradients_are_wanted_the_reference_serves(kernels):
+    layout = RaggedLayout((20,), (0,))
+    inputs, parameters, *_ = case(kernels, layout, 0)
+    inputs = [t.requires_grad_() for t in inputs]
+    y = kernels.run(inputs, parameters, None, layout, 16)
+    y.sum().backward()
+    assert all(t.grad is not None for t in inputs)
+
+
+def test_configs_that_miscompile_are_left_out():
+    def config(rows, stages, warps):
+        return triton.Config({"BLOCK_SIZE_M": rows}, num_stages=stages, num_warps=warps)
+
+    right = [config(64, 1, 4), config(32, 3, 4), config(64, 3, 2)]
+    wrong = [config(64, 3, 4), config(128, 2, 8)]
+    assert right_configs([*wrong, *right]) == right
+    (one,) = right_configs(wrong)  # as in a deterministic mode, which has a single config
+    assert right_configs([one]) == [one]

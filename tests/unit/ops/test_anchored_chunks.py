@@ -1,0 +1,43 @@
+"""Chunks for kernels are those of the reference's grid, without its empty rows."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrences import layouts
+
+from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.chunk_grid import ChunkGrid
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), chunk_size=st.sampled_from((1, 4, 16, 64)))
+def test_chunks_are_those_of_the_grid(layout, chunk_size):
+    if layout.num_steps == layout.num_sequences:
+        return
+    chunks = AnchoredChunks.of(layout, chunk_size, CPU)
+    grid = ChunkGrid.of(layout, chunk_size, CPU)
+    lengths = chunks.boundaries_S.diff()
+    owners = [r for r, count in enumerate(grid.counts) for _ in range(count)]
+    assert chunks.sequences_S.tolist() == owners
+    assert [owners.index(r) + n - 1 for r, n in enumerate(grid.counts)] == (
+        chunks.last_chunks_R.tolist()
+    )
+    # The grid's rows of a chunk that hold tokens, counted.
+    rows = torch.ones(layout.num_tokens - layout.num_steps)
+    assert lengths.tolist() == grid.pad(rows).sum(1).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), chunk_size=st.sampled_from((1, 4, 16, 64)))
+def test_a_capture_is_so_many_rows_of_a_chunk(layout, chunk_size):
+    if layout.num_steps == layout.num_sequences:
+        return
+    chunks = AnchoredChunks.of(layout, chunk_size, CPU)
+    counts = [count for count in layout.captures if count > layout.num_steps]
+    first_rows = chunks.boundaries_S[chunks.capture_chunks_n.long()]
+    found = layout.num_steps + first_rows + chunks.capture_lengths_n
+    assert found.tolist() == counts
+    sizes = chunks.boundaries_S.diff()[chunks.capture_chunks_n.long()]
+    assert ((chunks.capture_lengths_n >= 1) & (chunks.capture_lengths_n <= sizes)).all()
