@@ -6,13 +6,17 @@ import functools
 import importlib
 import importlib.util
 import os
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Backend
+from megatron_hybrid.ops.ragged import RaggedLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
@@ -55,14 +59,53 @@ def _is_there(library: str) -> bool:
         return False
 
 
-def gradient_refusal(*tensors: torch.Tensor | None) -> str | None:
+@dataclass(frozen=True)
+class SequenceTable:
+    """A layout as int32 tensors, made once per device and cached in the layout."""
+
+    boundaries: Tensor
+    """Flat row of each sequence's first token, and the number of tokens: `[R + 1]`."""
+    sequences: Tensor
+    """0 .. R - 1."""
+    rows: Tensor
+    """The sequence of each token: `[num_tokens]`."""
+    captures: Tensor
+    """The layout's captures: `[n]`."""
+    capture_owners: Tensor
+    """The sequence of each: `[n]`."""
+    capture_numbers: Tensor
+    """0 .. n - 1."""
+    capture_offsets: Tensor
+    """Number of each sequence's first capture, and n: `[R + 1]`."""
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, device: torch.device) -> SequenceTable:
+        """The table of a layout."""
+
+        def make() -> SequenceTable:
+            owners, R = layout.capture_sequences, layout.num_sequences
+            numbers = (
+                layout.cu_seqlens,
+                range(R),
+                [r for r, length in enumerate(layout.lengths) for _ in range(length)],
+                layout.captures,
+                owners,
+                range(len(owners)),
+                [bisect_left(owners, r) for r in range(R + 1)],
+            )
+            return cls(*(torch.tensor(n, dtype=torch.int32, device=device) for n in numbers))
+
+        return layout.cached(("sequence table", device), make)
+
+
+def gradient_refusal(*tensors: Tensor | None) -> str | None:
     """Why kernels without a backward pass cannot serve, if a gradient is wanted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return "it has no backward pass, and gradients are wanted"
     return None
 
 
-def dtype_refusal(*tensors: torch.Tensor | None) -> str | None:
+def dtype_refusal(*tensors: Tensor | None) -> str | None:
     """Why kernels of 16 and 32 bits cannot serve."""
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     for tensor in tensors:

@@ -24,6 +24,18 @@ class SlotStates(NamedTuple):
     captured_n: torch.Tensor | None = None
     """Output for the states at the layout's captures, `[n, *shape]`; None: the layout has none."""
 
+    @classmethod
+    def zeros(
+        cls,
+        num_sequences: int,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> SlotStates:
+        """States of sequences that start and are not kept."""
+        pool = torch.zeros((num_sequences, *shape), dtype=dtype, device=device)
+        return cls(pool, torch.arange(num_sequences, device=device))
+
 
 def in_slots(scan: Callable[..., tuple], place: int) -> Callable[..., Any]:
     """The reference of a recurrent op: `scan` on states that are gathered and scattered.

@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_hybrid.ops.attention import triton as attention
+from megatron_hybrid.ops.conv import triton as conv
+from megatron_hybrid.ops.selective_scan import triton as selective_scan
 from megatron_hybrid.ops.ssd import triton as ssd
 
 GPUS = {90: "sm_90a", 100: "sm_100a"}
@@ -59,6 +61,7 @@ class Compiled:
 
 INDEX_POINTERS = (
     *("boundaries_ptr", "sequences_ptr", "chunks_ptr", "lengths_ptr", "table_ptr", "starts_ptr"),
+    *("captures_ptr", "ends_ptr", "owners_ptr", "places_ptr"),
     *("tile_sequences_ptr", "tile_firsts_ptr", "offsets_ptr", "rows_ptr", "positions_ptr"),
 )
 INDEX = {"slots_ptr": "i64", **dict.fromkeys(INDEX_POINTERS, "i32")}
@@ -68,6 +71,8 @@ def cases() -> Iterator[Case]:
     """Each kernel in the dtypes and shapes of published models, and of odd ones."""
     yield from ssd_cases()
     yield from attention_cases()
+    yield from selective_scan_cases()
+    yield from conv_cases()
 
 
 def attention_cases() -> Iterator[Case]:
@@ -95,6 +100,29 @@ def attention_cases() -> Iterator[Case]:
         yield Case(attention.join_kernel, {**shape, **joined}, dtype, pointers)
 
 
+def selective_scan_cases() -> Iterator[Case]:
+    float32 = {"A_ptr": "fp32", "pool_ptr": "fp32", "out_ptr": "fp32"}
+    for channels, N in ((8192, 16), (40, 5)):  # Jamba-mini, and an odd one
+        block_n = triton.next_power_of_2(N)
+        block_c = min(triton.next_power_of_2(channels), selective_scan.ELEMENTS // block_n)
+        sizes = {"CHANNELS": channels, "N": N, "BLOCK_C": block_c, "BLOCK_N": block_n}
+        for dtype in ("bf16", "fp32"):
+            for flag in (True, False):
+                constants = {**sizes, "HAS_D": flag, "HAS_CAPTURES": flag}
+                yield Case(selective_scan.scan_kernel, constants, dtype, {**float32, **INDEX})
+
+
+def conv_cases() -> Iterator[Case]:
+    for C, K in ((10240, 4), (30, 3)):  # Nemotron-H-8B, and an odd one
+        for dtype in ("bf16", "fp32"):
+            sizes = {"C": C, "K": K, "BLOCK_C": conv.CHANNELS}
+            for flag in (True, False):
+                constants = {**sizes, "HAS_BIAS": flag, "SILU": flag, "BLOCK_T": conv.ROWS}
+                yield Case(conv.conv_kernel, constants, dtype, INDEX)
+            constants = {**sizes, "BLOCK_K": triton.next_power_of_2(K - 1)}
+            yield Case(conv.tails_kernel, constants, dtype, INDEX)
+
+
 def ssd_cases() -> Iterator[Case]:
     shapes = [  # heads, groups, values, states
         (128, 8, 64, 128),  # Nemotron-H-8B
@@ -113,7 +141,7 @@ def ssd_cases() -> Iterator[Case]:
                 sizes = {"H": H, "HEADS_PER_GROUP": H // G, "P": P, "N": N, "CHUNK": chunk}
                 blocks = {"BLOCK_P": max(16, triton.next_power_of_2(P)), "BLOCK_N": block_n}
                 names = ("dt_ptr", "cum_ptr", "ends_ptr", "initial_ptr", "out_ptr")
-                types = {**dict.fromkeys(names, "fp32"), **INDEX}
+                types = {**INDEX, **dict.fromkeys(names, "fp32")}
                 constants = {**sizes, **blocks, "ROWS": ssd.ROWS}
                 yield Case(ssd.capture_kernel, constants, dtype, types, num_warps=8)
 

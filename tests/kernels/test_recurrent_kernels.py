@@ -7,9 +7,25 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrences import SSD, RecurrentOp, layouts, seeded, to
+from recurrences import (
+    CONV,
+    LINEAR_CONV,
+    SELECTIVE_SCAN,
+    SSD,
+    RecurrentOp,
+    layouts,
+    seeded,
+    to,
+)
 
-from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch, ssd_scan
+from megatron_hybrid.ops import (
+    RaggedLayout,
+    SlotStates,
+    causal_conv1d,
+    dispatch,
+    selective_scan,
+    ssd_scan,
+)
 from megatron_hybrid.ops.ssd.mcore import right_configs
 
 
@@ -31,6 +47,13 @@ KERNELS = [
         SSD,
         lambda i, p, *rest: ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], *rest),
     ),
+    Kernels(
+        "triton",
+        SELECTIVE_SCAN,
+        lambda i, p, *rest: selective_scan(i[0], i[1], p[0], i[2], i[3], p[1], *rest),
+    ),
+    Kernels("triton", CONV, lambda i, p, *rest: causal_conv1d(*i, *p, *rest[:2])),
+    Kernels("triton", LINEAR_CONV, lambda i, p, *rest: causal_conv1d(*i, *p, *rest[:2], None)),
 ]
 each = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: f"{k.op.name} {k.backend}")
 seeds = st.integers(0, 2**31)

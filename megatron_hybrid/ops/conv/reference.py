@@ -31,18 +31,8 @@ def causal_conv1d(
     Returns:
         Outputs, final tails and captured tails, all in the dtype of x.
     """
-    check_rows("x", x_TC, layout)
-    check_shape("x", x_TC, (layout.num_rows, None), "[T, C]")
-    C = x_TC.shape[1]
-    check_shape("weight", weight_CK, (C, None), "[C, K]")
-    K = weight_CK.shape[1]
-    if K < 2:
-        raise ValueError(f"weight has K = {K} columns; a causal convolution needs at least 2")
-    if bias_C is not None:
-        check_shape("bias", bias_C, (C,), "[C]")
-    if activation not in ("silu", None):
-        raise ValueError(f"activation is {activation!r}; choose 'silu' or None")
-    R = layout.num_sequences
+    check(x_TC, weight_CK, bias_C, activation, layout)
+    (C, K), R = weight_CK.shape, layout.num_sequences
     if initial_states_RCk is None:
         tails_RCk = x_TC.new_zeros((R, C, K - 1))
     else:
@@ -72,6 +62,26 @@ def causal_conv1d(
     if activation == "silu":
         y_TC = F.silu(y_TC)
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCk, captured_nCk
+
+
+def check(
+    x_TC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    activation: str | None,
+    layout: RaggedLayout,
+) -> None:
+    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
+    check_rows("x", x_TC, layout)
+    check_shape("x", x_TC, (layout.num_rows, None), "[T, C]")
+    C = x_TC.shape[1]
+    check_shape("weight", weight_CK, (C, None), "[C, K]")
+    if (K := weight_CK.shape[1]) < 2:
+        raise ValueError(f"weight has K = {K} columns; a causal convolution needs at least 2")
+    if bias_C is not None:
+        check_shape("bias", bias_C, (C,), "[C]")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}; choose 'silu' or None")
 
 
 def _step(

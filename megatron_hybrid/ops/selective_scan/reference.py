@@ -43,7 +43,7 @@ def selective_scan(
     Returns:
         Outputs, final states and captured states; these two in the compute dtype.
     """
-    _check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
+    check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
     shape = (layout.num_sequences, *A_CN.shape)
     states_RCN = states_or_zeros(
         "selective_scan", initial_states_RCN, shape, "[R, C, N]", like=x_TC
@@ -196,7 +196,7 @@ def _advance(
     return decay_TNC, h_TNC, ended
 
 
-def _check(
+def check(
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -206,6 +206,7 @@ def _check(
     layout: RaggedLayout,
     chunk_size: int,
 ) -> None:
+    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
     for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
         check_rows(name, tensor, layout)
     check_shape("x", x, (layout.num_rows, None), "[T, C]")

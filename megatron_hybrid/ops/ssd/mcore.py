@@ -77,9 +77,7 @@ def run(
     reference.check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
-        shape = (layout.num_sequences, H, P, N)
-        pool = torch.zeros(shape, dtype=torch.float32, device=x_THP.device)
-        states = SlotStates(pool, torch.arange(len(pool), device=pool.device))
+        states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)
     inputs = (x_THP, dt_TH, B_TGN, C_TGN)
     A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
     steps, tokens = layout.num_steps, layout.num_tokens

@@ -1,0 +1,202 @@
+"""The causal convolution in Triton: one launch for all rows, one for the tails behind them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.ops.conv import reference
+from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.slot_states import SlotStates
+
+ROWS, CHANNELS = 16, 128
+"""Rows and channels of a program."""
+
+
+@triton.jit
+def conv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pool_ptr,
+    slots_ptr,
+    y_ptr,
+    rows_ptr,
+    boundaries_ptr,
+    num_tokens,
+    stride_x_row,
+    stride_x_channel,
+    stride_weight_channel,
+    stride_weight_column,
+    stride_pool_slot,
+    stride_pool_channel,
+    stride_pool_column,
+    stride_y_row,
+    stride_y_channel,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Some rows and channels; what lies before a sequence's first row is in its tail."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    alive, own = t < num_tokens, c < C
+    inside = alive[:, None] & own[None, :]
+    sequence = tl.load(rows_ptr + t, mask=alive, other=0)
+    first = tl.load(boundaries_ptr + sequence, mask=alive, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + sequence, mask=alive, other=0).to(tl.int64)
+    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for j in tl.static_range(K):
+        source = t - (K - 1) + j
+        here = source >= first
+        x = tl.load(
+            x_ptr + source[:, None] * stride_x_row + c[None, :] * stride_x_channel,
+            mask=inside & here[:, None],
+            other=0.0,
+        ).to(tl.float32)
+        if j < K - 1:
+            column = source - first + (K - 1)
+            tail_ptrs = pool_ptr + slot[:, None] * stride_pool_slot
+            tail_ptrs += c[None, :] * stride_pool_channel + column[:, None] * stride_pool_column
+            before = inside & (here[:, None] == 0)
+            tail = tl.load(tail_ptrs, mask=before, other=0.0)
+            x += tail.to(x_ptr.dtype.element_ty).to(tl.float32)
+        weight_ptrs = weight_ptr + c * stride_weight_channel + j * stride_weight_column
+        y += x * tl.load(weight_ptrs, mask=own, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + c, mask=own, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(y_ptr + t[:, None] * stride_y_row + c[None, :] * stride_y_channel, y, mask=inside)
+
+
+@triton.jit
+def tails_kernel(
+    x_ptr,
+    pool_ptr,
+    slots_ptr,
+    out_ptr,
+    places_ptr,
+    ends_ptr,
+    owners_ptr,
+    boundaries_ptr,
+    stride_x_row,
+    stride_x_channel,
+    stride_pool_slot,
+    stride_pool_channel,
+    stride_pool_column,
+    stride_out_place,
+    stride_out_channel,
+    stride_out_column,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The K - 1 inputs before a row's end, of some channels: of the call, or of the tail before."""
+    number = tl.program_id(0)
+    end, owner = tl.load(ends_ptr + number).to(tl.int64), tl.load(owners_ptr + number)
+    first = tl.load(boundaries_ptr + owner).to(tl.int64)
+    slot, place = tl.load(slots_ptr + owner).to(tl.int64), tl.load(places_ptr + number).to(tl.int64)
+    c, k = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
+    inside = (c[:, None] < C) & (k[None, :] < K - 1)
+    source = end - (K - 1) + k
+    here = source >= first
+    x_ptrs = x_ptr + source[None, :] * stride_x_row + c[:, None] * stride_x_channel
+    new = tl.load(x_ptrs, mask=inside & here[None, :], other=0.0)
+    column = source - first + (K - 1)
+    old_ptrs = pool_ptr + slot * stride_pool_slot
+    old_ptrs += c[:, None] * stride_pool_channel + column[None, :] * stride_pool_column
+    old = tl.load(old_ptrs, mask=inside & (here[None, :] == 0), other=0.0)
+    tail = tl.where(here[None, :], new.to(tl.float32), old.to(tl.float32))
+    tl.debug_barrier()  # a tail may be written over itself
+    out_ptrs = out_ptr + place * stride_out_place
+    out_ptrs += c[:, None] * stride_out_channel + k[None, :] * stride_out_column
+    tl.store(out_ptrs, tail, mask=inside)
+
+
+def verify(
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    activation: str | None = "silu",
+) -> str | None:
+    """See `Backend.verify`."""
+    inputs = (x_TC, weight_CK, bias_C)
+    if states is not None and states.pool_S.dtype not in (torch.float32, x_TC.dtype):
+        return f"tails are {states.pool_S.dtype} and inputs {x_TC.dtype}"
+    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+
+
+def run(
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    activation: str | None = "silu",
+) -> Tensor:
+    """See `ops.causal_conv1d`."""
+    reference.check(x_TC, weight_CK, bias_C, activation, layout)
+    C, K = weight_CK.shape
+    if states is None:
+        states = SlotStates.zeros(layout.num_sequences, (C, K - 1), x_TC.device, x_TC.dtype)
+    table = SequenceTable.of(layout, x_TC.device)
+    pool, slots = states.pool_S, states.slot_ids_R
+    y_TC = torch.empty_like(x_TC)
+    y_TC[layout.num_tokens :] = 0
+    blocks = triton.cdiv(C, CHANNELS)
+    conv_kernel[triton.cdiv(layout.num_tokens, ROWS), blocks](
+        x_TC,
+        weight_CK,
+        bias_C,
+        pool,
+        slots,
+        y_TC,
+        table.rows,
+        table.boundaries,
+        layout.num_tokens,
+        *x_TC.stride(),
+        *weight_CK.stride(),
+        *pool.stride(),
+        *y_TC.stride(),
+        C=C,
+        K=K,
+        HAS_BIAS=bias_C is not None,
+        SILU=activation == "silu",
+        BLOCK_T=ROWS,
+        BLOCK_C=CHANNELS,
+        num_warps=4,
+    )
+    targets = [(pool, slots, table.boundaries[1:], table.sequences)]
+    if layout.captures:  # before the tails that they may need are written over
+        places = table.capture_numbers
+        targets.insert(0, (states.captured_n, places, table.captures, table.capture_owners))
+    for out, places, ends, owners in targets:
+        tails_kernel[len(ends), blocks](
+            x_TC,
+            pool,
+            slots,
+            out,
+            places,
+            ends,
+            owners,
+            table.boundaries,
+            *x_TC.stride(),
+            *pool.stride(),
+            *out.stride(),
+            C=C,
+            K=K,
+            BLOCK_C=CHANNELS,
+            BLOCK_K=triton.next_power_of_2(K - 1),
+            num_warps=4,
+        )
+    return y_TC

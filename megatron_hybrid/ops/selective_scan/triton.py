@@ -1,0 +1,169 @@
+"""Mamba-1's scan in Triton: states stay in registers from a sequence's first token to its last."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.selective_scan import reference
+from megatron_hybrid.ops.slot_states import SlotStates
+
+ELEMENTS = 1024
+"""Elements of a state in one program: 8 of each thread."""
+
+
+@triton.jit
+def scan_kernel(
+    x_ptr,
+    dt_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    pool_ptr,
+    slots_ptr,
+    y_ptr,
+    out_ptr,
+    boundaries_ptr,
+    offsets_ptr,
+    captures_ptr,
+    stride_x_row,
+    stride_x_channel,
+    stride_dt_row,
+    stride_dt_channel,
+    stride_A_channel,
+    stride_A_state,
+    stride_B_row,
+    stride_B_state,
+    stride_C_row,
+    stride_C_state,
+    stride_pool_slot,
+    stride_pool_channel,
+    stride_pool_state,
+    stride_y_row,
+    stride_y_channel,
+    stride_out_capture,
+    stride_out_channel,
+    stride_out_state,
+    CHANNELS: tl.constexpr,
+    N: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_CAPTURES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some channels of one sequence: h = exp(dt A) h + dt x B^T, y = h C + D x, token by token."""
+    sequence = tl.program_id(0)
+    row = tl.load(boundaries_ptr + sequence).to(tl.int64)
+    end = tl.load(boundaries_ptr + sequence + 1).to(tl.int64)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    c, s = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    own, used = c < CHANNELS, s < N
+    inside = own[:, None] & used[None, :]
+    A_ptrs = A_ptr + c[:, None] * stride_A_channel + s[None, :] * stride_A_state
+    A = tl.load(A_ptrs, mask=inside, other=0.0).to(tl.float32)
+    state_ptrs = pool_ptr + slot * stride_pool_slot
+    state_ptrs += c[:, None] * stride_pool_channel + s[None, :] * stride_pool_state
+    h = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
+    capture, last_capture = 0, 0
+    if HAS_CAPTURES:
+        capture = tl.load(offsets_ptr + sequence)
+        last_capture = tl.load(offsets_ptr + sequence + 1)
+    for t in range(row, end):
+        x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
+        dt = tl.load(dt_ptr + t * stride_dt_row + c * stride_dt_channel, mask=own, other=0.0)
+        B = tl.load(B_ptr + t * stride_B_row + s * stride_B_state, mask=used, other=0.0)
+        C = tl.load(C_ptr + t * stride_C_row + s * stride_C_state, mask=used, other=0.0)
+        x, dt = x.to(tl.float32), dt.to(tl.float32)
+        h = tl.exp(dt[:, None] * A) * h + (dt * x)[:, None] * B.to(tl.float32)[None, :]
+        y = tl.sum(h * C.to(tl.float32)[None, :], axis=1)
+        if HAS_D:
+            y += tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32) * x
+        tl.store(y_ptr + t * stride_y_row + c * stride_y_channel, y, mask=own)
+        if HAS_CAPTURES:
+            wanted = capture < last_capture
+            hit = tl.load(captures_ptr + capture, mask=wanted, other=-1).to(tl.int64) == t + 1
+            out_ptrs = out_ptr + tl.cast(capture, tl.int64) * stride_out_capture
+            out_ptrs += c[:, None] * stride_out_channel + s[None, :] * stride_out_state
+            tl.store(out_ptrs, h, mask=inside & hit)
+            capture += tl.where(hit, 1, 0)
+    tl.store(state_ptrs, h, mask=inside)
+
+
+def verify(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    A_CN: Tensor,
+    B_TN: Tensor,
+    C_TN: Tensor,
+    D_C: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 32,
+) -> str | None:
+    """See `Backend.verify`."""
+    inputs = (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C)
+    if states is not None and states.pool_S.dtype == torch.float16:
+        return "states are float16"  # which the reference refuses
+    if A_CN.shape[1] > ELEMENTS:
+        return f"states are {A_CN.shape[1]} wide; it takes up to {ELEMENTS}"
+    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+
+
+def run(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    A_CN: Tensor,
+    B_TN: Tensor,
+    C_TN: Tensor,
+    D_C: Tensor | None,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 32,
+) -> Tensor:
+    """See `ops.selective_scan`."""
+    reference.check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
+    channels, N = A_CN.shape
+    if states is None:
+        states = SlotStates.zeros(layout.num_sequences, (channels, N), x_TC.device)
+    table = SequenceTable.of(layout, x_TC.device)
+    y_TC = torch.empty_like(x_TC)
+    y_TC[layout.num_tokens :] = 0
+    out_n = states.captured_n if layout.captures else None
+    block_n = triton.next_power_of_2(N)
+    block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
+    scan_kernel[layout.num_sequences, triton.cdiv(channels, block_c)](
+        x_TC,
+        dt_TC,
+        A_CN,
+        B_TN,
+        C_TN,
+        D_C,
+        states.pool_S,
+        states.slot_ids_R,
+        y_TC,
+        out_n,
+        table.boundaries,
+        table.capture_offsets,
+        table.captures,
+        *x_TC.stride(),
+        *dt_TC.stride(),
+        *A_CN.stride(),
+        *B_TN.stride(),
+        *C_TN.stride(),
+        *states.pool_S.stride(),
+        *y_TC.stride(),
+        *((0, 0, 0) if out_n is None else out_n.stride()),
+        CHANNELS=channels,
+        N=N,
+        HAS_D=D_C is not None,
+        HAS_CAPTURES=out_n is not None,
+        BLOCK_C=block_c,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return y_TC
