@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
 
 
-def kernel_backend(name: str, module: str, libraries: Sequence[str], priority: int) -> Backend:
+TRITON = {"triton": "triton"}
+"""What every one of these backends needs: see `kernel_backend`."""
+
+
+def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priority: int) -> Backend:
     """The backend in a module with `run` and `verify`, which is imported at the first call.
 
     Args:
         name: of the backend.
         module: its full name.
-        libraries: modules that it imports, without which the backend is missing.
+        libraries: modules without which the backend is missing, and what has them.
         priority: see `Backend`.
     """
     load = functools.cache(lambda: importlib.import_module(module))
@@ -40,7 +44,7 @@ def kernel_backend(name: str, module: str, libraries: Sequence[str], priority: i
     def verify(*inputs: Any) -> str | None:
         return load().verify(*inputs)
 
-    absent = [library for library in libraries if not _is_there(library)]
+    absent = [what for library, what in libraries.items() if not _is_there(library)]
     missing = f"{absent[0]} is not installed" if absent else None
     return Backend(name, run, verify, priority, missing, None if INTERPRETED else "cuda")
 

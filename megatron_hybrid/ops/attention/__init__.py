@@ -7,14 +7,14 @@ import torch
 from megatron_hybrid.ops.attention import reference
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.dispatch import Op
-from megatron_hybrid.ops.kernels import kernel_backend
+from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 __all__ = ["AttentionPattern", "paged_attention", "varlen_attention"]
 
 _paged_attention = Op("paged_attention", reference.paged_attention)
 _paged_attention.register(
-    kernel_backend("triton", "megatron_hybrid.ops.attention.triton", ["triton"], priority=10)
+    kernel_backend("triton", "megatron_hybrid.ops.attention.triton", TRITON, priority=10)
 )
 _varlen_attention = Op("varlen_attention", reference.varlen_attention)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.dispatch import Op
-from megatron_hybrid.ops.kernels import kernel_backend
+from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import reference
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 
 _selective_scan = Op("selective_scan", in_slots(reference.selective_scan, 6))
 _selective_scan.register(
-    kernel_backend("triton", "megatron_hybrid.ops.selective_scan.triton", ["triton"], priority=10)
+    kernel_backend("triton", "megatron_hybrid.ops.selective_scan.triton", TRITON, priority=10)
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.dispatch import Op
-from megatron_hybrid.ops.kernels import kernel_backend
+from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 from megatron_hybrid.ops.ssd import reference
@@ -15,7 +15,7 @@ _ssd_scan.register(
     kernel_backend(
         "mcore",
         "megatron_hybrid.ops.ssd.mcore",
-        ["triton", "megatron.core.ssm.ops.ssd_combined"],
+        TRITON | {"megatron.core.ssm.ops.intermediate_extraction": "megatron-core 0.19 or newer"},
         priority=10,
     )
 )
