@@ -121,7 +121,8 @@ def test_nothing_is_warned_of_at_import():
 
         warnings.simplefilter("error", UserWarning)
         for module in pkgutil.walk_packages(megatron_hybrid.__path__, "megatron_hybrid."):
-            if not module.name.endswith("__main__"):
+            # Kernels are imported where Triton is, by the backend that runs them.
+            if not module.name.endswith(("__main__", ".triton", ".mcore")):
                 importlib.import_module(module.name)
         """
     result = subprocess.run(
