@@ -69,6 +69,8 @@ class SequenceTable:
 
     boundaries: Tensor
     """Flat row of each sequence's first token, and the number of tokens: `[R + 1]`."""
+    starts: Tensor
+    """Position of each sequence's first token: `[R]`."""
     sequences: Tensor
     """0 .. R - 1."""
     rows: Tensor
@@ -90,6 +92,7 @@ class SequenceTable:
             owners, R = layout.capture_sequences, layout.num_sequences
             numbers = (
                 layout.cu_seqlens,
+                layout.start_positions,
                 range(R),
                 [r for r, length in enumerate(layout.lengths) for _ in range(length)],
                 layout.captures,

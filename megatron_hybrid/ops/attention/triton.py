@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import check
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 SPLIT = 1024
@@ -231,10 +231,6 @@ class Tiles:
     sequences: Tensor
     firsts: Tensor
     """First row of each tile in its sequence."""
-    boundaries: Tensor
-    """Flat row of each sequence's first token, and the end: `[R + 1]`."""
-    starts: Tensor
-    """Position of each sequence's first token."""
     offsets: Tensor
     """Number of each sequence's first token among those of these sequences."""
     rows: Tensor
@@ -250,18 +246,17 @@ class Tiles:
 
         def make() -> Tiles | None:
             sequences, firsts, offsets, rows, positions = [], [], [], [], []
-            cu_seqlens, starts = layout.cu_seqlens, layout.start_positions
             for r, length in enumerate(layout.lengths):
                 offsets.append(len(rows))
                 if (length <= FEW_TOKENS) == few:
                     tiles = range(0, length * group, block_m)
                     sequences += [r] * len(tiles)
                     firsts += tiles
-                    rows += range(cu_seqlens[r], cu_seqlens[r + 1])
-                    positions += range(starts[r], starts[r] + length)
+                    rows += range(layout.cu_seqlens[r], layout.cu_seqlens[r + 1])
+                    positions += range(layout.start_positions[r], layout.end_positions[r])
             if not sequences:
                 return None
-            numbers = (sequences, firsts, cu_seqlens, starts, offsets, rows, positions)
+            numbers = (sequences, firsts, offsets, rows, positions)
             return cls(*(torch.tensor(n, dtype=torch.int32, device=device) for n in numbers))
 
         return layout.cached(("attention tiles", few, group, block_m, device), make)
@@ -335,6 +330,7 @@ def run(
         "CHUNK": pattern.chunk or 0,
         "HAS_SINKS": sinks_H is not None,
     }
+    table = SequenceTable.of(layout, q_THD.device)
     for few, split_keys in ((True, SPLIT), (False, 0)):
         blocks, num_warps = configuration(D, P, q_THD.element_size(), few)
         tiles = Tiles.of(layout, few, H // K, blocks["BLOCK_M"], q_THD.device)
@@ -355,8 +351,8 @@ def run(
             *parts,
             tiles.sequences,
             tiles.firsts,
-            tiles.boundaries,
-            tiles.starts,
+            table.boundaries,
+            table.starts,
             tiles.offsets,
             pattern.scale,
             pattern.softcap or 1.0,

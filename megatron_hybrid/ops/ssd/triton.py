@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -143,7 +142,10 @@ def capture_kernel(
     stride_B_row,
     stride_B_group,
     stride_B_state,
-    stride_out,
+    stride_out_capture,
+    stride_out_head,
+    stride_out_value,
+    stride_out_state,
     num_chunks,
     H: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
@@ -200,7 +202,9 @@ def capture_kernel(
             other=0.0,
         ).to(tl.float32)
         state = tl.dot(x_PL * weight[None, :], B_LN, state, input_precision="ieee")
-    tl.store(out_ptr + n.to(tl.int64) * stride_out + h * P * N + offsets, state, mask=inside)
+    out_ptrs = out_ptr + n.to(tl.int64) * stride_out_capture + h * stride_out_head
+    out_ptrs += p[:, None] * stride_out_value + s[None, :] * stride_out_state
+    tl.store(out_ptrs, state, mask=inside)
 
 
 def capture(
@@ -224,8 +228,7 @@ def capture(
         out_nHPN: the captured states.
     """
     S, H, P, N = ends_SHPN.shape
-    target = out_nHPN if out_nHPN[0].is_contiguous() else torch.empty_like(out_nHPN).contiguous()
-    capture_kernel[len(target), H](
+    capture_kernel[len(out_nHPN), H](
         x_THP,
         B_TGN,
         dt_HSL,
@@ -236,10 +239,10 @@ def capture(
         chunks.sequences_S,
         chunks.capture_chunks_n,
         chunks.capture_lengths_n,
-        target,
+        out_nHPN,
         *x_THP.stride(),
         *B_TGN.stride(),
-        target.stride(0),
+        *out_nHPN.stride(),
         S,
         H=H,
         HEADS_PER_GROUP=H // B_TGN.shape[1],
@@ -251,5 +254,3 @@ def capture(
         ROWS=ROWS,
         num_warps=8,
     )
-    if target is not out_nHPN:
-        out_nHPN.copy_(target)
