@@ -68,5 +68,5 @@ def main(overrides: list[str]) -> None:
         print(f"megatron-hybrid generate --model {FOLDER / 'exported'} --prompt 'The cache'")
 
 
-if __name__ == "__main__":  # an asynchronous save starts a process, which imports this file
+if __name__ == "__main__":
     main(sys.argv[1:])
