@@ -21,7 +21,7 @@ from megatron_hybrid.ranks import Ranks
 
 GRACE_SECONDS = 5.0
 """Time to leave a collective by an error of its own, before the process is ended."""
-_BROKEN = (OSError, EOFError, dist.DistError)
+_BROKEN = (ConnectionError, EOFError, dist.DistError)
 _GLOO = ("gloo", "Connection")
 """Errors of a connection that another rank has left, and words of those of gloo."""
 
@@ -116,22 +116,25 @@ class RankWatch:
         try:
             yield
         except Exception as error:
-            is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
-            if not (is_gloo or isinstance(error, _BROKEN)):
-                raise
-            # A rank that ends breaks the collectives of the others before they are told why.
-            end = time.monotonic() + GRACE_SECONDS
-            while self._watch.failure is None and time.monotonic() < end:
-                time.sleep(0.01)
-            self._check(error)
+            if _is_broken(error):
+                self._await_failure()
+                self._check(error)
             raise
         finally:
             self._watch.num_inside -= 1
 
     def report(self, error: BaseException) -> None:
         """This rank has failed where the others did not: they must not wait for it."""
+        if _is_broken(error):
+            self._await_failure()
         text = f"rank {self._rank} has failed with {type(error).__name__}: {error}"
         self._watch.fail(text, source=None)
+
+    def _await_failure(self) -> None:
+        """A rank that ends breaks the collectives of the others before they are told why."""
+        end = time.monotonic() + GRACE_SECONDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _check(self, cause: Exception | None = None) -> None:
         if self.failure is not None:
@@ -139,6 +142,12 @@ class RankWatch:
                 f"{self.failure}: this engine cannot go on; end the job, or make a new engine on "
                 "all ranks"
             ) from cause
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Whether another rank has left a connection of this one."""
+    is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
+    return is_gloo or isinstance(error, _BROKEN)
 
 
 def _close(watch: _Watch, ranks: Ranks) -> None:
