@@ -44,7 +44,8 @@ setup(
     ],
     extras_require={
         # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See README.
-        "gpu": ["triton>=3.6"],  # kernels; needs no compiler
+        # Kernels; no compiler is needed. Of fla-core parts are called, which may move.
+        "gpu": ["triton>=3.6", "fla-core>=0.6,<0.7"],
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
@@ -58,7 +59,10 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
         ],
-        "kernels": ["triton>=3.6", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"],
+        "kernels": [
+            *("triton>=3.6", "fla-core>=0.6,<0.7"),
+            *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+        ],
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],
     },

@@ -21,12 +21,20 @@ class AnchoredChunks:
     """int32 `[S + 1]`: first row of each chunk, and the number of rows."""
     sequences_S: Tensor
     """int32 `[S]`: the sequence of each chunk, from 0."""
+    whole_S2: Tensor
+    """int32 `[S, 2]`: the number of each chunk, and 0: each as a sequence of one chunk."""
+    first_chunks_R: Tensor
+    """int32 `[R + 1]`: the first chunk of each sequence, and S."""
     last_chunks_R: Tensor
     """int64 `[R]`: the last chunk of each sequence."""
     capture_chunks_n: Tensor
     """int32 `[n]`: the chunk of each capture."""
     capture_lengths_n: Tensor
     """int32 `[n]`: rows of it that are in the capture."""
+    places_S: Tensor
+    """int32 `[S]`: numbers of the chunks that have captures, from 0; -1 for the others."""
+    num_places: int
+    """Chunks that have captures."""
 
     @classmethod
     def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
@@ -59,11 +67,16 @@ class AnchoredChunks:
             chunk += (start % chunk_size + count - row - 1) // chunk_size
             chunks.append(chunk)
             lengths.append(count - bounds[chunk])
+        places = {chunk: place for place, chunk in enumerate(dict.fromkeys(chunks))}
         int32 = {"dtype": torch.int32, "device": device}
         return cls(
             torch.tensor(bounds, **int32),
             torch.tensor(owners, **int32),
+            torch.tensor([(chunk, 0) for chunk in range(len(owners))], **int32),
+            torch.tensor([chunk for chunk, _ in firsts] + [len(owners)], **int32),
             torch.tensor(lasts, dtype=torch.int64, device=device),
             torch.tensor(chunks, **int32),
             torch.tensor(lengths, **int32),
+            torch.tensor([places.get(chunk, -1) for chunk in range(len(owners))], **int32),
+            len(places),
         )

@@ -119,3 +119,14 @@ def dtype_refusal(*tensors: Tensor | None) -> str | None:
         if tensor is not None and tensor.dtype not in allowed:
             return f"it takes no tensors of {tensor.dtype}"
     return None
+
+
+def tf32_refusal(*tensors: Tensor | None) -> str | None:
+    """Why kernels cannot serve that multiply float32 on tensor cores, which read 10 bits of it."""
+    if INTERPRETED or torch.get_float32_matmul_precision() != "highest":
+        return None
+    if any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors):
+        return (
+            "it multiplies float32 as TF32: torch.set_float32_matmul_precision('high') allows that"
+        )
+    return None

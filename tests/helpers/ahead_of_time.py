@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from megatron_hybrid.ops.attention import triton as attention
 from megatron_hybrid.ops.conv import triton as conv
+from megatron_hybrid.ops.delta_rule import triton as delta_rule
 from megatron_hybrid.ops.selective_scan import triton as selective_scan
 from megatron_hybrid.ops.ssd import triton as ssd
 
@@ -39,6 +40,7 @@ class Case:
     pointers: dict[str, str] | None = None
     """Types of the others."""
     num_warps: int = 4
+    num_stages: int = 3
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Compiled:
 
 INDEX_POINTERS = (
     *("boundaries_ptr", "sequences_ptr", "chunks_ptr", "lengths_ptr", "table_ptr", "starts_ptr"),
-    *("captures_ptr", "ends_ptr", "owners_ptr", "places_ptr"),
+    *("captures_ptr", "ends_ptr", "owners_ptr", "places_ptr", "firsts_ptr"),
     *("tile_sequences_ptr", "tile_firsts_ptr", "offsets_ptr", "rows_ptr", "positions_ptr"),
 )
 INDEX = {"slots_ptr": "i64", **dict.fromkeys(INDEX_POINTERS, "i32")}
@@ -73,6 +75,36 @@ def cases() -> Iterator[Case]:
     yield from attention_cases()
     yield from selective_scan_cases()
     yield from conv_cases()
+    yield from delta_rule_cases()
+
+
+def delta_rule_cases() -> Iterator[Case]:
+    shapes = [  # heads of keys and of values, channels of keys and of values, decays per channel
+        (16, 32, 128, 128, False),  # Qwen3-Next
+        (32, 32, 128, 128, True),  # Kimi Linear
+        (4, 4, 256, 512, False),  # the largest keys
+        (2, 6, 24, 20, True),
+    ]
+    float32 = ("g_ptr", "beta_ptr", "pool_ptr", "cum_ptr", "kept_ptr", "out_ptr")
+    pointers = {**dict.fromkeys(float32, "fp32"), **INDEX}
+    for H_qk, H, N, P, per_channel in shapes:
+        block_n = triton.next_power_of_2(N)
+        head = {"HEADS_PER_KEY": H // H_qk, "PER_CHANNEL": per_channel, "N": N, "P": P}
+        eps = {"EPS": delta_rule.L2NORM_EPS}
+        for dtype in ("bf16", "fp32"):
+            block_t = {"BLOCK_T": max(1, delta_rule.UNIT_ELEMENTS // block_n)}
+            constants = {"H_QK": H_qk, "N": N, **eps, **block_t, "BLOCK_N": block_n}
+            yield Case(delta_rule.unit_kernel, constants, dtype)
+            blocks = delta_rule.blocks(N, P, delta_rule.STEP_ELEMENTS)
+            constants = {**head, "USE_L2NORM": True, **eps, **blocks}
+            yield Case(delta_rule.step_kernel, constants, dtype, pointers)
+            if (num_bytes := 2 if dtype == "bf16" else 4) * N <= delta_rule.MAX_KEY_BYTES:
+                blocks, stages = delta_rule.recur_configuration(N, P, num_bytes)
+                constants = {"H": H, **head, "CHUNK": 64, **blocks}
+                yield Case(delta_rule.recur_kernel, constants, dtype, pointers, num_stages=stages)
+            blocks = delta_rule.blocks(N, P, delta_rule.CAPTURE_ELEMENTS, least=16)
+            constants = {"H": H, **head, **blocks, "ROWS": delta_rule.ROWS}
+            yield Case(delta_rule.capture_kernel, constants, dtype, pointers, num_warps=8)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -162,7 +194,7 @@ def compile_for(case: Case, capability: int) -> Compiled:
         else:
             signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
     source = ASTSource(case.kernel, signature, case.constants, attributes)
-    options = {"num_warps": case.num_warps}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _assemble(compiled.asm["ptx"], GPUS[capability])
     shared = compiled.metadata.shared

@@ -126,30 +126,42 @@ SELECTIVE_SCAN = RecurrentOp(
     naive_selective_scan,
     log_decay=1,
 )
-GATED_DELTA_RULE = RecurrentOp(
-    "gated_delta_rule",
-    (H, N, P),
-    lambda T, g: (
-        *(randn(g, T, H_QK, N), randn(g, T, H_QK, N), randn(g, T, H, P)),
-        *(-3 * rand(g, T, H), rand(g, T, H)),
-    ),
-    lambda g: (),
-    lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
-    naive_delta_rule,
-    log_decay=3,
-)
-KIMI_DELTA_ATTENTION = RecurrentOp(
-    "kimi_delta_attention",
-    (H, N, P),
-    lambda T, g: (
-        *(randn(g, T, H, N), randn(g, T, H, N), randn(g, T, H, P)),
-        *(-3 * rand(g, T, H, N), rand(g, T, H)),
-    ),
-    lambda g: (),
-    lambda i, p, states, layout, chunk: kimi_delta_attention(*i, states, layout, chunk),
-    naive_delta_rule,
-    log_decay=3,
-)
+
+
+def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
+    """With so many heads of v, and of q and k."""
+    return RecurrentOp(
+        "gated_delta_rule",
+        (heads, N, P),
+        lambda T, g: (
+            *(randn(g, T, key_heads, N), randn(g, T, key_heads, N), randn(g, T, heads, P)),
+            *(-3 * rand(g, T, heads), rand(g, T, heads)),
+        ),
+        lambda g: (),
+        lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
+        naive_delta_rule,
+        log_decay=3,
+    )
+
+
+def kimi_delta_attention_of(heads: int) -> RecurrentOp:
+    """With so many heads."""
+    return RecurrentOp(
+        "kimi_delta_attention",
+        (heads, N, P),
+        lambda T, g: (
+            *(randn(g, T, heads, N), randn(g, T, heads, N), randn(g, T, heads, P)),
+            *(-3 * rand(g, T, heads, N), rand(g, T, heads)),
+        ),
+        lambda g: (),
+        lambda i, p, states, layout, chunk: kimi_delta_attention(*i, states, layout, chunk),
+        naive_delta_rule,
+        log_decay=3,
+    )
+
+
+GATED_DELTA_RULE = gated_delta_rule_of(H, H_QK)
+KIMI_DELTA_ATTENTION = kimi_delta_attention_of(H)
 CONV = RecurrentOp(
     "causal_conv1d",
     (CHANNELS, WIDTH - 1),

@@ -6,11 +6,21 @@ import torch
 
 from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 
 _gated_delta_rule = Op("gated_delta_rule", in_slots(reference.gated_delta_rule, 5))
 _kimi_delta_attention = Op("kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5))
+for _op in (_gated_delta_rule, _kimi_delta_attention):
+    _op.register(
+        kernel_backend(
+            "fla",
+            "megatron_hybrid.ops.delta_rule.fla",
+            TRITON | {"fla.ops.kda": "fla-core"},
+            priority=10,
+        )
+    )
 
 
 def gated_delta_rule(

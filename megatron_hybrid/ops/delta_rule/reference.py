@@ -47,7 +47,7 @@ def gated_delta_rule(
     Returns:
         Outputs, final states and captured states; these two in the compute dtype.
     """
-    _check_gated(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
+    check_gated(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
     return _delta_rule(
         "gated_delta_rule",
         _gated_chunked,
@@ -92,7 +92,7 @@ def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
     return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
 
 
-def _check_gated(
+def check_gated(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -100,6 +100,7 @@ def _check_gated(
     beta: torch.Tensor,
     layout: RaggedLayout,
 ) -> None:
+    """Check the inputs of `ops.gated_delta_rule`."""
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         check_rows(name, tensor, layout)
     check_shape("v", v, (layout.num_rows, None, None), "[T, H, P]")
@@ -110,6 +111,24 @@ def _check_gated(
     check_shape("beta", beta, (T, H), "[T, H]")
     if H % k.shape[1]:
         raise ValueError(f"{H} heads of v cannot be shared out evenly to {k.shape[1]} of q and k")
+
+
+def check_kimi(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    layout: RaggedLayout,
+) -> None:
+    """Check the inputs of `ops.kimi_delta_attention`."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        check_rows(name, tensor, layout)
+    check_shape("k", k, (layout.num_rows, None, None), "[T, H, N]")
+    for name, tensor in (("q", q), ("g", g)):
+        check_shape(name, tensor, tuple(k.shape), "[T, H, N]")
+    check_shape("v", v, (*k.shape[:2], None), "[T, H, P]")
+    check_shape("beta", beta, tuple(k.shape[:2]), "[T, H]")
 
 
 @without_autocast
@@ -130,13 +149,7 @@ def kimi_delta_attention(
     Returns:
         Outputs, final states and captured states; these two in the compute dtype.
     """
-    for name, x in (("q", q_THN), ("k", k_THN), ("v", v_THP), ("g", g_THN), ("beta", beta_TH)):
-        check_rows(name, x, layout)
-    check_shape("k", k_THN, (layout.num_rows, None, None), "[T, H, N]")
-    for name, x in (("q", q_THN), ("g", g_THN)):
-        check_shape(name, x, tuple(k_THN.shape), "[T, H, N]")
-    check_shape("v", v_THP, (*k_THN.shape[:2], None), "[T, H, P]")
-    check_shape("beta", beta_TH, tuple(k_THN.shape[:2]), "[T, H]")
+    check_kimi(q_THN, k_THN, v_THP, g_THN, beta_TH, layout)
     return _delta_rule(
         "kimi_delta_attention",
         _kimi_chunked,

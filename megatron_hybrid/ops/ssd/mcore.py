@@ -17,7 +17,7 @@ from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 from megatron_hybrid.ops.ssd import reference
@@ -53,8 +53,9 @@ def verify(
 ) -> str | None:
     """See `Backend.verify`."""
     inputs = (x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H)
-    if (reason := dtype_refusal(*inputs) or gradient_refusal(*inputs)) is not None:
-        return reason
+    refusal = dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    if (refusal := refusal or tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
+        return refusal
     if states is not None and states.pool_S.dtype == torch.float16:
         return "states are float16"  # which the reference refuses
     if chunk_size < 16 or chunk_size & (chunk_size - 1):

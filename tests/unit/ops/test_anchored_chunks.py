@@ -24,6 +24,11 @@ def test_chunks_are_those_of_the_grid(layout, chunk_size):
     assert [owners.index(r) + n - 1 for r, n in enumerate(grid.counts)] == (
         chunks.last_chunks_R.tolist()
     )
+    assert chunks.first_chunks_R.tolist() == [
+        *(owners.index(r) for r in range(len(grid.counts))),
+        len(owners),
+    ]
+    assert chunks.whole_S2.tolist() == [[chunk, 0] for chunk in range(len(owners))]
     # The grid's rows of a chunk that hold tokens, counted.
     rows = torch.ones(layout.num_tokens - layout.num_steps)
     assert lengths.tolist() == grid.pad(rows).sum(1).tolist()
@@ -41,3 +46,8 @@ def test_a_capture_is_so_many_rows_of_a_chunk(layout, chunk_size):
     assert found.tolist() == counts
     sizes = chunks.boundaries_S.diff()[chunks.capture_chunks_n.long()]
     assert ((chunks.capture_lengths_n >= 1) & (chunks.capture_lengths_n <= sizes)).all()
+    # The chunks with captures have numbers from 0, the others have none.
+    places = chunks.places_S.tolist()
+    with_captures = set(chunks.capture_chunks_n.tolist())
+    assert {chunk for chunk, place in enumerate(places) if place >= 0} == with_captures
+    assert sorted(place for place in places if place >= 0) == list(range(chunks.num_places))

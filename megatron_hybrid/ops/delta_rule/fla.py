@@ -1,0 +1,130 @@
+"""The delta rules by fla-core's kernels inside of chunks, and ours between them.
+
+Each chunk of the grid that is anchored at absolute position 0 is a sequence to fla-core, so what a
+token gives does not depend on how its sequence is cut into calls, and nothing is padded. Our
+recurrence goes over the chunks of a sequence, from the state in the pool to the next one there.
+"""
+
+from __future__ import annotations
+
+import torch
+from fla.ops.common.chunk_o import chunk_fwd_o
+from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+from fla.ops.utils import chunk_local_cumsum
+from fla.ops.utils.constant import RCP_LN2
+from torch import Tensor
+
+from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.delta_rule import reference
+from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
+from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+
+
+def verify(
+    q_THN: Tensor,
+    k_THN: Tensor,
+    v_THP: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+) -> str | None:
+    """See `Backend.verify`."""
+    inputs = (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    refusal = dtype_refusal(*inputs) or gradient_refusal(*inputs) or tf32_refusal(v_THP)
+    if refusal is not None:
+        return refusal
+    if not q_THN.dtype == k_THN.dtype == v_THP.dtype:
+        return f"q, k and v are of {q_THN.dtype}, {k_THN.dtype} and {v_THP.dtype}"
+    if states is not None and states.pool_S.dtype == torch.float16:
+        return "states are float16"  # which the reference refuses
+    if states is not None and states.pool_S.stride(-1) != 1:
+        return f"states have the strides {states.pool_S.stride()}; it takes rows of neighbours"
+    most = MAX_KEY_BYTES // k_THN.element_size()
+    if k_THN.shape[-1] > most:
+        return f"heads of q and k have {k_THN.shape[-1]} channels; it takes up to {most}"
+    sizes = (16, 32, 64) if g_TH.dim() == 2 else (32, 64)
+    if chunk_size not in sizes:
+        return f"chunk_size is {chunk_size}; it takes {sizes}"
+    return None
+
+
+def run(
+    q_THN: Tensor,
+    k_THN: Tensor,
+    v_THP: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    states: SlotStates | None,
+    layout: RaggedLayout,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+) -> Tensor:
+    """See `ops.gated_delta_rule`; with decays `[T, H, N]`, `ops.kimi_delta_attention`."""
+    check = reference.check_gated if g_TH.dim() == 2 else reference.check_kimi
+    check(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
+    (_, H, P), N = v_THP.shape, k_THN.shape[2]
+    scale = N**-0.5 if scale is None else scale
+    if states is None:
+        states = SlotStates.zeros(layout.num_sequences, (H, N, P), v_THP.device)
+    q_THN, k_THN, v_THP = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (q_THN, k_THN, v_THP)
+    )
+    inputs = (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    o_THP = v_THP.new_empty(v_THP.shape)
+    steps, tokens = layout.num_steps, layout.num_tokens
+    if steps:
+        first = [t[:steps] for t in inputs]
+        step(*first, scale, use_qk_l2norm, states.pool_S, states.slot_ids_R, o_THP[:steps])
+        capture_steps(states, layout)
+    if steps < layout.num_sequences:
+        rest = [t[steps:tokens] for t in inputs]
+        o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size, scale, use_qk_l2norm)
+    o_THP[tokens:] = 0
+    return o_THP
+
+
+def _scan(
+    q_THN: Tensor,
+    k_THN: Tensor,
+    v_THP: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    states: SlotStates,
+    layout: RaggedLayout,
+    chunk_size: int,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> Tensor:
+    """All other sequences, in chunks; writes final states and captures, returns outputs."""
+    chunks = AnchoredChunks.of(layout, chunk_size, v_THP.device)
+    q_THN, k_THN = unit_rows(q_THN, k_THN) if use_qk_l2norm else (q_THN, k_THN)
+    # fla-core's tensors have a leading dimension of 1, and are contiguous.
+    q, k, v, g, beta = (t.contiguous()[None] for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
+    grid = {"cu_seqlens": chunks.boundaries_S, "chunk_indices": chunks.whole_S2}
+    grid["chunk_size"] = chunk_size
+    cum = chunk_local_cumsum(g, scale=RCP_LN2, **grid)
+    if g_TH.dim() == 2:
+        W, U, _ = chunk_gated_delta_rule_fwd_intra(k, v, cum, beta, **grid)
+        decayed_k = k
+    else:
+        W, U, _, decayed_k, scores, _ = chunk_kda_fwd_intra(q, k, v, cum, beta, scale, **grid)
+    slots_R = states.slot_ids_R[layout.num_steps :]
+    starts_SHNP, written_THP, kept_HNP = recur(
+        decayed_k[0], W[0], U[0], cum[0], states.pool_S, slots_R, chunks, chunk_size
+    )
+    if num := len(chunks.capture_chunks_n):
+        out_n = states.captured_n[-num:]
+        capture(k[0], written_THP, cum[0], kept_HNP, chunks, out_n)
+    written, starts = written_THP[None], starts_SHNP[None]
+    if g_TH.dim() == 2:
+        return chunk_fwd_o(q, k, written, starts, cum, scale=scale, **grid)[0]
+    return chunk_gla_fwd_o_gk(q, written, cum, scores, starts, scale, **grid)[0]

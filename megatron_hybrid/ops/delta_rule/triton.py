@@ -1,0 +1,445 @@
+"""Our Triton kernels for the delta rules: a step, the recurrence over chunks, states inside them.
+
+States are `[N, P]`, keys before values, as in the equation, in the reference and in fla-core's
+kernels by default. A program has some of the P columns and all N rows of a head's state, so what
+it reads of a state are rows of neighbours, and both products with it sum over rows of its own.
+
+Decays inside chunks are fla-core's: running sums from a chunk's start, to base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.delta_rule.reference import L2NORM_EPS
+
+UNIT_ELEMENTS = 2048
+"""Elements of q or k in one program that scales them."""
+
+STEP_ELEMENTS = 4096
+"""Elements of a state in one program of a step: 32 values a thread."""
+
+STATE_BYTES = 8192
+"""Of a state in one program of the recurrence, in the dtype of the keys."""
+
+MAX_KEY_BYTES = 512
+"""Of a head's keys, for which the recurrence has registers."""
+
+CAPTURE_ELEMENTS = 8192
+"""Elements of a state in one program of a capture: 32 values a thread."""
+
+ROWS = 16
+"""Rows of a chunk in one product of matrices of a capture."""
+
+
+def blocks(N: int, P: int, elements: int, least: int = 1) -> dict[str, int]:
+    """Rows and columns of a state in one program. least: of each, as products of matrices need."""
+    block_n = max(least, triton.next_power_of_2(N))
+    block_p = max(least, min(triton.next_power_of_2(P), elements // block_n))
+    return {"BLOCK_N": block_n, "BLOCK_P": block_p}
+
+
+def recur_configuration(N: int, P: int, num_bytes: int) -> tuple[dict[str, int], int]:
+    """Blocks and stages of the recurrence, for keys of so many bytes a channel. Each stage has rows
+    of W and of k in shared memory."""
+    return blocks(N, P, STATE_BYTES // num_bytes, least=16), 3 if num_bytes == 2 else 1
+
+
+@triton.jit
+def _at(row, head, stride_row, stride_head):
+    """Offset of a head of a row; flat tensors may have more than 2^31 elements."""
+    return row.to(tl.int64) * stride_row + head * stride_head
+
+
+@triton.jit
+def unit_kernel(
+    q_ptr,
+    k_ptr,
+    units_ptr,
+    num_rows,
+    stride_q_row,
+    stride_q_head,
+    stride_k_row,
+    stride_k_head,
+    H_QK: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some rows of one head of q or of k, each divided by its length."""
+    h, is_k = tl.program_id(1), tl.program_id(2)
+    t, n = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N)
+    inside = (t[:, None] < num_rows) & (n[None, :] < N)
+    if is_k == 0:
+        x_ptrs = q_ptr + _at(t, h, stride_q_row, stride_q_head)[:, None] + n[None, :]
+    else:
+        x_ptrs = k_ptr + _at(t, h, stride_k_row, stride_k_head)[:, None] + n[None, :]
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
+    row = is_k.to(tl.int64) * num_rows + t
+    tl.store(units_ptr + ((row * H_QK + h) * N)[:, None] + n[None, :], x, mask=inside)
+
+
+def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with rows of length 1, contiguous, in one launch. Their last stride is 1."""
+    T, H, N = q_THN.shape
+    units_2THN = q_THN.new_empty(2, T, H, N)
+    block_n = triton.next_power_of_2(N)
+    block_t = max(1, UNIT_ELEMENTS // block_n)
+    unit_kernel[triton.cdiv(T, block_t), H, 2](
+        q_THN,
+        k_THN,
+        units_2THN,
+        T,
+        *q_THN.stride()[:2],
+        *k_THN.stride()[:2],
+        H_QK=H,
+        N=N,
+        EPS=L2NORM_EPS,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return units_2THN[0], units_2THN[1]
+
+
+@triton.jit
+def step_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    pool_ptr,
+    slots_ptr,
+    o_ptr,
+    scale,
+    stride_q_row,
+    stride_q_head,
+    stride_k_row,
+    stride_k_head,
+    stride_v_row,
+    stride_v_head,
+    stride_g_row,
+    stride_g_head,
+    stride_beta_row,
+    stride_beta_head,
+    stride_pool_slot,
+    stride_pool_head,
+    stride_pool_key,
+    stride_o_row,
+    stride_o_head,
+    HEADS_PER_KEY: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    USE_L2NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
+    o = scale q S."""
+    r, h = tl.program_id(0), tl.program_id(1)
+    p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    h_qk = h // HEADS_PER_KEY
+    slot = tl.load(slots_ptr + r).to(tl.int64)
+    inside = (n[:, None] < N) & (p[None, :] < P)
+    state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
+    state_ptrs += n[:, None] * stride_pool_key + p[None, :]
+    state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
+    q_ptrs = q_ptr + _at(r, h_qk, stride_q_row, stride_q_head) + n
+    k_ptrs = k_ptr + _at(r, h_qk, stride_k_row, stride_k_head) + n
+    q = tl.load(q_ptrs, mask=n < N, other=0.0).to(tl.float32)
+    k = tl.load(k_ptrs, mask=n < N, other=0.0).to(tl.float32)
+    if USE_L2NORM:
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + EPS)
+    v_ptrs = v_ptr + _at(r, h, stride_v_row, stride_v_head) + p
+    v = tl.load(v_ptrs, mask=p < P, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + _at(r, h, stride_beta_row, stride_beta_head)).to(tl.float32)
+    g_ptrs = g_ptr + _at(r, h, stride_g_row, stride_g_head)
+    if PER_CHANNEL:
+        state *= tl.exp(tl.load(g_ptrs + n, mask=n < N, other=0.0).to(tl.float32))[:, None]
+    else:
+        state *= tl.exp(tl.load(g_ptrs).to(tl.float32))
+    written = beta * (v - tl.sum(state * k[:, None], axis=0))
+    state += k[:, None] * written[None, :]
+    o = scale * tl.sum(state * q[:, None], axis=0)
+    tl.store(state_ptrs, state, mask=inside)
+    tl.store(o_ptr + _at(r, h, stride_o_row, stride_o_head) + p, o, mask=p < P)
+
+
+def step(
+    q_RHN: Tensor,
+    k_RHN: Tensor,
+    v_RHP: Tensor,
+    g_RH: Tensor,
+    beta_RH: Tensor,
+    scale: float,
+    use_qk_l2norm: bool,
+    pool_S: Tensor,
+    slot_ids_R: Tensor,
+    o_RHP: Tensor,
+) -> None:
+    """One token of each of R sequences, in place: see `ops.gated_delta_rule`. g is `[R, H]`, or
+    `[R, H, N]`; the last stride of all but g_RH and beta_RH is 1."""
+    (R, H, P), N = v_RHP.shape, k_RHN.shape[2]
+    sizes = blocks(N, P, STEP_ELEMENTS)
+    step_kernel[R, H, triton.cdiv(P, sizes["BLOCK_P"])](
+        q_RHN,
+        k_RHN,
+        v_RHP,
+        g_RH,
+        beta_RH,
+        pool_S,
+        slot_ids_R,
+        o_RHP,
+        scale,
+        *q_RHN.stride()[:2],
+        *k_RHN.stride()[:2],
+        *v_RHP.stride()[:2],
+        *g_RH.stride()[:2],
+        *beta_RH.stride(),
+        *pool_S.stride()[:3],
+        *o_RHP.stride()[:2],
+        HEADS_PER_KEY=H // k_RHN.shape[1],
+        PER_CHANNEL=g_RH.dim() == 3,
+        USE_L2NORM=use_qk_l2norm,
+        EPS=L2NORM_EPS,
+        N=N,
+        P=P,
+        **sizes,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def recur_kernel(
+    k_ptr,
+    W_ptr,
+    U_ptr,
+    cum_ptr,
+    pool_ptr,
+    slots_ptr,
+    boundaries_ptr,
+    firsts_ptr,
+    places_ptr,
+    starts_ptr,
+    written_ptr,
+    kept_ptr,
+    stride_pool_slot,
+    stride_pool_head,
+    stride_pool_key,
+    H: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Some values of one head of one sequence, from chunk to chunk: what a chunk writes is
+    V = U - W S, and S = exp2(c_last) S + sum_j exp2(c_last - c_j) k_j V_j.
+
+    Where each channel has its decay, k already has the factor exp2(c_last - c_j).
+    """
+    r, h = tl.program_id(0), tl.program_id(1)
+    p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    slot = tl.load(slots_ptr + r).to(tl.int64)
+    inside = (n[:, None] < N) & (p[None, :] < P)
+    offsets = n[:, None] * P + p[None, :]
+    state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
+    state_ptrs += n[:, None] * stride_pool_key + p[None, :]
+    state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
+
+    for c in range(tl.load(firsts_ptr + r), tl.load(firsts_ptr + r + 1)):
+        chunk = tl.cast(c, tl.int64) * H + h
+        tl.store(starts_ptr + chunk * N * P + offsets, state, mask=inside)
+        place = tl.load(places_ptr + c)
+        kept_ptrs = kept_ptr + (tl.cast(place, tl.int64) * H + h) * N * P + offsets
+        tl.store(kept_ptrs, state, mask=inside & (place >= 0))
+
+        end = tl.load(boundaries_ptr + c + 1)
+        t = tl.load(boundaries_ptr + c) + tl.arange(0, CHUNK)
+        row = t.to(tl.int64) * H + h
+        used = t < end
+        last = (end - 1).to(tl.int64) * H + h
+        used_P = used[:, None] & (p[None, :] < P)
+        W_ptrs = W_ptr + row[:, None] * N + n[None, :]
+        W = tl.load(W_ptrs, mask=used[:, None] & (n[None, :] < N), other=0.0)
+        U = tl.load(U_ptr + row[:, None] * P + p[None, :], mask=used_P, other=0.0)
+        written = U - tl.dot(W, state.to(W.dtype))
+        tl.store(written_ptr + row[:, None] * P + p[None, :], written, mask=used_P)
+
+        if PER_CHANNEL:
+            state *= tl.exp2(tl.load(cum_ptr + last * N + n, mask=n < N, other=0.0))[:, None]
+        else:
+            until = tl.load(cum_ptr + last)
+            cum = tl.load(cum_ptr + row, mask=used, other=0.0)
+            written *= tl.where(used, tl.exp2(until - cum), 0.0)[:, None]
+            state *= tl.exp2(until)
+        k_row = t.to(tl.int64) * (H // HEADS_PER_KEY) + h // HEADS_PER_KEY
+        k_ptrs = k_ptr + k_row[None, :] * N + n[:, None]
+        k = tl.load(k_ptrs, mask=(n[:, None] < N) & used[None, :], other=0.0)
+        state = tl.dot(k, written.to(k.dtype), state)
+    tl.store(state_ptrs, state, mask=inside)
+
+
+def recur(
+    k_THN: Tensor,
+    W_THN: Tensor,
+    U_THP: Tensor,
+    cum_TH: Tensor,
+    pool_S: Tensor,
+    slot_ids_R: Tensor,
+    chunks: AnchoredChunks,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states from chunk to chunk, in one launch; final ones go to the pool.
+
+    Args:
+        k_THN: keys `[T, H_qk, N]`; of Kimi Delta Attention those with decays to the chunks' ends.
+        W_THN, U_THP: the factors of the WY form, each contiguous.
+        cum_TH: fp32 running sums of the decays, `[T, H]` or `[T, H, N]`.
+        pool_S, slot_ids_R: see `SlotStates`; its last stride is 1.
+
+    Returns:
+        State at the start of each chunk `[S, H, N, P]` and what each token writes `[T, H, P]`, in
+        the dtype of k; the fp32 states at the starts of the chunks with captures.
+    """
+    (_, H, P), N = U_THP.shape, k_THN.shape[2]
+    starts_SHNP = k_THN.new_empty(len(chunks.sequences_S), H, N, P)
+    kept_HNP = cum_TH.new_empty(chunks.num_places, H, N, P)
+    written_THP = U_THP.new_empty(U_THP.shape)
+    sizes, num_stages = recur_configuration(N, P, k_THN.element_size())
+    recur_kernel[len(slot_ids_R), H, triton.cdiv(P, sizes["BLOCK_P"])](
+        k_THN,
+        W_THN,
+        U_THP,
+        cum_TH,
+        pool_S,
+        slot_ids_R,
+        chunks.boundaries_S,
+        chunks.first_chunks_R,
+        chunks.places_S,
+        starts_SHNP,
+        written_THP,
+        kept_HNP,
+        *pool_S.stride()[:3],
+        H=H,
+        HEADS_PER_KEY=H // k_THN.shape[1],
+        PER_CHANNEL=cum_TH.dim() == 3,
+        N=N,
+        P=P,
+        CHUNK=chunk_size,
+        **sizes,
+        num_warps=4,
+        num_stages=num_stages,
+    )
+    return starts_SHNP, written_THP, kept_HNP
+
+
+@triton.jit
+def capture_kernel(
+    k_ptr,
+    written_ptr,
+    cum_ptr,
+    kept_ptr,
+    boundaries_ptr,
+    places_ptr,
+    chunks_ptr,
+    lengths_ptr,
+    out_ptr,
+    stride_out_capture,
+    stride_out_head,
+    stride_out_key,
+    H: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Some values of one head of one captured state: exp2(c_i) S_0 + sum_{j <= i} exp2(c_i - c_j)
+    k_j V_j for row i of a chunk that begins with the state S_0."""
+    x, h = tl.program_id(0), tl.program_id(1)
+    p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    c = tl.load(chunks_ptr + x)
+    first, length = tl.load(boundaries_ptr + c), tl.load(lengths_ptr + x)
+    place = tl.load(places_ptr + c).to(tl.int64)
+    inside = (n[:, None] < N) & (p[None, :] < P)
+    kept_ptrs = kept_ptr + (place * H + h) * N * P + n[:, None] * P + p[None, :]
+    state = tl.load(kept_ptrs, mask=inside, other=0.0)
+
+    last = (first + length - 1).to(tl.int64) * H + h
+    if PER_CHANNEL:
+        until = tl.load(cum_ptr + last * N + n, mask=n < N, other=0.0)
+        state *= tl.exp2(until)[:, None]
+    else:
+        until = tl.load(cum_ptr + last)
+        state *= tl.exp2(until)
+    for j0 in range(0, length, ROWS):
+        j = j0 + tl.arange(0, ROWS)
+        used = j < length
+        t = (first + j).to(tl.int64)
+        row, k_row = t * H + h, t * (H // HEADS_PER_KEY) + h // HEADS_PER_KEY
+        inside_NL = (n[:, None] < N) & used[None, :]
+        k = tl.load(k_ptr + k_row[None, :] * N + n[:, None], mask=inside_NL, other=0.0)
+        if PER_CHANNEL:
+            cum = tl.load(cum_ptr + row[None, :] * N + n[:, None], mask=inside_NL, other=0.0)
+            decay = tl.where(inside_NL, tl.exp2(until[:, None] - cum), 0.0)
+        else:
+            cum = tl.load(cum_ptr + row, mask=used, other=0.0)
+            decay = tl.where(used, tl.exp2(until - cum), 0.0)[None, :]
+        written_ptrs = written_ptr + row[:, None] * P + p[None, :]
+        written = tl.load(written_ptrs, mask=used[:, None] & (p[None, :] < P), other=0.0)
+        k = k.to(tl.float32) * decay
+        state = tl.dot(k, written.to(tl.float32), state, input_precision="ieee")
+    out_ptrs = out_ptr + x.to(tl.int64) * stride_out_capture + h * stride_out_head
+    tl.store(out_ptrs + n[:, None] * stride_out_key + p[None, :], state, mask=inside)
+
+
+def capture(
+    k_THN: Tensor,
+    written_THP: Tensor,
+    cum_TH: Tensor,
+    kept_HNP: Tensor,
+    chunks: AnchoredChunks,
+    out_nHNP: Tensor,
+) -> None:
+    """Write the states at the captures of the chunks, in one launch.
+
+    Args:
+        k_THN: keys without decays; the others are those of `recur`.
+        out_nHNP: the captured states; its last stride is 1.
+    """
+    (_, H, P), N = written_THP.shape, k_THN.shape[2]
+    sizes = blocks(N, P, CAPTURE_ELEMENTS, least=16)
+    capture_kernel[len(out_nHNP), H, triton.cdiv(P, sizes["BLOCK_P"])](
+        k_THN,
+        written_THP,
+        cum_TH,
+        kept_HNP,
+        chunks.boundaries_S,
+        chunks.places_S,
+        chunks.capture_chunks_n,
+        chunks.capture_lengths_n,
+        out_nHNP,
+        *out_nHNP.stride()[:3],
+        H=H,
+        HEADS_PER_KEY=H // k_THN.shape[1],
+        PER_CHANNEL=cum_TH.dim() == 3,
+        N=N,
+        P=P,
+        **sizes,
+        ROWS=ROWS,
+        num_warps=8,
+    )
