@@ -150,12 +150,12 @@ class Experts(nn.Module):
         # Each rank weighs its own part of every sum, so the gradients of both add up over ranks.
         hidden_nh = copy_to_tensor_model_parallel_region(hidden_Th[:num_tokens], group)
         weights_nE = copy_to_tensor_model_parallel_region(weights_nE, group)
-        x_mh, counts = dispatcher.dispatch(
+        x_mh, ends_E = dispatcher.dispatch(
             hidden_nh[start:end], weights_nE[start:end], chosen_nE[start:end]
         )
         y_mh = expert_mlps(
             x_mh,
-            counts,
+            ends_E,
             self.linear_fc1.weight,
             self.linear_fc1.bias,
             self.linear_fc2.weight,

@@ -1,6 +1,7 @@
 """Token dispatchers: which rows come to the experts of this rank, and how their outputs return.
 
-Shape suffixes: as in `ops.experts`; m counts the rows that this rank's experts take.
+Shape suffixes: as in `ops.experts`; m counts the rows of this rank's experts, p those that came
+from all ranks, packed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -18,6 +20,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.sharding.collectives import all_to_all
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.ops import ExpertPairs
+from megatron_hybrid.ops.checks import rows_between
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 
 class TokenDispatcher(Protocol):
@@ -25,8 +29,8 @@ class TokenDispatcher(Protocol):
 
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, list[int]]:
-        """Rows [m, h] for this rank's experts, expert by expert, and the rows of each.
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [m, h] for this rank's experts, and where those of each end: see `expert_mlps`.
 
         Args:
             hidden_nh: this rank's tokens.
@@ -44,33 +48,40 @@ class LocalDispatcher:
     Args:
         config: the fields of routing are used.
         experts: numbers of this rank's experts.
+        alignment: see `ExpertPairs`.
     """
 
-    def __init__(self, config: HybridConfig, experts: range):
+    def __init__(self, config: HybridConfig, experts: range, alignment: int = ROW_ALIGNMENT):
         self._config = config
         self._experts = experts
+        self._alignment = alignment
 
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, list[int]]:
+    ) -> tuple[Tensor, Tensor]:
         """See `TokenDispatcher`."""
-        self._pairs = ExpertPairs(chosen_nE, self._config.moe_router_topk, self._experts)
-        self._weights_m1 = self._pairs.weights(weights_nE)
-        x_mh = self._pairs.tokens(hidden_nh)
-        if self._config.moe_apply_probs_on_input:
-            x_mh = (x_mh * self._weights_m1).to(x_mh.dtype)
-        return x_mh, self._pairs.counts_E.tolist()
+        config = self._config
+        self._pairs = ExpertPairs(
+            chosen_nE,
+            config.moe_router_topk,
+            self._experts,
+            may_lack=config.moe_expert_capacity_factor is not None,
+            alignment=self._alignment,
+        )
+        x_mh, self._weights_nE = self._pairs.tokens(hidden_nh), weights_nE
+        if config.moe_apply_probs_on_input:
+            x_mh = (x_mh * self._pairs.weights(weights_nE)).to(x_mh.dtype)
+            self._weights_nE = None
+        return x_mh, self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
         """See `TokenDispatcher`."""
-        weighted_mh = y_mh.to(self._weights_m1.dtype)
-        if not self._config.moe_apply_probs_on_input:
-            weighted_mh = weighted_mh * self._weights_m1
-        return self._pairs.sum(weighted_mh).to(y_mh.dtype)
+        return self._pairs.sum(y_mh, self._weights_nE)
 
 
 class AllToAllDispatcher:
-    """Rows travel to the ranks of their experts, and the outputs back, by a plain all-to-all.
+    """Rows travel to the ranks of their experts, and the outputs back, by a plain all-to-all. It
+    has to know on the host how many, so each dispatch waits for the device.
 
     Args:
         config: the fields of routing are used.
@@ -79,34 +90,36 @@ class AllToAllDispatcher:
 
     def __init__(self, config: HybridConfig, group: dist.ProcessGroup):
         self._group = group
-        self._local = LocalDispatcher(config, range(config.num_moe_experts))
+        self._local = LocalDispatcher(config, range(config.num_moe_experts), alignment=1)
 
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, list[int]]:
+    ) -> tuple[Tensor, Tensor]:
         """See `TokenDispatcher`."""
-        x_mh, counts = self._local.dispatch(hidden_nh, weights_nE, chosen_nE)
+        x_mh, ends_E = self._local.dispatch(hidden_nh, weights_nE, chosen_nE)
         # [ranks, experts of each]: the rows for other ranks, and from them.
-        for_ranks = torch.tensor(counts, device=x_mh.device).view(self._group.size(), -1)
+        for_ranks = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self._group.size(), -1)
         from_ranks = torch.empty_like(for_ranks)
         dist.all_to_all_single(from_ranks, for_ranks, group=self._group)
         self._sent, self._received = for_ranks.sum(1).tolist(), from_ranks.sum(1).tolist()
-        x_mh = all_to_all(x_mh, self._sent, self._received, self._group)
-        # From rank by rank to expert by expert.
-        expert = torch.arange(from_ranks.shape[1], device=x_mh.device).repeat(len(from_ranks))
-        order_m = expert.repeat_interleave(from_ranks.flatten()).argsort(stable=True)
-        self._by_rank_m = order_m.argsort()
-        return x_mh[order_m], from_ranks.sum(0).tolist()
+        self._num_unsent = len(x_mh) - sum(self._sent)
+        x_mh = rows_between(x_mh, 0, sum(self._sent))
+        self._pairs = _pairs_of(from_ranks)
+        x_ph = all_to_all(x_mh, self._sent, self._received, self._group)
+        return self._pairs.tokens(x_ph), self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
         """See `TokenDispatcher`."""
-        y_mh = all_to_all(y_mh[self._by_rank_m], self._received, self._sent, self._group)
+        y_mh = all_to_all(self._pairs.sum(y_mh), self._received, self._sent, self._group)
+        if self._num_unsent:
+            y_mh = F.pad(y_mh, (0, 0, 0, self._num_unsent))
         return self._local.combine(y_mh)
 
 
 class CoreDispatcher:
     """core's all-to-all, which runs on CUDA alone, for experts that are not cut (of others it
-    would gather and sum the pieces, as Experts does). It weighs outputs where the experts are.
+    would gather and sum the pieces, as Experts does). It weighs outputs where the experts are, and
+    waits for the device as `AllToAllDispatcher` does.
 
     Args:
         config: that of the model.
@@ -124,21 +137,34 @@ class CoreDispatcher:
 
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, list[int]]:
+    ) -> tuple[Tensor, Tensor]:
         """See `TokenDispatcher`."""
         rows = self._core.dispatch_preprocess(hidden_nh, chosen_nE, weights_nE)
-        x_mh, counts, weights_m = self._core.dispatch_postprocess(*self._core.token_dispatch(*rows))
-        self._weights_m1 = weights_m.unsqueeze(-1)
+        x_ph, counts, weights_p = self._core.dispatch_postprocess(*self._core.token_dispatch(*rows))
+        self._weights_p1 = weights_p.unsqueeze(-1)
         if self._config.moe_apply_probs_on_input:
-            x_mh = (x_mh * self._weights_m1).to(x_mh.dtype)
-        return x_mh, counts.tolist()
+            x_ph = (x_ph * self._weights_p1).to(x_ph.dtype)
+        self._pairs = _pairs_of(counts.to(x_ph.device).unsqueeze(0))
+        return self._pairs.tokens(x_ph), self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
         """See `TokenDispatcher`."""
+        y_ph = self._pairs.sum(y_mh)
         if not self._config.moe_apply_probs_on_input:
-            y_mh = (y_mh * self._weights_m1).to(y_mh.dtype)
-        y_mh = self._core.token_combine(self._core.combine_preprocess(y_mh))
-        return self._core.combine_postprocess(y_mh)
+            y_ph = (y_ph * self._weights_p1).to(y_ph.dtype)
+        y_ph = self._core.token_combine(self._core.combine_preprocess(y_ph))
+        return self._core.combine_postprocess(y_ph)
+
+
+def _pairs_of(counts: Tensor) -> ExpertPairs:
+    """The pairs of rows that have one expert each, and come rank by rank, then expert by expert.
+
+    Args:
+        counts: rows, [ranks, E].
+    """
+    experts_E = torch.arange(counts.shape[1], device=counts.device)
+    expert_p = experts_E.repeat(len(counts)).repeat_interleave(counts.flatten())
+    return ExpertPairs(expert_p.unsqueeze(1) == experts_E, 1)
 
 
 def build_dispatcher(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 PerExpert = torch.Tensor | Sequence[torch.Tensor]
 """A tensor with a leading dimension of experts, or one tensor an expert."""
@@ -15,20 +14,21 @@ PerExpert = torch.Tensor | Sequence[torch.Tensor]
 
 def expert_mlps(
     x_mh: torch.Tensor,
-    counts: Sequence[int],
+    ends_E: torch.Tensor,
     fc1_Egh: PerExpert,
     fc1_bias_Eg: PerExpert | None,
     fc2_Ehf: PerExpert,
     fc2_bias_Eh: PerExpert | None,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """See `ops.expert_mlps`."""
-    layers = list(
-        zip(x_mh.split(list(counts)), _layers(fc1_Egh, fc1_bias_Eg), _layers(fc2_Ehf, fc2_bias_Eh))
-    )
+    """See `ops.expert_mlps`. It waits for the ends, and gives rows of no expert zeros."""
+    ends = [0, *ends_E.tolist()]
+    layers = list(zip(pairwise(ends), _layers(fc1_Egh, fc1_bias_Eg), _layers(fc2_Ehf, fc2_bias_Eh)))
     # One without rows, if all are: the parameters get a gradient in every backward.
-    used = [layer for layer in layers if len(layer[0])] or layers[:1]
-    return torch.cat([_mlp(*layer, activate) for layer in used])
+    used = [layer for layer in layers if layer[0][0] < layer[0][1]] or layers[:1]
+    outputs = [_mlp(x_mh[first:end], fc1, fc2, activate) for (first, end), fc1, fc2 in used]
+    rest = len(x_mh) - ends[-1]
+    return torch.cat([*outputs, outputs[0].new_zeros(rest, outputs[0].shape[1])])
 
 
 def _layers(
@@ -51,6 +51,4 @@ def _mlp(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """One expert, [m, h] -> [m, h]."""
-    padding = -len(x_mh) % ROW_ALIGNMENT
-    x_mg = F.linear(F.pad(x_mh, (0, 0, 0, padding)), *fc1)
-    return F.linear(activate(x_mg), *fc2)[: len(x_mh)]
+    return F.linear(activate(F.linear(x_mh, *fc1)), *fc2)

@@ -1,7 +1,10 @@
 """The mixture of experts against the blocks of transformers, and by itself."""
 
+import contextlib
+
 import pytest
 import torch
+from grouped_experts import grouped_experts
 from small_models import random_tokens, small_config, small_model
 from transformers import (
     DeepseekV3Config,
@@ -26,6 +29,11 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 HIDDEN, EXPERTS, WIDTH, SHARED, LATENT = 48, 8, 20, 28, 12
 FIELDS = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "moe_router_topk": 3}
+
+
+each_backend = pytest.mark.parametrize(
+    "backend", [contextlib.nullcontext, grouped_experts], ids=["reference", "grouped_mm"]
+)
 
 
 def qwen3_next():
@@ -284,13 +292,15 @@ def context(rows, padding=0):
 @pytest.mark.parametrize(
     "make", [qwen3_next, nemotron_h, deepseek_v3, jamba, lfm2_moe, llama4, gpt_oss]
 )
-def test_outputs_and_gradients_are_those_of_transformers(make):
+@each_backend
+def test_outputs_and_gradients_are_those_of_transformers(make, backend):
     block, mixer, weights = build(make)
     theirs = inputs(40).requires_grad_()
     ours = theirs.detach().clone().requires_grad_()
     expected = block(theirs[None])
     expected = (expected[0] if isinstance(expected, tuple) else expected).view(40, HIDDEN)
-    output, bias = mixer.train()(ours, context(40))
+    with backend():
+        output, bias = mixer.train()(ours, context(40))
     assert bias is None
     torch.testing.assert_close(output, expected, atol=5e-6, rtol=5e-6)
     seed = torch.randn(40, HIDDEN)
@@ -307,10 +317,11 @@ def test_outputs_and_gradients_are_those_of_transformers(make):
 
 
 @pytest.mark.parametrize("make", [qwen3_next, nemotron_h, gpt_oss])
-def test_a_row_has_the_same_bits_in_every_batch(make):
+@each_backend
+def test_a_row_has_the_same_bits_in_every_batch(make, backend):
     _, mixer, _ = build(make)
     hidden = inputs(64)
-    with torch.no_grad():
+    with torch.no_grad(), backend():
         whole, _ = mixer(hidden, context(64))
         for rows in ([5], [60, 2, 33], torch.randperm(64)[:23].tolist()):
             padding = -len(rows) % 8

@@ -110,7 +110,9 @@ def test_forcing(monkeypatch):
 def test_an_unknown_backend_is_refused_with_the_names_there_are(monkeypatch):
     op = toy_op()
     monkeypatch.setattr(dispatch, "forced", "cuda")
-    with pytest.raises(ValueError, match=r"is 'cuda'; the backends are \['even', 'fla', 'mc"):
+    with pytest.raises(
+        ValueError, match=r"is 'cuda'; the backends are \['even', 'fla', 'grouped_mm', 'mcore'"
+    ):
         op(2, 5)
 
 
@@ -145,6 +147,6 @@ def test_the_environment_forces_and_info_tells():
     refused = info("cuda")
     assert refused.returncode != 0
     assert (
-        "MEGATRON_HYBRID_BACKEND is 'cuda'; the backends are ['fla', 'mcore', 'reference', 'triton'"
-        in refused.stderr
+        "MEGATRON_HYBRID_BACKEND is 'cuda'; the backends are "
+        "['fla', 'grouped_mm', 'mcore', 'reference', 'triton']" in refused.stderr
     )

@@ -1,0 +1,77 @@
+"""MLPs of experts by torch's grouped matrix products.
+
+On GPUs of compute capability 9 and 10 these are one kernel in bf16. Elsewhere torch reads the ends
+back, and takes one product after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.ops.experts.reference import PerExpert
+from megatron_hybrid.ops.kernels import dtype_refusal
+
+ROW_BYTES = 16
+"""The rows of all matrices are multiples of this."""
+
+MISSING = (
+    None
+    if hasattr(F, "grouped_mm")
+    else f"torch {torch.__version__} has no torch.nn.functional.grouped_mm; torch 2.10 has"
+)
+
+
+def verify(
+    x_mh: Tensor,
+    ends_E: Tensor,
+    fc1_Egh: PerExpert,
+    fc1_bias_Eg: PerExpert | None,
+    fc2_Ehf: PerExpert,
+    fc2_bias_Eh: PerExpert | None,
+    activate: Callable[[Tensor], Tensor],
+) -> str | None:
+    """See `Backend.verify`."""
+    layers = [one for one in (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh) if one is not None]
+    if not all(isinstance(layer, Tensor) for layer in layers):
+        return "the experts' parameters are not stacked"
+    if (reason := dtype_refusal(x_mh, *layers)) is not None:
+        return reason
+    if len(dtypes := {one.dtype for one in (x_mh, *layers)}) > 1:
+        return f"it takes tensors of one dtype, not of {' and '.join(sorted(map(str, dtypes)))}"
+    if torch.is_autocast_enabled(x_mh.device.type):
+        return "autocast does not know it"
+    for layer in (fc1_Egh, fc2_Ehf):
+        if num_bytes := layer.shape[2] * layer.element_size() % ROW_BYTES:
+            return (
+                f"matrices have rows of {layer.shape[2]} numbers, which end {num_bytes} bytes "
+                f"behind a multiple of {ROW_BYTES}"
+            )
+    return None
+
+
+def run(
+    x_mh: Tensor,
+    ends_E: Tensor,
+    fc1_Egh: Tensor,
+    fc1_bias_Eg: Tensor | None,
+    fc2_Ehf: Tensor,
+    fc2_bias_Eh: Tensor | None,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """See `ops.expert_mlps`."""
+    x_mg = F.grouped_mm(x_mh, fc1_Egh.mT, offs=ends_E)
+    expert_m = None
+    if fc1_bias_Eg is not None or fc2_bias_Eh is not None:
+        rows_m = torch.arange(len(x_mh), dtype=torch.int32, device=x_mh.device)
+        expert_m = torch.searchsorted(ends_E, rows_m, right=True)
+    y_mh = F.grouped_mm(activate(_biased(x_mg, fc1_bias_Eg, expert_m)), fc2_Ehf.mT, offs=ends_E)
+    return _biased(y_mh, fc2_bias_Eh, expert_m)
+
+
+def _biased(x_mg: Tensor, bias_Eg: Tensor | None, expert_m: Tensor | None) -> Tensor:
+    # Rows of no expert get a bias of zero, which takes what their gradients happen to be.
+    return x_mg if bias_Eg is None else x_mg + F.pad(bias_Eg, (0, 0, 0, 1))[expert_m]
