@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformer_engine_stub
 from huggingface import Reference, build, config_names, read_values
 from models_table import TABLE, Row, merge_rows, read_rows
 from reference import greedy, tiny_engine
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -23,6 +25,7 @@ from megatron_hybrid.checkpoints.checkpoint import save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
 
 LONG = 110
+FILE = "model.safetensors"
 
 
 @dataclass
@@ -136,6 +139,22 @@ def test_our_own_checkpoint_of_it(pair, tmp_path):
     tokens = torch.tensor([pair.tokens(40)])
     with torch.no_grad():
         assert torch.equal(again(tokens), pair.model(tokens))
+
+
+def test_under_the_names_of_transformer_engine(pair, tmp_path, monkeypatch):
+    """Read into layers with fused norms it computes the same, and is written back to the bit."""
+    transformer_engine_stub.install(monkeypatch)
+    fused, _ = mh.load_pretrained(pair.folder, layer_spec="transformer_engine")
+    names = {type(module).__name__ for module in fused.modules()}
+    assert "TENorm" in names and "LocalNorm" not in names
+    tokens = torch.tensor([pair.tokens(40)])
+    with torch.no_grad():
+        torch.testing.assert_close(fused(tokens), pair.model(tokens))
+    for model, folder in ((fused, "fused"), (pair.model, "local")):
+        save_huggingface(model, tmp_path / folder)
+    fused, local = (load_file(tmp_path / name / FILE) for name in ("fused", "local"))
+    assert fused.keys() == local.keys()
+    assert all(torch.equal(fused[name], local[name]) for name in local)
 
 
 def test_every_adapter_is_tried():

@@ -1,12 +1,13 @@
 """The two layer specs: which is taken, and that they are one model under two spellings."""
 
-from types import SimpleNamespace
+import inspect
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+import transformer_engine_stub
+from reference import tiny_model
+from safetensors.torch import load_file
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
-from torch import nn
 
 from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import (
@@ -20,59 +21,10 @@ from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.models.layer_specs import get_layer_spec, resolve_layer_spec
 
 
-def torch_norm(config):
-    return {"RMSNorm": nn.functional.rms_norm, "LayerNorm": nn.functional.layer_norm}[
-        config.normalization
-    ]
-
-
-class FakeNorm(nn.Module):
-    """TENorm: same names as torch's norms."""
-
-    def __init__(self, config, hidden_size, eps):
-        super().__init__()
-        self.config, self.eps = config, eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        if config.normalization == "LayerNorm":
-            self.bias = nn.Parameter(torch.zeros(hidden_size))
-
-    def forward(self, x):
-        return torch_norm(self.config)(x, x.shape[-1:], *self.parameters(), eps=self.eps)
-
-    def get_extra_state(self):
-        return b"what Transformer Engine keeps beside its weights"
-
-    def set_extra_state(self, state):
-        pass
-
-
-class FakeFusedLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: normalises its input, and holds that norm's weights."""
-
-    def __init__(self, input_size, output_size, *, config, **kwargs):
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = nn.Parameter(torch.ones(input_size))
-        self.layer_norm_bias = None
-        if config.normalization == "LayerNorm":
-            self.layer_norm_bias = nn.Parameter(torch.zeros(input_size))
-
-    def forward(self, x):
-        weights = [w for w in (self.layer_norm_weight, self.layer_norm_bias) if w is not None]
-        eps = self.config.layernorm_epsilon
-        return super().forward(torch_norm(self.config)(x, x.shape[-1:], *weights, eps=eps))
-
-
 @pytest.fixture
 def transformer_engine(monkeypatch):
     """A stand-in for Transformer Engine, with its parameter names."""
-    fake = SimpleNamespace(
-        TEColumnParallelLinear=ColumnParallelLinear,
-        TELayerNormColumnParallelLinear=FakeFusedLinear,
-        TERowParallelLinear=RowParallelLinear,
-        TENorm=FakeNorm,
-    )
-    monkeypatch.setattr(compat, "have_transformer_engine", lambda: True)
-    monkeypatch.setattr(compat, "transformer_engine_modules", lambda: fake)
+    transformer_engine_stub.install(monkeypatch)
 
 
 def fused_model(**fields):
@@ -104,6 +56,12 @@ def test_auto(monkeypatch, layer_spec, have_te, device, expected):
     monkeypatch.setattr(compat, "have_transformer_engine", lambda: have_te)
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(device))
     assert resolve_layer_spec(small_config(layer_spec=layer_spec)) == expected
+
+
+@pytest.mark.parametrize("stub", transformer_engine_stub.STUBS, ids=lambda stub: stub.__name__)
+def test_the_stubs_take_the_arguments_of_cores_classes(stub):
+    taken = set(inspect.signature(stub).parameters) - {"of_this_release"}
+    assert taken <= transformer_engine_stub.arguments_in_core(stub.__name__)
 
 
 def test_fused_names_are_those_of_megatron_core(transformer_engine):
@@ -149,6 +107,35 @@ def test_weights_go_from_local_to_fused(transformer_engine):
     load_state(fused, full_state_dict(local))
     tokens = random_tokens(2, 20)
     torch.testing.assert_close(fused(tokens), local(tokens))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("symbol", KINDS)
+def test_every_layer_kind_is_one_model_under_both_specs(
+    transformer_engine, symbol, zero_centered, tmp_path
+):
+    """The same logits, and the same tensors under the same names after a way there and back."""
+    fields = {
+        "vocab_size": 61,
+        "layernorm_zero_centered_gamma": zero_centered,
+        "add_bias_linear": zero_centered and symbol != "Z",
+        "qk_layernorm": zero_centered,
+    }
+    local = tiny_model.__wrapped__(symbol * 2, layer_spec="local", **fields)
+    given = {name: torch.randn_like(x) * 0.2 for name, x in full_state_dict(local).items()}
+    load_state(local, given)
+    fused = tiny_model.__wrapped__(symbol * 2, layer_spec="transformer_engine", **fields)
+    save_checkpoint(local, tmp_path / "local")
+    load_checkpoint(fused, tmp_path / "local")
+    tokens = random_tokens(2, 20)
+    torch.testing.assert_close(fused(tokens), local(tokens))
+    save_checkpoint(fused, tmp_path / "fused")
+    saved = full_state_dict(fused)
+    assert saved.keys() == given.keys()
+    assert all(torch.equal(saved[name], given[name]) for name in given)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("local", "fused")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
 def test_local_norms_have_the_dtype_of_the_parameters():
