@@ -22,6 +22,7 @@ from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, var
 from megatron_hybrid.ops.conv import causal_conv1d
 from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
+from megatron_hybrid.ops.gated_norm import gated_rms_norm
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -37,6 +38,7 @@ __all__ = [
     "causal_conv1d",
     "expert_mlps",
     "gated_delta_rule",
+    "gated_rms_norm",
     "kimi_delta_attention",
     "paged_attention",
     "selective_scan",

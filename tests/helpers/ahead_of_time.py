@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from megatron_hybrid.ops.attention import triton as attention
 from megatron_hybrid.ops.conv import triton as conv
 from megatron_hybrid.ops.delta_rule import triton as delta_rule
+from megatron_hybrid.ops.gated_norm import triton as gated_norm
 from megatron_hybrid.ops.selective_scan import triton as selective_scan
 from megatron_hybrid.ops.ssd import triton as ssd
 
@@ -76,6 +77,7 @@ def cases() -> Iterator[Case]:
     yield from selective_scan_cases()
     yield from conv_cases()
     yield from delta_rule_cases()
+    yield from norm_cases()
 
 
 def delta_rule_cases() -> Iterator[Case]:
@@ -153,6 +155,23 @@ def conv_cases() -> Iterator[Case]:
                 yield Case(conv.conv_kernel, constants, dtype, INDEX)
             constants = {**sizes, "BLOCK_K": triton.next_power_of_2(K - 1)}
             yield Case(conv.tails_kernel, constants, dtype, INDEX)
+
+
+def norm_cases() -> Iterator[Case]:
+    forms = [  # groups, channels, sigmoid, norm first, weight from 1
+        (8, 1280, False, False, False),  # Nemotron-H-8B
+        (1, 16384, False, True, False),  # the widest
+        (32, 128, False, True, False),  # Qwen3-Next
+        (32, 128, True, True, True),  # Kimi-Linear's gate
+        (3, 20, True, False, True),
+    ]
+    for G, C, sigmoid, norm_first, zero_centered in forms:
+        blocks, num_warps = gated_norm.configuration(C)
+        form = {"SILU": not sigmoid, "NORM_FIRST": norm_first, "ZERO_CENTERED": zero_centered}
+        form["ROUNDS_NORM"] = norm_first and G > 1
+        for dtype in ("bf16", "fp32"):
+            constants = {"G": G, "C": C, "EPS": 1e-5, **form, **blocks}
+            yield Case(gated_norm.norm_kernel, constants, dtype, num_warps=num_warps)
 
 
 def ssd_cases() -> Iterator[Case]:

@@ -14,7 +14,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
-from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
+from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
@@ -33,7 +33,7 @@ class GatedDeltaNetMixer(Mixer):
 
     Args:
         config: sizes are its `linear_*` fields.
-        submodules: classes of the projections and of the output norm.
+        submodules: classes of the projections.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
     """
@@ -87,7 +87,7 @@ class GatedDeltaNetMixer(Mixer):
         A_log = torch.empty(value_heads).uniform_(*_A_RANGE).log()
         self.A_log = sharded_parameter(A_log, cut, rank)
         self.dt_bias = sharded_parameter(torch.ones(value_heads), cut, rank)
-        self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
+        self.out_norm = GatedHeadNorm(config, self.value_dim, pg_collection.tp, "silu")
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"
         )
@@ -129,5 +129,4 @@ class GatedDeltaNetMixer(Mixer):
             self.config.linear_chunk_size,
         )
         gate_THP = gate.unflatten(-1, (self.num_value_heads, self.value_dim))
-        gated = self.out_norm(o_THP) * F.silu(gate_THP.float())
-        return self.out_proj(gated.to(o_THP.dtype).flatten(1))
+        return self.out_proj(self.out_norm(o_THP, gate_THP).flatten(1))

@@ -10,31 +10,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.ops import gated_rms_norm
 from megatron_hybrid.ops.checks import compute_dtype
+from megatron_hybrid.ops.gated_norm import reference
+from megatron_hybrid.ops.gated_norm.reference import GATES
 
 
-def build_delta_norm(
-    norm: type, config: HybridConfig, head_dim: int, tp_group: dist.ProcessGroup
-) -> nn.Module:
-    """The norm of a delta rule's outputs, one for all heads.
+class GatedHeadNorm(LocalNorm):
+    """The norm of a delta rule's outputs, one for all heads, times an activation of the gate.
 
     Args:
-        norm: its class.
-        config: the fields `linear_norm_*` are used.
+        config: the fields `linear_norm_*` are used, and those of `LocalNorm`.
         head_dim: width of a value head.
         tp_group: ranks over which the heads are split.
+        activation: "silu" or "sigmoid".
     """
-    norm_config = copy(config)
-    norm_config.sequence_parallel = False  # it sees all rows, and its gradient is summed below
-    if config.linear_norm_zero_centered_gamma is not None:
-        norm_config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
-    eps = config.linear_norm_epsilon or config.layernorm_epsilon
-    built = norm(config=norm_config, hidden_size=head_dim, eps=eps)
-    for parameter in built.parameters():
-        sum_gradient_over_ranks(parameter, tp_group)
-    return built
+
+    def __init__(
+        self, config: HybridConfig, head_dim: int, tp_group: dist.ProcessGroup, activation: str
+    ):
+        config = copy(config)
+        config.sequence_parallel = False  # it sees all rows, and its gradient is summed below
+        if config.linear_norm_zero_centered_gamma is not None:
+            config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
+        super().__init__(config, head_dim, config.linear_norm_epsilon or config.layernorm_epsilon)
+        self.activation = activation
+        for parameter in self.parameters():
+            sum_gradient_over_ranks(parameter, tp_group)
+
+    def forward(self, y_THP: Tensor, gate_THP: Tensor) -> Tensor:
+        """Norm and gate in fp32 (float64 for float64); returns [T, H, P] in the dtype of y."""
+        if self.bias is None:
+            form = dict(norm_first=True, zero_centered=self.zero_centered, rounds_norm=True)
+            return gated_rms_norm(y_THP, gate_THP, self.weight, self.eps, self.activation, **form)
+        gate_THP = GATES[self.activation](gate_THP.to(compute_dtype(y_THP)))
+        return (super().forward(y_THP) * gate_THP).to(y_THP.dtype)
 
 
 def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
@@ -81,23 +94,19 @@ class GatedGroupNorm(nn.Module):
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Gate and normalise in fp32 (float64 for float64); returns [T, C] in the dtype of y."""
-        dtype = compute_dtype(y_TC)
-        x, gate = y_TC.to(dtype), F.silu(z_TC.to(dtype))
-        if not self.norm_before_gate:
-            x = x * gate
-        groups = x.unflatten(-1, (-1, min(self.group_size, x.shape[-1])))
-        scale = torch.rsqrt(self._mean_squares(groups) + self.eps)
-        normed = (groups * scale).flatten(-2) * self.weight.to(dtype)
-        if self.norm_before_gate:
-            normed = normed * gate
-        return normed.to(y_TC.dtype)
+        size = min(self.group_size, y_TC.shape[-1])
+        y_TGC, z_TGC = y_TC.unflatten(-1, (-1, size)), z_TC.unflatten(-1, (-1, size))
+        inputs = y_TGC, z_TGC, self.weight.view(-1, size), self.eps, "silu", self.norm_before_gate
+        if self.spread_groups:
+            normed = reference.gated_rms_norm(*inputs, mean_square=self._mean_square)
+        else:
+            normed = gated_rms_norm(*inputs)
+        return normed.flatten(-2)
 
-    def _mean_squares(self, groups: Tensor) -> Tensor:
-        """[T, G, channels of this rank] -> [T, G, 1]."""
-        if not self.spread_groups:
-            return groups.square().mean(-1, keepdim=True)
+    def _mean_square(self, y_TGC: Tensor) -> Tensor:
+        """Over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""
         # Each group has a place of its own, so one sum serves all ranks.
         place = self.tp_group.rank() * self.spread_groups // self.tp_group.size()
-        own = groups.square().sum(-1) / self.group_size
+        own = y_TGC.square().sum(-1) / self.group_size
         of_all = sum_over_ranks(F.pad(own, (place, self.spread_groups - 1 - place)), self.tp_group)
         return of_all[:, place, None, None]

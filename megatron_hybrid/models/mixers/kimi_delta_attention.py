@@ -14,7 +14,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerSubmodules,
     StateTensor,
 )
-from megatron_hybrid.models.mixers.gated_norm import build_delta_norm
+from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
@@ -37,7 +37,7 @@ class KimiDeltaAttentionMixer(Mixer):
 
     Args:
         config: sizes are its `linear_*` fields; there are `linear_num_key_heads` heads.
-        submodules: classes of the projections and of the output norm.
+        submodules: classes of the projections.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups; `tp` is used.
     """
@@ -99,7 +99,7 @@ class KimiDeltaAttentionMixer(Mixer):
         A_log = torch.empty(heads).uniform_(*_A_RANGE).log()
         self.A_log = sharded_parameter(A_log, Cut(0, (heads,), tp_size), rank)
         self.dt_bias = sharded_parameter(initial_dt_bias(keys), Cut(0, (keys,), tp_size), rank)
-        self.out_norm = build_delta_norm(submodules.norm, config, self.value_dim, pg_collection.tp)
+        self.out_norm = GatedHeadNorm(config, self.value_dim, pg_collection.tp, "sigmoid")
         self.out_proj = build_output_projection(
             submodules.row, config, values, pg_collection, comm_buffer="fc2"
         )
@@ -144,5 +144,6 @@ class KimiDeltaAttentionMixer(Mixer):
             self.config.linear_chunk_size,
         )
         gate, _ = self.g_b_proj(self.g_a_proj(hidden_Th))
-        gated = self.out_norm(o_THP) * gate.float().sigmoid().view_as(o_THP)
-        return self.out_proj(gated.to(o_THP.dtype).flatten(1))
+        return self.out_proj(
+            self.out_norm(o_THP, gate.unflatten(-1, (self.num_heads, self.value_dim))).flatten(1)
+        )

@@ -1,0 +1,49 @@
+"""RMSNorm of groups of channels with a gate, as behind recurrent mixers.
+
+Shape suffixes: T rows, G groups (or heads), C channels of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.gated_norm import reference
+from megatron_hybrid.ops.kernels import TRITON, kernel_backend
+
+_gated_rms_norm = Op("gated_rms_norm", reference.gated_rms_norm)
+_gated_rms_norm.register(
+    kernel_backend("triton", "megatron_hybrid.ops.gated_norm.triton", TRITON, priority=10)
+)
+
+
+def gated_rms_norm(
+    x_TGC: torch.Tensor,
+    gate_TGC: torch.Tensor,
+    weight_GC: torch.Tensor,
+    eps: float,
+    activation: Literal["silu", "sigmoid"] = "silu",
+    norm_first: bool = False,
+    zero_centered: bool = False,
+    rounds_norm: bool = False,
+) -> torch.Tensor:
+    """RMSNorm(x activation(gate)) weight, or RMSNorm(x) weight activation(gate).
+
+    Args:
+        x_TGC, gate_TGC: `[T, G, C]`, with any strides; the mean square is that of a group.
+        weight_GC: `[G, C]`, or `[C]` for all groups.
+        eps: added to the mean square.
+        activation: of the gate.
+        norm_first: the second of the two forms.
+        zero_centered: 1 + weight in place of the weight.
+        rounds_norm: whether the result of a norm that comes first is rounded to the dtype of x.
+
+    Returns:
+        `[T, G, C]` in the dtype of x, computed in fp32 (float64 for float64). A row's bits do not
+        depend on other rows.
+    """
+    return _gated_rms_norm(
+        x_TGC, gate_TGC, weight_GC, eps, activation, norm_first, zero_centered, rounds_norm
+    )

@@ -1,0 +1,130 @@
+"""Gated RMSNorm in Triton: one launch, each number read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+
+ELEMENTS = 2048
+"""Numbers of a program, if a group has no more."""
+MAX_CHANNELS = 16384
+"""Of a group, which a program holds in registers."""
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    y_ptr,
+    num_groups,
+    stride_x_row,
+    stride_x_group,
+    stride_x_channel,
+    stride_gate_row,
+    stride_gate_group,
+    stride_gate_channel,
+    stride_weight_group,
+    stride_weight_channel,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    EPS: tl.constexpr,
+    SILU: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROUNDS_NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Some of the T G groups."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.arange(0, BLOCK_C)
+    t, g = n // G, n % G
+    inside = (n < num_groups)[:, None] & (c < C)[None, :]
+    x_ptrs = x_ptr + (t * stride_x_row + g * stride_x_group)[:, None]
+    x = tl.load(x_ptrs + c[None, :] * stride_x_channel, mask=inside, other=0.0).to(tl.float32)
+    gate_ptrs = gate_ptr + (t * stride_gate_row + g * stride_gate_group)[:, None]
+    z = tl.load(gate_ptrs + c[None, :] * stride_gate_channel, mask=inside, other=0.0)
+    z = z.to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-z))
+    if SILU:
+        gate *= z
+    weight_ptrs = weight_ptr + (g * stride_weight_group)[:, None]
+    weight = tl.load(weight_ptrs + c[None, :] * stride_weight_channel, mask=inside, other=0.0)
+    weight = weight.to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    if not NORM_FIRST:
+        x *= gate
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / C + EPS)
+    y = x * scale[:, None] * weight
+    if NORM_FIRST:
+        if ROUNDS_NORM:
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        y *= gate
+    tl.store(y_ptr + n[:, None] * C + c[None, :], y, mask=inside)
+
+
+def configuration(channels: int) -> tuple[dict[str, int], int]:
+    """Block sizes, and warps, for groups of so many channels."""
+    block_c = triton.next_power_of_2(channels)
+    blocks = {"BLOCK_N": max(1, ELEMENTS // block_c), "BLOCK_C": block_c}
+    return blocks, max(4, block_c // 1024)
+
+
+def verify(
+    x_TGC: Tensor,
+    gate_TGC: Tensor,
+    weight_GC: Tensor,
+    eps: float,
+    activation: str = "silu",
+    norm_first: bool = False,
+    zero_centered: bool = False,
+    rounds_norm: bool = False,
+) -> str | None:
+    """See `Backend.verify`."""
+    if (channels := x_TGC.shape[-1]) > MAX_CHANNELS:
+        return f"groups have {channels} channels; a program holds {MAX_CHANNELS}"
+    inputs = (x_TGC, gate_TGC, weight_GC)
+    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+
+
+def run(
+    x_TGC: Tensor,
+    gate_TGC: Tensor,
+    weight_GC: Tensor,
+    eps: float,
+    activation: str = "silu",
+    norm_first: bool = False,
+    zero_centered: bool = False,
+    rounds_norm: bool = False,
+) -> Tensor:
+    """See `ops.gated_rms_norm`."""
+    T, G, C = x_TGC.shape
+    weight_GC = weight_GC.expand(G, C)
+    y_TGC = torch.empty(x_TGC.shape, dtype=x_TGC.dtype, device=x_TGC.device)
+    blocks, num_warps = configuration(C)
+    norm_kernel[(triton.cdiv(T * G, blocks["BLOCK_N"]),)](
+        x_TGC,
+        gate_TGC,
+        weight_GC,
+        y_TGC,
+        T * G,
+        *x_TGC.stride(),
+        *gate_TGC.stride(),
+        *weight_GC.stride(),
+        G=G,
+        C=C,
+        EPS=eps,
+        SILU=activation == "silu",
+        NORM_FIRST=norm_first,
+        ZERO_CENTERED=zero_centered,
+        ROUNDS_NORM=rounds_norm,
+        **blocks,
+        num_warps=num_warps,
+    )
+    return y_TGC
