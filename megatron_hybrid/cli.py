@@ -147,11 +147,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="memory of a model: KV, states, largest batch, what a cache holds",
+        help="a model on a device: KV, states, largest batch, what a cache holds, speed at best",
         formatter_class=_Formatter,
     )
-    plan.add_argument("--model", required=True, help="model folder or config.json")
-    plan.add_argument("--memory", type=gigabytes, required=True, help="of the device, in GB (10^9)")
+    plan.add_argument(
+        "--model", required=True, help="model folder, config.json, or recipe with its vocab_size"
+    )
+    plan.add_argument("--memory", type=gigabytes, help="in GB (10^9); default: the device's")
+    plan.add_argument(
+        "--device", help="a100, h100, h200 or b200: also bound the times of prefill and decode"
+    )
+    plan.add_argument("--flops", type=float, help="in TFLOP/s, in place of the device's")
+    plan.add_argument("--bandwidth", type=float, help="in TB/s, in place of the device's")
     plan.add_argument("--context", default="8k", help="tokens of a request: 4096, 100k, 1M")
     _add_state_encoding(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -383,10 +390,21 @@ def _plan(options: argparse.Namespace) -> int:
     import json
 
     from megatron_hybrid.tools.plan import GB, parse_count, plan, read_model_config, render
+    from megatron_hybrid.tools.roofline import device_of
+    from megatron_hybrid.training.recipe import Recipe
 
     context = parse_count(options.context)
-    config = read_model_config(options.model)
-    result = plan(config, round(options.memory * GB), context, options.state_encoding)
+    memory = None if options.memory is None else round(options.memory * GB)
+    device = device_of(options.device, memory, options.flops, options.bandwidth)
+    if memory is None and device is None:
+        raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
+    # "demo" is the model of the package, not its recipe.
+    if options.model != "demo" and Recipe.path_of(options.model).suffix == ".yaml":
+        config = Recipe.load(options.model).whole_model_config()
+    else:
+        config = read_model_config(options.model)
+    memory = memory or device.memory_bytes
+    result = plan(config, memory, context, options.state_encoding, device)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.base import KVShape
 from megatron_hybrid.models.parameter_names import separate_expert
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 
@@ -21,9 +22,15 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
     and each element of keys and values per query head. Other work of recurrent and local layers is
     a few percent of that.
     """
-    layers = _layers(model)
+    layers = layers_with_configs(model)
     weights = sum(size for layer, config in layers for _, size in _matrices(layer, config))
-    return weights, sum(_per_pair(model, layer, config) for layer, config in layers)
+    return weights, _full_attention(model, layers)
+
+
+def attention_flops(model: HybridModel) -> list[tuple[KVShape, float]]:
+    """Each layer of this rank that keeps keys, and its FLOPs, in units of 2, per pair of tokens of
+    which one sees the other."""
+    return list(_attention(model, layers_with_configs(model)))
 
 
 def attention_parity(weights: float, pairs: float) -> float:
@@ -35,7 +42,7 @@ def attention_parity(weights: float, pairs: float) -> float:
 def training_flops(model: HybridModel) -> tuple[float, float]:
     """FLOPs of this rank's forward and backward pass, without what recomputation adds: (of a token,
     of a pair of tokens of which full attention lets one see the other)."""
-    layers, groups = _layers(model), ExpertGroups.of(model.pg_collection)
+    layers, groups = layers_with_configs(model), ExpertGroups.of(model.pg_collection)
     # The experts' ranks bring tokens of their own, but for tensor-parallel ones.
     tokens_of_ranks = groups.num_parts * groups.tp.size() / model.pg_collection.tp.size()
     parts = list(model.mtp.layers) if hasattr(model, "mtp") else []
@@ -47,15 +54,15 @@ def training_flops(model: HybridModel) -> tuple[float, float]:
     if model.post_process:
         weight = model.shared_embedding_or_output_weight()
         applied += [(weight, weight.numel())] * (1 + len(parts))
-    pairs = sum(_per_pair(model, layer, config) for layer, config in layers)
+    pairs = _full_attention(model, layers)
     # A product, the gradient of its input, and that of a weight that learns; of a multiplication
     # and an addition each.
     weights = sum((3 if one.requires_grad else 2) * size for one, size in applied)
     return 2 * weights, 2 * 3 * pairs
 
 
-def _layers(model: HybridModel) -> list[tuple[nn.Module, HybridConfig]]:
-    """The layers of this pipeline stage, and the config of each."""
+def layers_with_configs(model: HybridModel) -> list[tuple[nn.Module, HybridConfig]]:
+    """Each layer of this pipeline stage and its config."""
     numbered = enumerate(model.decoder.layers, start=model.layer_offset + 1)
     return [(layer, model.config.for_layer(number)) for number, layer in numbered]
 
@@ -77,10 +84,16 @@ def _matrices(
             yield parameter, parameter.numel() * share
 
 
-def _per_pair(model: HybridModel, layer: nn.Module, config: HybridConfig) -> float:
+def _attention(
+    model: HybridModel, layers: Iterable[tuple[nn.Module, HybridConfig]]
+) -> Iterator[tuple[KVShape, float]]:
+    """See `attention_flops`."""
+    for layer, config in layers:
+        if (kv := layer.cache_requirements().kv) is not None:
+            heads = config.num_attention_heads // model.pg_collection.tp.size()
+            yield kv, heads * (kv.head_dim + (kv.value_dim or kv.head_dim))
+
+
+def _full_attention(model: HybridModel, layers: Iterable[tuple[nn.Module, HybridConfig]]) -> float:
     """Multiplications of full attention per pair of tokens."""
-    kv = layer.cache_requirements().kv
-    if kv is None or kv.is_local:
-        return 0.0
-    heads = config.num_attention_heads // model.pg_collection.tp.size()
-    return heads * (kv.head_dim + (kv.value_dim or kv.head_dim))
+    return float(sum(size for kv, size in _attention(model, layers) if not kv.is_local))

@@ -1,4 +1,4 @@
-"""`megatron-hybrid plan`: memory of a model, computed from its config alone.
+"""`megatron-hybrid plan`: memory and bounds of speed of a model, computed from its config alone.
 
 The model is built on the meta device, for its cache requirements.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
 
@@ -30,6 +30,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
+from megatron_hybrid.tools.roofline import Device, ModelWork
 
 GB = 10**9
 RESERVED = 0.1
@@ -37,8 +39,8 @@ RESERVED = 0.1
 _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a much longer row of a block table costs more than finer sharing saves
 _MOST_REQUESTS = 1024
-WIDTH = 80
-"""Columns of the printed report."""
+_RATED_LENGTHS = (8_000, 64_000)
+"""Tokens of prompts and contexts whose speed is bounded, beside the planned one."""
 _UNITS = {"": 1, "k": 1000, "m": 10**6}
 
 
@@ -62,6 +64,8 @@ class Footprint:
     """Most concurrent requests at the context."""
     cached_prefixes: int
     """Capacity of the pool in prefixes of the context's length, each with one checkpoint."""
+    cached_tokens: int | None
+    """Capacity of the pool in tokens without checkpoints; None: no KV."""
     checkpoints: int | None
     """Capacity of the pool in checkpoints without KV; None: nothing to save."""
 
@@ -86,14 +90,12 @@ class Plan:
     """The same model with full attention in place of every recurrent, window and chunked layer."""
     settings: dict[str, Any] | None
     """Recommended fields of InferenceConfig; None: there is no room for one request."""
+    rates: Rates | None
+    """Bounds of the speed; None: no device was given."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
-        return {
-            **{k: v for k, v in vars(self).items() if not isinstance(v, Footprint)},
-            "model": vars(self.model),
-            "pure_attention": vars(self.pure_attention),
-        }
+        return asdict(self)
 
 
 def read_model_config(path: str | os.PathLike) -> HybridConfig:
@@ -125,15 +127,20 @@ def parse_count(text: str) -> int:
 
 
 def plan(
-    config: HybridConfig, memory_bytes: int, context: int, state_encoding: str = "exact"
+    config: HybridConfig,
+    memory_bytes: int,
+    context: int,
+    state_encoding: str = "exact",
+    device: Device | None = None,
 ) -> Plan:
-    """Compute how a model fits into one device's memory.
+    """Compute how a model fits into one device's memory, and how fast it is at best.
 
     Args:
         config: of the model, with tensor_model_parallel_size 1.
         memory_bytes: of the device.
         context: tokens of a request, prompt and answer.
         state_encoding: of checkpoints, as in InferenceConfig.
+        device: whose rooflines bound the speed; None: leave speed out.
 
     Raises:
         ValueError: an unknown encoding.
@@ -146,6 +153,11 @@ def plan(
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
     footprint = _footprint(spec, cache_bytes, context)
+    rates = None
+    if device is not None:
+        lengths = sorted({*_RATED_LENGTHS, context})
+        batches = {n: _footprint(spec, cache_bytes, n).largest_batch for n in lengths}
+        rates = predict(ModelWork.of(model, spec), device, batches)
     return Plan(
         layer_pattern=config.layer_pattern,
         parameters=sum(p.numel() for p in parameters),
@@ -158,6 +170,7 @@ def plan(
         model=footprint,
         pure_attention=_footprint(_pure_attention(spec, config, model), cache_bytes, context),
         settings=_settings(spec, footprint, cache_bytes, context, state_encoding),
+        rates=rates,
     )
 
 
@@ -214,6 +227,7 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
         request_bytes=request,
         largest_batch=cache_bytes // request,
         cached_prefixes=cache_bytes // prefix,
+        cached_tokens=cache_bytes // per_token if per_token else None,
         checkpoints=cache_bytes // checkpoint if checkpoint else None,
     )
 
@@ -251,6 +265,7 @@ def render(result: Plan) -> str:
         ("one request", size(ours.request_bytes), size(pure.request_bytes)),
         ("largest batch", count(ours.largest_batch), count(pure.largest_batch)),
         ("cached prefixes", count(ours.cached_prefixes), count(pure.cached_prefixes)),
+        ("tokens of KV alone", count(ours.cached_tokens), count(pure.cached_tokens)),
         ("checkpoints alone", count(ours.checkpoints), count(pure.checkpoints)),
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -289,5 +304,6 @@ def render(result: Plan) -> str:
         *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
         "",
         *advice,
+        *(["", *render_rates(result.rates)] if result.rates else []),
     ]
     return "\n".join(lines)

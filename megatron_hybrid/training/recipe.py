@@ -84,6 +84,12 @@ class Recipe:
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
     reports: ReportFields = field(default_factory=ReportFields)
 
+    @staticmethod
+    def path_of(source: str | Path) -> Path:
+        """The file of a recipe: a path, or that of the recipe of this name in the package."""
+        shipped = RECIPES / f"{source}.yaml"
+        return shipped if shipped.is_file() and not Path(source).is_file() else Path(source)
+
     @classmethod
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a recipe.
@@ -95,9 +101,7 @@ class Recipe:
         Raises:
             ValueError: no such recipe, no YAML, or keys or values that are not legal.
         """
-        path = Path(source)
-        if not path.is_file() and (shipped := RECIPES / f"{source}.yaml").is_file():
-            path = shipped
+        path = cls.path_of(source)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -158,11 +162,32 @@ class Recipe:
         """
         return HybridConfig(**decode_fields({"vocab_size": vocab_size, **self.model}), **fields)
 
+    def whole_model_config(self) -> HybridConfig:
+        """The model's configuration on one device, for its sizes.
+
+        Raises:
+            ValueError: the model has no vocab_size, or is a pretrained one.
+        """
+        if "vocab_size" not in self.model or "pretrained" in self.model:
+            raise ValueError(
+                "the recipe leaves the model's size to its tokenizer or its pretrained model: set "
+                "model.vocab_size, or take that model's folder."
+            )
+        fields = {name: value for name, value in self.model.items() if name not in _LAYOUT_FIELDS}
+        return HybridConfig(**decode_fields(fields), perform_initialization=False)
+
     def to_dict(self) -> dict[str, Any]:
         """Nested mappings for `of`, with all defaults."""
         return dataclasses.asdict(self)
 
 
+_LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
 _MODEL_FIELDS = [one.name for one in dataclasses.fields(HybridConfig)]
 
 

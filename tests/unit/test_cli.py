@@ -181,7 +181,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
 @pytest.mark.parametrize("command", ["plan", "info", "explain"])
 def test_what_is_printed_fits_80_columns(command, capsys):
     arguments = {
-        "plan": ["--model", "demo", "--memory", "1"],
+        "plan": ["--model", "demo", "--device", "h100", "--context", "100k"],
         "info": [],
         "explain": ["--prompt", "once upon a time there was", "--prompt", "once upon a time, a"],
     }
@@ -199,6 +199,36 @@ def test_plan(folder, capsys):
     assert cli.main(["plan", "--model", folder, "--memory", "0.0001"]) == 1
     table = capsys.readouterr().out
     assert "KV per token" in table and "no room: the weights take" in table
+
+
+def test_plan_of_a_published_shape_on_a_device(capsys):
+    arguments = ["plan", "--model", "nemotron_h_8b", "--device", "h100"]
+    assert cli.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "8,100,852,736 parameters" in table and "80 GB of memory" in table
+    assert "at best on H100 SXM: 989 TFLOP/s in bf16, 3.35 TB/s" in table
+    numbers = ["--flops", "798", "--bandwidth", "3.0", "--memory", "60", "--json"]
+    assert cli.main([*arguments, *numbers]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["memory_bytes"] == 60 * 10**9
+    assert values["rates"]["device"]["flops"] == 798e12
+    step = values["rates"]["decode"][0]
+    assert step["tokens_per_second"] == pytest.approx(3.0 / 3.35 * 216.6, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo"], "give --memory GB or --device NAME"),
+        (["demo", "--device", "abacus"], "--device is 'abacus'; use one of ['a100', 'b200'"),
+        (["demo", "--memory", "1", "--flops", "10"], "without --device give --flops, --bandwidth"),
+        (["laptop", "--device", "h100"], "set model.vocab_size"),
+        (["none.yaml", "--device", "h100"], "none.yaml cannot be read as a recipe"),
+    ],
+)
+def test_plan_says_what_is_missing(arguments, message, capsys):
+    assert cli.main(["plan", "--model", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["plan"], ["profile", "prompts.jsonl"]])

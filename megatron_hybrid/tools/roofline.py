@@ -1,0 +1,250 @@
+"""Rooflines: the least time that a model's bytes and FLOPs take on a device.
+
+What is counted is what no implementation avoids: each weight that a forward pass uses is read
+once, states are read and written, keys and values that are seen are read, and matrices are
+multiplied. Activations, launches and the host count nothing. So times are lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.models.flops import attention_flops, layers_with_configs, token_flops
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.base import KVShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """What something costs a device at least."""
+
+    num_bytes: float = 0.0
+    """Read from its memory and written to it."""
+    flops: float = 0.0
+    """Multiplications and additions of matrix products."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's limits."""
+
+    name: str
+    flops: float
+    """bf16, dense, per second."""
+    bandwidth: float
+    """Of its memory, bytes per second."""
+    memory_bytes: int
+    source: str
+    """Of these numbers."""
+
+    def seconds(self, work: Work) -> float:
+        """The least time of some work, moving and computing at once."""
+        return max(work.num_bytes / self.bandwidth, work.flops / self.flops)
+
+
+DEVICES = {
+    "a100": Device("A100 SXM", 312e12, 2.039e12, 80 * 10**9, "NVIDIA's data sheet"),
+    "h100": Device("H100 SXM", 989e12, 3.35e12, 80 * 10**9, "NVIDIA's data sheet"),
+    "h200": Device("H200 SXM", 989e12, 4.8e12, 141 * 10**9, "NVIDIA's data sheet"),
+    "b200": Device("B200 of an HGX", 2250e12, 8e12, 180 * 10**9, "NVIDIA's data sheet"),
+}
+"""Peaks of one GPU. On one H100 a copy moved 3.0 TB/s and a product of large bf16 matrices reached
+798 TFLOP/s."""
+
+
+def device_of(
+    name: str | None,
+    memory_bytes: int | None = None,
+    tflops: float | None = None,
+    terabytes: float | None = None,
+) -> Device | None:
+    """A device of the table, with other numbers where they are given; None without a name and
+    numbers.
+
+    Args:
+        tflops: 10^12 FLOP/s.
+        terabytes: 10^12 bytes/s.
+
+    Raises:
+        ValueError: no device of that name, a number that is not positive, or a limit without a
+            device and the other one.
+    """
+    given = {"--flops": tflops, "--bandwidth": terabytes}
+    for option, number in given.items():
+        if number is not None and not 0 < number < float("inf"):  # also NaN
+            raise ValueError(f"{option} is {number}; give a number above 0")
+    if name is None:
+        if tflops is None and terabytes is None:
+            return None
+        if None in (tflops, terabytes, memory_bytes):
+            raise ValueError("without --device give --flops, --bandwidth and --memory, all three")
+        device = Device("this device", tflops, terabytes, memory_bytes, "")
+    elif (device := DEVICES.get(name)) is None:
+        raise ValueError(
+            f"--device is {name!r}; use one of {sorted(DEVICES)}, or give --flops, --bandwidth and "
+            "--memory"
+        )
+    changes = {"flops": tflops, "bandwidth": terabytes}
+    changes = {field: number * 1e12 for field, number in changes.items() if number is not None}
+    if changes:
+        changes["source"] = "as given"
+    return replace(device, **changes, memory_bytes=memory_bytes or device.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of one layer."""
+
+    count: int
+    topk: int
+    """Experts of a token."""
+    num_bytes: int
+    """Weights of all of them."""
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """Expected bytes of the experts that any of the tokens is sent to, if each token's are
+        equally likely: a token misses an expert with the probability 1 - topk / count."""
+        return self.num_bytes * (1 - (1 - self.topk / self.count) ** num_tokens)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Layers that attend alike."""
+
+    window: int | None
+    chunk: int | None
+    bytes_per_token: int
+    """K and V of all of these layers."""
+    flops_per_pair: float
+    """Of a token and one that it sees, in all of these layers."""
+
+    def pairs(self, start: int, end: int) -> int:
+        """Pairs of a token at the positions [start, end) and one that it sees, itself included."""
+        return self._pairs_before(end) - self._pairs_before(start)
+
+    def _pairs_before(self, end: int) -> int:
+        if self.chunk is not None:
+            whole, rest = divmod(end, self.chunk)
+            return whole * _triangle(self.chunk) + _triangle(rest)
+        reach = min(end, self.window or end)
+        return _triangle(reach) + (end - reach) * reach
+
+    def seen(self, position: int) -> int:
+        """Positions before `position` that the token there sees."""
+        return self.pairs(position, position + 1) - 1
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What forward passes of a model cost, from its parameters and what its layers keep."""
+
+    layer_bytes: int
+    """Weights of the layers and the final norm, without routed experts."""
+    output_bytes: int
+    """Weights of the output layer."""
+    experts: tuple[Experts, ...]
+    """One for each layer that has them."""
+    attention: tuple[Attention, ...]
+    layer_flops: float
+    """Of a token, without what it attends to."""
+    output_flops: float
+    """Of the logits of a token."""
+    state_bytes: int
+    """Recurrent states and convolution tails of a sequence."""
+    checkpoint_bytes: int
+    """Bytes that are copied to resume: states and the last hidden state, as a checkpoint has them.
+    Blocks of windows are not copied; 0: nothing is."""
+    slot_bytes: int
+    """The same in a live slot."""
+
+    @classmethod
+    def of(cls, model: HybridModel, spec: CacheSpec) -> ModelWork:
+        """The work of a whole model, which may be on the meta device.
+
+        Args:
+            spec: its cache spec, with KV in the dtype in which it is kept.
+        """
+        layers = layers_with_configs(model)
+        dense, experts = num_bytes(model.decoder.final_norm.parameters()), []
+        for layer, config in layers:
+            routed = [p for name, p in layer.named_parameters() if ".experts." in name]
+            dense += num_bytes(layer.parameters()) - num_bytes(routed)
+            if routed:
+                count, topk = config.num_moe_experts, config.moe_router_topk
+                experts.append(Experts(count, topk, num_bytes(routed)))
+        output = model.shared_embedding_or_output_weight()
+        slot_bytes = spec.state_bytes + spec.hidden_bytes
+        return cls(
+            layer_bytes=dense,
+            output_bytes=num_bytes([output]),
+            experts=tuple(experts),
+            attention=tuple(_attention(attention_flops(model), spec)),
+            layer_flops=2 * token_flops(model)[0],
+            output_flops=2 * output.numel(),
+            state_bytes=spec.state_bytes,
+            checkpoint_bytes=spec.checkpoint_bytes if spec.needs_state else 0,
+            slot_bytes=slot_bytes if spec.needs_state else 0,
+        )
+
+    def forward(self, sequences: Sequence[tuple[int, int]], num_logits: int | None = None) -> Work:
+        """One forward pass.
+
+        Args:
+            sequences: position of each one's first token, and how many tokens it has.
+            num_logits: rows of logits; None: one for each sequence.
+        """
+        tokens = sum(length for _, length in sequences)
+        rows = len(sequences) if num_logits is None else num_logits
+        moved = self.layer_bytes + sum(experts.bytes_read(tokens) for experts in self.experts)
+        moved += self.output_bytes * (rows > 0)
+        moved += self.state_bytes * sum(1 + (start > 0) for start, _ in sequences)
+        flops = tokens * self.layer_flops + rows * self.output_flops
+        for attention in self.attention:
+            for start, length in sequences:
+                moved += attention.bytes_per_token * (attention.seen(start) + length)
+                flops += attention.flops_per_pair * attention.pairs(start, start + length)
+        return Work(moved, flops)
+
+    def prefill(self, start: int, end: int, max_tokens: int) -> Iterator[Work]:
+        """The forward passes over a prompt's positions [start, end), of max_tokens each; the last
+        one has logits."""
+        for first in range(start, end, max_tokens):
+            length = min(max_tokens, end - first)
+            yield self.forward([(first, length)], num_logits=int(first + length == end))
+
+    def restore(self) -> Work:
+        """A checkpoint copied to a live slot: read once, written once."""
+        return Work(self.checkpoint_bytes + self.slot_bytes)
+
+    def first_token(self, length: int, restored: int, max_tokens: int) -> Iterator[Work]:
+        """All until the first token of a prompt, of which `restored` leading tokens are not
+        computed. Of a prompt restored to its end the last hidden state is there."""
+        if restored:
+            yield self.restore()
+        if restored == length:
+            yield Work(self.output_bytes, self.output_flops)
+        yield from self.prefill(restored, length, max_tokens)
+
+
+def num_bytes(tensors: Iterable) -> int:
+    """Bytes of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _attention(layers: list[tuple[KVShape, float]], spec: CacheSpec) -> Iterator[Attention]:
+    """Layers of one KV shape together: the groups of the spec are in the same order, full attention
+    before local."""
+    shapes = sorted(dict.fromkeys(shape for shape, _ in layers), key=lambda kv: kv.is_local)
+    for shape, group in zip(shapes, spec.groups, strict=True):
+        flops = 2.0 * sum(size for other, size in layers if other == shape)
+        kept = group.num_layers * group.bytes_per_token
+        yield Attention(group.window, group.chunk, kept, flops)
