@@ -1,0 +1,515 @@
+"""Each op by the backend that serves it, beside its reference, its roofline and other libraries."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench, Result
+from benchmarks.gpu.models import cut_model
+from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, dispatch
+from megatron_hybrid.tools.plan import spec_of
+from megatron_hybrid.tools.roofline import Attention, ModelWork, Work
+
+BLOCK = 16
+"""Tokens of a KV block."""
+CAPTURED = 4
+"""States inside of a prefill."""
+Sizes = dict[str, int]
+Makers = dict[str, Callable[[], Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """An op in the sizes of one model."""
+
+    op: str
+    model: str
+    sizes: Sizes
+    toy: Sizes
+    inputs: Callable[[Sizes, RaggedLayout, torch.device, torch.dtype], tuple]
+    """Arguments of the op for any layout."""
+    work: Callable[[Sizes, RaggedLayout], Work]
+    """At least, in bf16 with fp32 states."""
+    prefill_others: Callable[[Sizes, RaggedLayout, tuple], Makers]
+    """Other libraries for one sequence from position 0."""
+    decode_others: Callable[[Sizes, RaggedLayout, tuple], Makers]
+    """The same for a token each of several sequences."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.op != "paged_attention"
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """All ops: a prefill, a decode, and what captures cost."""
+    tokens, batch, context = bench.size((8192, 64, 8192), (48, 4, 40))
+    prefill, decode = prefill_layout(tokens), decode_layout(batch, context)
+    for family in FAMILIES:
+        sizes = bench.size(family.sizes, family.toy)
+        for layout, others, what in (
+            (prefill, family.prefill_others, f"prefill of {tokens:,}"),
+            (decode, family.decode_others, f"{batch} decodes at {context:,}"),
+        ):
+            inputs = family.inputs(sizes, layout, bench.device, torch.bfloat16)
+            yield _measured(
+                bench,
+                f"{family.op} of {family.model}, {what}",
+                dispatch.OPS[family.op],
+                inputs,
+                family.work(sizes, layout),
+                others(sizes, layout, inputs),
+            )
+        if family.is_recurrent:
+            yield _captures(bench, family, sizes, prefill)
+    yield from _expert_layer(bench, tokens, batch)
+
+
+def prefill_layout(tokens: int) -> RaggedLayout:
+    """One prompt."""
+    return RaggedLayout((tokens,), (0,))
+
+
+def decode_layout(batch: int, context: int) -> RaggedLayout:
+    """A token each, of requests that are as long with it as the context."""
+    return RaggedLayout((1,) * batch, (context - 1,) * batch)
+
+
+def _measured(
+    bench: Bench, what: str, op: dispatch.Op, inputs: tuple, work: Work, others: Makers
+) -> Result:
+    served_by = next(name for name, reason in op.refusals(*inputs).items() if reason is None)
+    if served_by != dispatch.REFERENCE:
+        others = {"reference": lambda: partial(op.reference, *inputs)} | others
+    seconds = bench.seconds(partial(op, *inputs))
+    return Result(what, seconds, bench.bound(work), bench.others(others), note=served_by)
+
+
+def _captures(bench: Bench, family: Family, sizes: Sizes, prefill: RaggedLayout) -> Result:
+    """A prefill with states captured at positions that are in no grid, and the same without."""
+    step = prefill.num_tokens // (CAPTURED + 1)
+    captures = tuple(step * i + 1 for i in range(1, CAPTURED + 1))
+    layout = RaggedLayout(prefill.lengths, prefill.start_positions, captures)
+    op = dispatch.OPS[family.op]
+    bare, captured = (
+        family.inputs(sizes, each, bench.device, torch.bfloat16) for each in (prefill, layout)
+    )
+    return Result(
+        f"{family.op} of {family.model} with {CAPTURED} states captured",
+        bench.seconds(lambda: op(*captured)),
+        others={"without": bench.seconds(lambda: op(*bare))},
+    )
+
+
+def _expert_layer(bench: Bench, tokens: int, batch: int) -> Iterator[Result]:
+    """The routed experts by their layer, with norm and router, since their op takes what the router
+    makes."""
+    model = cut_model("qwen3_next_80b_a3b", bench, pattern="E")
+    work = ModelWork.of(model, spec_of(model, BLOCK, "exact"))
+    (layer,), config = model.decoder.layers, model.config
+    for count in (tokens, batch):
+        hidden = torch.randn(
+            count, config.hidden_size, dtype=config.params_dtype, device=bench.device
+        )
+        context = UncachedContext(RaggedLayout((count,), (0,)), bench.device)
+        with torch.inference_mode():
+            seconds = bench.seconds(partial(layer, hidden, context, StackInputs(None)))
+        bound = bench.bound(work.forward([(0, count)], num_logits=0))
+        yield Result(f"expert layer of Qwen3-Next, {count:,} tokens", seconds, bound)
+
+
+# Inputs --------------------------------------------------------------------------------------
+
+
+def _randn(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def _states(layout: RaggedLayout, shape: tuple[int, ...], device, dtype=torch.float32):
+    """States in slots of a pool, the last one first; zeros before position 0."""
+    count = layout.num_sequences
+    pool = torch.randn(count, *shape, device=device).to(dtype)
+    for slot, start in enumerate(reversed(layout.start_positions)):
+        if start == 0:
+            pool[slot] = 0
+    captured = None
+    if layout.captures:
+        captured = torch.empty(len(layout.captures), *shape, device=device, dtype=dtype)
+    return SlotStates(pool, torch.arange(count - 1, -1, -1, device=device), captured)
+
+
+def ssd_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    T, H, P, G, N = layout.num_rows, *(sizes[name] for name in "HPGN")
+    return (
+        _randn(device, dtype, T, H, P),
+        F.softplus(torch.randn(T, H, device=device) - 3),
+        -torch.rand(H, device=device) - 0.5,
+        _randn(device, dtype, T, G, N),
+        _randn(device, dtype, T, G, N),
+        torch.randn(H, device=device),
+        _states(layout, (H, P, N), device),
+        layout,
+        sizes["chunk"],
+    )
+
+
+def selective_scan_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    T, C, N = layout.num_rows, sizes["C"], sizes["N"]
+    return (
+        _randn(device, dtype, T, C),
+        F.softplus(torch.randn(T, C, device=device) - 3),
+        -torch.rand(C, N, device=device) - 0.5,
+        _randn(device, dtype, T, N),
+        _randn(device, dtype, T, N),
+        torch.randn(C, device=device),
+        _states(layout, (C, N), device),
+        layout,
+    )
+
+
+def delta_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    """Of the gated delta rule, and with `per_channel` of Kimi Delta Attention."""
+    T, H, H_qk, N, P = layout.num_rows, *(sizes[name] for name in ("H", "H_qk", "N", "P"))
+    decays = (T, H, N) if sizes.get("per_channel") else (T, H)
+    return (
+        _randn(device, dtype, T, H_qk, N),
+        _randn(device, dtype, T, H_qk, N),
+        _randn(device, dtype, T, H, P),
+        -torch.rand(*decays, device=device),
+        torch.rand(T, H, device=device).to(dtype),
+        _states(layout, (H, N, P), device),
+        layout,
+        sizes["chunk"],
+    )
+
+
+def conv_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    T, C, K = layout.num_rows, sizes["C"], sizes["K"]
+    return (
+        _randn(device, dtype, T, C),
+        _randn(device, dtype, C, K),
+        _randn(device, dtype, C),
+        _states(layout, (C, K - 1), device, dtype),
+        layout,
+        "silu",
+    )
+
+
+def attention_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    """Pages in any order."""
+    H, K, D = sizes["H"], sizes["K"], sizes["D"]
+    blocks = [-(-end // BLOCK) for end in layout.end_positions]
+    order = torch.randperm(sum(blocks)).int()
+    table = torch.zeros(layout.num_sequences, max(blocks), dtype=torch.int32)
+    for row, pages in zip(table, order.split(blocks)):
+        row[: len(pages)] = pages
+    k_pages, v_pages = (_randn(device, dtype, len(order), BLOCK, K, D) for _ in range(2))
+    q = _randn(device, dtype, layout.num_rows, H, D)
+    pattern = AttentionPattern(D**-0.5, window=sizes.get("window"))
+    return q, k_pages, v_pages, table.to(device), layout, pattern, None
+
+
+# Work ----------------------------------------------------------------------------------------
+
+
+def _state_work(layout: RaggedLayout, elements: int, itemsize: int = 4) -> Work:
+    """States are read once, written once, and once more for each capture."""
+    return Work((2 * layout.num_sequences + len(layout.captures)) * elements * itemsize)
+
+
+def ssd_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    T, H, P, G, N = layout.num_tokens, *(sizes[name] for name in "HPGN")
+    # A token adds an outer product to the state, and multiplies the state by a vector.
+    rows = Work(T * ((2 * H * P + 2 * G * N) * 2 + H * 4), 4 * T * H * P * N)
+    return rows + _state_work(layout, H * P * N)
+
+
+def selective_scan_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    T, C, N = layout.num_tokens, sizes["C"], sizes["N"]
+    # No matrix product: bytes alone bound it.
+    return Work(T * ((2 * C + 2 * N) * 2 + C * 4)) + _state_work(layout, C * N)
+
+
+def delta_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    T, H, H_qk, N, P = layout.num_tokens, *(sizes[name] for name in ("H", "H_qk", "N", "P"))
+    decays = H * (N if sizes.get("per_channel") else 1)
+    # The state by k, an outer product, the state by q.
+    rows = Work(T * (2 * (2 * H_qk * N + 2 * H * P + H) + 4 * decays), 6 * T * H * N * P)
+    return rows + _state_work(layout, H * N * P)
+
+
+def conv_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    T, C, K = layout.num_tokens, sizes["C"], sizes["K"]
+    return Work(T * 2 * C * 2) + _state_work(layout, C * (K - 1), 2)
+
+
+def attention_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    H, K, D = sizes["H"], sizes["K"], sizes["D"]
+    attention = Attention(sizes.get("window"), None, 2 * K * D * 2, 2.0 * H * 2 * D)
+    moved, flops = layout.num_tokens * 2 * H * D * 2, 0.0
+    for start, end in zip(layout.start_positions, layout.end_positions):
+        moved += attention.bytes_per_token * (attention.seen(start) + end - start)
+        flops += attention.flops_per_pair * attention.pairs(start, end)
+    return Work(moved, flops)
+
+
+# Other libraries: each call returns the outputs in our op's shape ----------------------------
+
+
+def _library(module: str, name: str) -> Callable:
+    """A function of another library.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"needs {module.partition('.')[0]}") from error
+
+
+def _nothing(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    return {}
+
+
+def ssd_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    x, dt, A, B, C, D, states, *_ = inputs
+
+    def mamba_ssm():
+        scan = _library("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+        x_, dt_, B_, C_ = (t[None] for t in (x, dt, B, C))
+        initial = states.pool_S.clone()
+        named = {"D": D, "initial_states": initial, "return_final_states": True}
+        return lambda: scan(x_, dt_, A, B_, C_, sizes["chunk"], **named)[0][0]
+
+    return {"mamba_ssm": mamba_ssm}
+
+
+def ssd_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    x, dt, A, B, C, D, states, *_ = inputs
+    P, N = sizes["P"], sizes["N"]
+
+    def mamba_ssm():
+        step = _library("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
+        pool = states.pool_S[states.slot_ids_R]
+        wide_dt, wide_D = dt[..., None].expand(-1, -1, P), D[:, None].expand(-1, P)
+        wide_A = A[:, None, None].expand(-1, P, N)
+        return lambda: step(pool, x, wide_dt, wide_A, B, C, D=wide_D)
+
+    return {"mamba_ssm": mamba_ssm}
+
+
+def selective_scan_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    x, dt, A, B, C, D, *_ = inputs
+
+    def mamba_ssm():
+        scan = _library("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+        u, delta, B_, C_ = (t.to(x.dtype).T[None].contiguous() for t in (x, dt, B, C))
+        return lambda: scan(u, delta, A, B_, C_, D, return_last_state=True)[0][0].T
+
+    return {"mamba_ssm": mamba_ssm}
+
+
+def _fla(chunked: str, single: str, module: str, is_prefill: bool):
+    """fla's chunked kernel for a prefill, its recurrent one for decodes: these copy the states."""
+
+    def others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+        *tokens, states = inputs[:6]
+
+        def fla():
+            call = _library(module, chunked if is_prefill else single)
+            rows = [t[None] if is_prefill else t[:, None] for t in tokens]
+            named = dict(zip(("q", "k", "v", "g", "beta"), rows))
+            named["initial_state"] = states.pool_S[states.slot_ids_R]
+            named |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            return lambda: call(**named)[0].flatten(0, 1)
+
+        return {"fla": fla}
+
+    return others
+
+
+def conv_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    x, weight, bias, *_ = inputs
+
+    def causal_conv1d():
+        conv = _library("causal_conv1d", "causal_conv1d_fn")
+        return lambda: conv(x.T[None], weight, bias, activation="silu")[0].T
+
+    return {"causal_conv1d": causal_conv1d}
+
+
+def conv_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    x, weight, bias, states, *_ = inputs
+
+    def causal_conv1d():
+        update = _library("causal_conv1d", "causal_conv1d_update")
+        pool = states.pool_S[states.slot_ids_R]
+        return lambda: update(x, pool, weight, bias, "silu")
+
+    return {"causal_conv1d": causal_conv1d}
+
+
+def _dense(layout: RaggedLayout, inputs: tuple) -> tuple[Tensor, Tensor]:
+    """Keys and values of sequences of one length without pages, `[R, S, K, D]`."""
+    _, k_pages, v_pages, table, *_ = inputs
+    rows = (pages[table.long()].flatten(1, 2) for pages in (k_pages, v_pages))
+    return tuple(each[:, : layout.last_end].contiguous() for each in rows)
+
+
+def _window_sizes(sizes: Sizes) -> tuple[int, int]:
+    return (sizes["window"] - 1, 0) if "window" in sizes else (-1, -1)
+
+
+def attention_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    q, pattern = inputs[0], inputs[5]
+
+    def torch_sdpa():
+        queries = q[None].transpose(1, 2)
+        k, v = (each.transpose(1, 2) for each in _dense(layout, inputs))
+        return lambda: F.scaled_dot_product_attention(
+            queries, k, v, is_causal=True, scale=pattern.scale, enable_gqa=True
+        )[0].transpose(0, 1)
+
+    def flash_attn():
+        attend = _library("flash_attn", "flash_attn_varlen_func")
+        k, v = (each[0] for each in _dense(layout, inputs))
+        bounds = torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=q.device)
+        longest = layout.last_end
+        return lambda: attend(
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            softmax_scale=pattern.scale,
+            causal=True,
+            window_size=_window_sizes(sizes),
+        )
+
+    # torch's has no window without a mask of all pairs.
+    return {"flash_attn": flash_attn} | ({} if "window" in sizes else {"torch SDPA": torch_sdpa})
+
+
+def attention_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    q, pattern = inputs[0], inputs[5]
+
+    def torch_sdpa():
+        queries = q[:, :, None]
+        k, v = (each.transpose(1, 2) for each in _dense(layout, inputs))
+        return lambda: F.scaled_dot_product_attention(
+            queries, k, v, scale=pattern.scale, enable_gqa=True
+        )[:, :, 0]
+
+    def flash_attn():
+        attend = _library("flash_attn", "flash_attn_with_kvcache")
+        queries = q[:, None]
+        k, v = _dense(layout, inputs)
+        lengths = torch.tensor(layout.end_positions, dtype=torch.int32, device=q.device)
+        return lambda: attend(
+            queries,
+            k,
+            v,
+            cache_seqlens=lengths,
+            softmax_scale=pattern.scale,
+            causal=True,
+            window_size=_window_sizes(sizes),
+        )[:, 0]
+
+    return {"flash_attn": flash_attn} | ({} if "window" in sizes else {"torch SDPA": torch_sdpa})
+
+
+_TOY_ATTENTION = {"H": 4, "K": 2, "D": 16}
+_ATTENTION = (
+    attention_inputs,
+    attention_work,
+    attention_prefill_others,
+    attention_decode_others,
+)
+_DELTA_SIZES = {"H": 32, "N": 128, "P": 128, "chunk": 64}
+_TOY_DELTA = {"H": 4, "N": 16, "P": 16, "chunk": 16}
+_GDN = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"
+_KDA = "chunk_kda", "fused_recurrent_kda", "fla.ops.kda"
+FAMILIES = [
+    Family(
+        "paged_attention",
+        "Nemotron-H-8B",
+        {"H": 32, "K": 8, "D": 128},
+        _TOY_ATTENTION,
+        *_ATTENTION,
+    ),
+    Family(
+        "paged_attention",
+        "Qwen3.5-4B",
+        {"H": 16, "K": 4, "D": 256},
+        _TOY_ATTENTION,
+        *_ATTENTION,
+    ),
+    Family(
+        "paged_attention",
+        "Gemma-3-4B, a window",
+        {"H": 8, "K": 4, "D": 256, "window": 1024},
+        _TOY_ATTENTION | {"window": 12},
+        *_ATTENTION,
+    ),
+    Family(
+        "ssd_scan",
+        "Nemotron-H-8B",
+        {"H": 128, "P": 64, "G": 8, "N": 128, "chunk": 128},
+        {"H": 4, "P": 16, "G": 2, "N": 16, "chunk": 16},
+        ssd_inputs,
+        ssd_work,
+        ssd_prefill_others,
+        ssd_decode_others,
+    ),
+    Family(
+        "gated_delta_rule",
+        "Qwen3.5-4B",
+        _DELTA_SIZES | {"H_qk": 16},
+        _TOY_DELTA | {"H_qk": 2},
+        delta_inputs,
+        delta_work,
+        _fla(*_GDN, True),
+        _fla(*_GDN, False),
+    ),
+    Family(
+        "kimi_delta_attention",
+        "Kimi-Linear-48B",
+        _DELTA_SIZES | {"H_qk": 32, "per_channel": 1},
+        _TOY_DELTA | {"H_qk": 4, "per_channel": 1},
+        delta_inputs,
+        delta_work,
+        _fla(*_KDA, True),
+        _fla(*_KDA, False),
+    ),
+    Family(
+        "selective_scan",
+        "Jamba-1.5-Mini",
+        {"C": 8192, "N": 16},
+        {"C": 32, "N": 4},
+        selective_scan_inputs,
+        selective_scan_work,
+        selective_scan_others,
+        _nothing,
+    ),
+    Family(
+        "causal_conv1d",
+        "Nemotron-H-8B",
+        {"C": 10240, "K": 4},
+        {"C": 32, "K": 4},
+        conv_inputs,
+        conv_work,
+        conv_prefill_others,
+        conv_decode_others,
+    ),
+]
