@@ -1,9 +1,14 @@
 """What only a CUDA device can show; `pytest -m gpu`."""
 
+from collections import Counter
+
+import differential
+import numpy as np
 import pytest
 import torch
+from differential import PATTERNS, RandomRun
 from door import answer, door_engine, greedy_params
-from reference import full_logits, random_tokens, tiny_model
+from reference import full_logits, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
 from megatron_hybrid.inference.config import InferenceConfig
@@ -11,8 +16,11 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.offload.page_mover import PageMover
 
 pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
 
 
 def on_gpu(layer_spec: str, dtype: torch.dtype):
@@ -21,7 +29,7 @@ def on_gpu(layer_spec: str, dtype: torch.dtype):
     config = HybridConfig.from_dict(
         source.config.to_dict(), layer_spec=layer_spec, params_dtype=dtype
     )
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = build_hybrid_model(config).eval()
     load_state(model, full_state_dict(source), cast=True)
     return model
@@ -29,7 +37,7 @@ def on_gpu(layer_spec: str, dtype: torch.dtype):
 
 def gpu_logits(model, tokens):
     with torch.no_grad():
-        return model(torch.tensor([tokens], device="cuda"))[0].float().cpu()
+        return model(torch.tensor([tokens], device=DEVICE))[0].float().cpu()
 
 
 @pytest.mark.parametrize("layer_spec", ["local", "transformer_engine"])
@@ -84,12 +92,61 @@ def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
     engine.close()
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_random_runs_with_tiers(monkeypatch, pattern):
+    """Requests that share, fork and preempt each other while pages are copied to pinned memory and
+    back on a stream of their own; free memory is filled with NaN behind each step."""
+    monkeypatch.setattr(differential, "TOLERANCE", 1e-3)
+    totals = Counter()
+    for seed in range(3):
+        run = RandomRun(seed, patterns=(pattern,), tiers=True, device=DEVICE)
+        run.run()
+        totals.update(run.stats)
+    assert totals["skipped_tokens"] > 0
+
+
+def test_a_prompt_is_fetched_while_others_decode():
+    """Its pages arrive on another stream than the steps that write theirs."""
+    model = on_gpu("local", torch.float32)
+    config = InferenceConfig(cache_bytes=8 << 20, max_tokens=64, host_cache_bytes=64 << 20)
+    engine = DynamicInferenceEngine(model, None, config)
+    params = SamplingParams(top_k=1, num_tokens_to_generate=40)
+    prompts = [random_tokens(150 + 7 * seed, seed=seed) for seed in range(4)]
+    known = [engine.generate([prompt], params)[0] for prompt in prompts]
+    engine.cache.evict(10**6)
+    engine.memory.pool.fill_(0xFF)
+    others = [engine.add_request(random_tokens(90, seed=9 + i), params) for i in range(3)]
+    while not all(request.first_token_at for request in others):
+        engine.step()
+    again = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    for request, before in zip(again, known):
+        assert request.result().prefix.fetched_tokens == request.num_prompt_tokens
+        assert request.generated_tokens == before.generated_tokens
+    for seed, request in enumerate(others, start=9):
+        assert is_greedy(model, random_tokens(90, seed=seed), request.generated_tokens)
+    engine.close()
+
+
+def test_host_memory_of_a_tier_is_pinned():
+    mover = PageMover(torch.arange(64, dtype=torch.uint8, device=DEVICE).view(8, 8))
+    (out,) = mover.to_host([np.array([3, 5], np.int32)])
+    assert out.data.is_pinned()
+    assert out.numpy().tolist() == [list(range(24, 32)), list(range(40, 48))]
+    arrival = mover.to_pool([np.array([0, 1], np.int32)], [out])
+    arrival.wait()
+    assert arrival.is_done()
+    assert mover._pool[:2].flatten().tolist() == [*range(24, 32), *range(40, 48)]
+
+
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_a_suspended_engine_gives_the_devices_memory_back(mode):
     engine = door_engine(
         on_gpu("local", torch.float32), kv_cache_management_mode=mode, buffer_size_gb=0.25
     )
-    prompt = torch.tensor(random_tokens(150), device="cuda")
+    prompt = torch.tensor(random_tokens(150), device=DEVICE)
     first = answer(engine, prompt, greedy_params(4))
     held = torch.cuda.memory_allocated()
     engine.suspend()

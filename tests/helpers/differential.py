@@ -61,11 +61,13 @@ class LogitsRecorder:
         end = 0
         for work in plan.work:
             for position in range(work.end - work.num_logits, work.end):
-                self.rows.append((requests[work.request_id], position, logits_nV[end].clone()))
+                self.rows.append(
+                    (requests[work.request_id], position, logits_nV[end].clone().cpu())
+                )
                 end += 1
         for ready in plan.ready:
             request = requests[ready.request_id]
-            self.rows.append((request, request.num_tokens - 1, logits_nV[end].clone()))
+            self.rows.append((request, request.num_tokens - 1, logits_nV[end].clone().cpu()))
             end += 1
         assert end == len(logits_nV)
 
@@ -106,7 +108,8 @@ def failing_forward(engine):
 def poison(engine) -> None:
     """Fills all memory that holds nothing with NaN: free pages, the null page, free live slots."""
     free = engine.cache.allocator.ref_counts + engine.cache.allocator.cached_counts == 0
-    engine.memory.pool.index_fill_(0, torch.from_numpy(free.nonzero()[0]), 0xFF)
+    pool = engine.memory.pool
+    pool.index_fill_(0, torch.from_numpy(free.nonzero()[0]).to(pool.device), 0xFF)
     engine.memory.slots[engine.scheduler.free_slots] = 0xFF
 
 
@@ -145,6 +148,7 @@ class RandomRun:
         patterns: half of the layer patterns come from these, the others are random.
         crowded: many requests in a pool for one, so that they preempt each other.
         tiers: with host memory, a disk, or both below the pool.
+        device: of the model.
     """
 
     seed: int
@@ -154,14 +158,26 @@ class RandomRun:
     patterns: tuple[str, ...] = PATTERNS
     crowded: bool = False
     tiers: bool = False
+    device: str = "cpu"
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
         self.random = np.random.default_rng(self.seed)
         self.pattern = self._draw_pattern()
+        # Models on the CPU are cached, and others are not taken for them.
+        build = tiny_model if self.device == "cpu" else tiny_model.__wrapped__
+        with torch.device(self.device):
+            self.model = self._draw_model(build)
+        self.families = [self._tokens(self.longest_prompt) for _ in range(2)]
+        self.fields = self._draw_sizes()
+        self.engine = tiny_engine(self.model, **self.fields)
+        self.recorder = LogitsRecorder(self.engine)
+        self.stats: Counter[str] = Counter()
+
+    def _draw_model(self, build):
         # A norm makes more than the tolerance of one ulp where its input is all but zero, as the
         # first outputs of a random delta rule are: the epsilon bounds that.
-        self.model = tiny_model(
+        return build(
             self.pattern,
             seed=self.seed % 3,
             layernorm_epsilon=1e-2,
@@ -191,11 +207,6 @@ class RandomRun:
             attention_output_multiplier=0.7,
             mamba_input_multiplier=1.2,
         )
-        self.families = [self._tokens(self.longest_prompt) for _ in range(2)]
-        self.fields = self._draw_sizes()
-        self.engine = tiny_engine(self.model, **self.fields)
-        self.recorder = LogitsRecorder(self.engine)
-        self.stats: Counter[str] = Counter()
 
     def _chance(self, probability: float) -> bool:
         return bool(self.random.random() < probability)

@@ -72,8 +72,9 @@ def random_tokens(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> l
 
 @torch.no_grad()
 def full_logits(model: HybridModel, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, V] of one forward pass over all tokens, without any cache."""
-    return model(torch.tensor([tokens]))[0]
+    """Logits [T, V] of one forward pass over all tokens, without any cache; on the CPU, wherever
+    the model is."""
+    return model(torch.tensor([tokens], device=next(model.parameters()).device))[0].cpu()
 
 
 def is_greedy(model: HybridModel, prompt: list[int], generated: list[int]) -> bool:
