@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -117,6 +119,22 @@ class Bench:
         if self.limits is None:
             return None
         return sum(map(self.limits.seconds, [works] if isinstance(works, Work) else works))
+
+    def guarded(self, what: str, results: Iterable[Result]) -> Iterator[Result]:
+        """The results; on a GPU what fails takes a row, and not the rest of the run with it."""
+        try:
+            yield from results
+        except Exception as error:
+            if self.toy:
+                raise
+            traceback.print_exc()
+            yield Result(what, None, note=first_line(error))
+
+    def free(self) -> None:
+        """Give back the device memory that nobody uses any more."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def others(
         self, makers: dict[str, Callable[[], Callable[[], object]]]

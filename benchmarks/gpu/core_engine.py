@@ -29,19 +29,25 @@ PATTERNS = ("M-M-M*-M-M-M*-", "*-*-*-*-")
 
 def run(bench: Bench) -> Iterator[Result]:
     """Decode steps, first tokens, and prompts that are known already."""
-    sizes = bench.size(Sizes(), Sizes(length=40, batch=2, steps=2))
     for pattern in PATTERNS:
-        core: CoreEngine | str
-        if bench.device.type != "cuda":
-            core, model = "needs a GPU", cut_model("nemotron_h_8b", bench, pattern)
-        else:
-            try:
-                stock = stock_model(pattern, sizes)
-                core, model = CoreEngine(bench, stock, sizes), from_megatron(stock)
-            except Exception as error:  # of whatever kind: it is not ours
-                core, model = first_line(error), cut_model("nemotron_h_8b", bench, pattern)
-        for result in compare(bench, OurEngine(bench, model, sizes), core, sizes):
+        for result in bench.guarded("does not run", _of_pattern(bench, pattern)):
             yield named(f"{pattern} of Nemotron-H-8B's sizes", result)
+        bench.free()
+
+
+def _of_pattern(bench: Bench, pattern: str) -> Iterator[Result]:
+    sizes = bench.size(Sizes(), Sizes(length=40, batch=2, steps=2))
+    core: CoreEngine | str = "needs a GPU"
+    model = None
+    if bench.device.type == "cuda":
+        try:
+            stock = stock_model(pattern, sizes)
+            core, model = CoreEngine(bench, stock, sizes), from_megatron(stock)
+        except Exception as error:  # of whatever kind: it is not ours
+            core = first_line(error)
+    ours = OurEngine(bench, model or cut_model("nemotron_h_8b", bench, pattern), sizes)
+    yield from compare(bench, ours, core, sizes)
+    ours.engine.close()
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,7 @@ class CoreEngine:
 
         states = MambaInferenceStateConfig.from_model(model, ssm_states_dtype=torch.float32)
         config = InferenceConfig(
-            buffer_size_gb=16,
+            buffer_size_gb=16,  # with the states of running requests
             max_requests=sizes.batch,
             max_tokens=8192,
             max_sequence_length=2 * sizes.length,

@@ -51,26 +51,36 @@ class Family:
 
 def run(bench: Bench) -> Iterator[Result]:
     """All ops: a prefill, a decode, and what captures cost."""
-    tokens, batch, context = bench.size((8192, 64, 8192), (48, 4, 40))
-    prefill, decode = prefill_layout(tokens), decode_layout(batch, context)
     for family in FAMILIES:
-        sizes = bench.size(family.sizes, family.toy)
-        for layout, others, what in (
-            (prefill, family.prefill_others, f"prefill of {tokens:,}"),
-            (decode, family.decode_others, f"{batch} decodes at {context:,}"),
-        ):
-            inputs = family.inputs(sizes, layout, bench.device, torch.bfloat16)
-            yield _measured(
-                bench,
-                f"{family.op} of {family.model}, {what}",
-                dispatch.OPS[family.op],
-                inputs,
-                family.work(sizes, layout),
-                others(sizes, layout, inputs),
-            )
-        if family.is_recurrent:
-            yield _captures(bench, family, sizes, prefill)
-    yield from _expert_layer(bench, tokens, batch)
+        yield from bench.guarded(f"{family.op} of {family.model}", _of_family(bench, family))
+        bench.free()
+    yield from bench.guarded("expert layer", _expert_layer(bench))
+
+
+def _shape(bench: Bench) -> tuple[int, int, int]:
+    """Tokens of a prefill, batch and context of decodes."""
+    return bench.size((8192, 64, 8192), (48, 4, 40))
+
+
+def _of_family(bench: Bench, family: Family) -> Iterator[Result]:
+    tokens, batch, context = _shape(bench)
+    prefill, decode = prefill_layout(tokens), decode_layout(batch, context)
+    sizes = bench.size(family.sizes, family.toy)
+    for layout, others, what in (
+        (prefill, family.prefill_others, f"prefill of {tokens:,}"),
+        (decode, family.decode_others, f"{batch} decodes at {context:,}"),
+    ):
+        inputs = family.inputs(sizes, layout, bench.device, torch.bfloat16)
+        yield _measured(
+            bench,
+            f"{family.op} of {family.model}, {what}",
+            dispatch.OPS[family.op],
+            inputs,
+            family.work(sizes, layout),
+            others(sizes, layout, inputs),
+        )
+    if family.is_recurrent:
+        yield _captures(bench, family, sizes, prefill)
 
 
 def prefill_layout(tokens: int) -> RaggedLayout:
@@ -109,21 +119,33 @@ def _captures(bench: Bench, family: Family, sizes: Sizes, prefill: RaggedLayout)
     )
 
 
-def _expert_layer(bench: Bench, tokens: int, batch: int) -> Iterator[Result]:
+def _expert_layer(bench: Bench) -> Iterator[Result]:
     """The routed experts by their layer, with norm and router, since their op takes what the router
     makes."""
     model = cut_model("qwen3_next_80b_a3b", bench, pattern="E")
     work = ModelWork.of(model, spec_of(model, BLOCK, "exact"))
     (layer,), config = model.decoder.layers, model.config
+    tokens, batch, _ = _shape(bench)
     for count in (tokens, batch):
-        hidden = torch.randn(
-            count, config.hidden_size, dtype=config.params_dtype, device=bench.device
-        )
+        hidden = torch.randn(count, config.hidden_size, device=bench.device)
         context = UncachedContext(RaggedLayout((count,), (0,)), bench.device)
+        inputs = hidden.to(config.params_dtype), context, StackInputs(None)
         with torch.inference_mode():
-            seconds = bench.seconds(partial(layer, hidden, context, StackInputs(None)))
-        bound = bench.bound(work.forward([(0, count)], num_logits=0))
-        yield Result(f"expert layer of Qwen3-Next, {count:,} tokens", seconds, bound)
+            yield Result(
+                f"expert layer of Qwen3-Next, {count:,} tokens",
+                bench.seconds(partial(layer, *inputs)),
+                bench.bound(work.forward([(0, count)], num_logits=0)),
+                bench.others({"reference": lambda: partial(_by_reference, layer, *inputs)}),  # noqa: B023
+            )
+
+
+def _by_reference(call: Callable, *inputs: object) -> object:
+    """A call with the references of all ops."""
+    before, dispatch.forced = dispatch.forced, dispatch.REFERENCE
+    try:
+        return call(*inputs)
+    finally:
+        dispatch.forced = before
 
 
 # Inputs --------------------------------------------------------------------------------------

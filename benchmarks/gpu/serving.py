@@ -23,11 +23,15 @@ COPY_SECONDS = 50e-6
 def run(bench: Bench) -> Iterator[Result]:
     """All models, one after the other."""
     for name, shape in SHAPES.items():
-        model = cut_model(name, bench)
-        for part in (decodes, first_tokens, saves):
-            for result in part(bench, model):
-                yield named(shape.name, result)
-        del model
+        for result in bench.guarded("does not run", _of_model(bench, name)):
+            yield named(shape.name, result)
+        bench.free()
+
+
+def _of_model(bench: Bench, name: str) -> Iterator[Result]:
+    model = cut_model(name, bench)
+    for part in (decodes, first_tokens, saves):
+        yield from bench.guarded(part.__name__, part(bench, model))
 
 
 def named(name: str, result: Result) -> Result:

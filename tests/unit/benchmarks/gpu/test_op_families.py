@@ -91,6 +91,18 @@ def test_cells_of_a_result():
     assert first_line(ValueError()) == "ValueError" and first_line(ValueError("a\nb")) == "a"
 
 
+def test_on_a_gpu_what_fails_is_a_row(capsys):
+    def results():
+        yield Result("first", 1.0)
+        raise ValueError("no room\nfor it")
+
+    first, second = Bench(CPU, False, None).guarded("second", results())
+    assert (first.what, second.what, second.note) == ("first", "second", "no room")
+    assert "ValueError" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no room"):
+        list(Bench(CPU, True, None).guarded("second", results()))
+
+
 def test_limits_are_measured():
     limits = measured_limits(Bench(CPU, True, None))
     assert limits.bandwidth > 0 and limits.flops > 0
