@@ -8,7 +8,7 @@ mamba_ssm: where it cannot run, its place says why.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Result, first_line
 from benchmarks.gpu.models import cut_config, cut_model
-from benchmarks.gpu.serving import make_engine, named, work_of
+from benchmarks.gpu.serving import first_token, make_engine, named, work_of
 from megatron_hybrid import HybridModel, SamplingParams, from_megatron
 from megatron_hybrid.tools.roofline import Work
 
@@ -60,7 +60,7 @@ class Sizes:
     steps: int = 20
 
 
-def compare(bench: Bench, ours: Engine, other: Engine | str, sizes: Sizes) -> Iterator[Result]:
+def compare(bench: Bench, ours: OurEngine, other: Engine | str, sizes: Sizes) -> Iterator[Result]:
     """Rows of two engines, in turn.
 
     Args:
@@ -123,14 +123,11 @@ class OurEngine:
 
     def first_token(self, prompt: list[int]) -> float:
         """See `Engine`."""
-        self.engine.add_request(prompt, _params(1))
-        return self.bench.wall_seconds(
-            lambda: _drain(self.engine.step, lambda: self.engine.has_work)
-        )
+        return first_token(self.bench, self.engine, prompt)
 
     def decode_steps(self, prompts: list[list[int]], steps: int) -> list[float]:
         """See `Engine`."""
-        requests = [self.engine.add_request(prompt, _params(4 * steps)) for prompt in prompts]
+        requests = [self.engine.add_request(prompt, _greedy(4 * steps)) for prompt in prompts]
         while any(request.first_token_at is None for request in requests):
             self.engine.step()
         self.engine.step()
@@ -141,7 +138,7 @@ class OurEngine:
         return work_of(self.engine).forward([(sizes.length + sizes.steps, 1)] * sizes.batch)
 
 
-def _params(count: int) -> SamplingParams:
+def _greedy(count: int) -> SamplingParams:
     return SamplingParams(top_k=1, num_tokens_to_generate=count, ignore_termination=True)
 
 
@@ -197,10 +194,12 @@ class CoreEngine:
     def first_token(self, prompt: list[int]) -> float:
         """See `Engine`."""
         self._add(prompt, 1)
-        engine = self.engine
-        return self.bench.wall_seconds(
-            lambda: _drain(engine.step_modern, engine.has_unfinished_requests)
-        )
+
+        def until_done() -> None:
+            while self.engine.has_unfinished_requests():
+                self.engine.step_modern()
+
+        return self.bench.wall_seconds(until_done)
 
     def decode_steps(self, prompts: list[list[int]], steps: int) -> list[float]:
         """See `Engine`. What does not fit into one step is computed in the next ones: as many
@@ -270,8 +269,3 @@ def stock_model(pattern: str, sizes: Sizes) -> torch.nn.Module:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     return model.cuda().bfloat16().eval()
-
-
-def _drain(step: Callable[[], object], has_work: Callable[[], bool]) -> None:
-    while has_work():
-        step()

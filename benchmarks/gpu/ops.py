@@ -126,24 +126,28 @@ def _expert_layer(bench: Bench) -> Iterator[Result]:
     work = ModelWork.of(model, spec_of(model, BLOCK, "exact"))
     (layer,), config = model.decoder.layers, model.config
     tokens, batch, _ = _shape(bench)
-    for count in (tokens, batch):
+
+    def measured(count: int) -> Result:
         hidden = torch.randn(count, config.hidden_size, device=bench.device)
         context = UncachedContext(RaggedLayout((count,), (0,)), bench.device)
-        inputs = hidden.to(config.params_dtype), context, StackInputs(None)
-        with torch.inference_mode():
-            yield Result(
-                f"expert layer of Qwen3-Next, {count:,} tokens",
-                bench.seconds(partial(layer, *inputs)),
-                bench.bound(work.forward([(0, count)], num_logits=0)),
-                bench.others({"reference": lambda: partial(_by_reference, layer, *inputs)}),  # noqa: B023
-            )
+        call = partial(layer, hidden.to(config.params_dtype), context, StackInputs(None))
+        return Result(
+            f"expert layer of Qwen3-Next, {count:,} tokens",
+            bench.seconds(call),
+            bench.bound(work.forward([(0, count)], num_logits=0)),
+            bench.others({"reference": lambda: partial(_by_reference, call)}),
+        )
+
+    with torch.inference_mode():
+        results = [measured(tokens), measured(batch)]
+    yield from results
 
 
-def _by_reference(call: Callable, *inputs: object) -> object:
+def _by_reference(call: Callable[[], object]) -> object:
     """A call with the references of all ops."""
     before, dispatch.forced = dispatch.forced, dispatch.REFERENCE
     try:
-        return call(*inputs)
+        return call()
     finally:
         dispatch.forced = before
 
