@@ -46,7 +46,7 @@ def step_micros(count: int) -> float:
         engine.add_request(rng.integers(0, vocab_size, 20).tolist(), params)
 
     def forward(input_ids, *, inference_context):
-        return logits_nV[None, : len(inference_context._logit_rows)]
+        return logits_nV[None, : len(inference_context._inputs["logit_rows"])]
 
     model.forward = forward
     try:

@@ -5,6 +5,7 @@ states, and keeps the states that they return. It decides nothing. It also imple
 context of megatron-core's own attention.
 """
 
+import math
 import operator
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from megatron_hybrid.compat import (
     inference_context_arguments,
 )
 from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.step_buffer import StepBuffer
 from megatron_hybrid.inference.step_plan import StepPlan, Work
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
@@ -28,10 +30,15 @@ from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 class DynamicInferenceContext(BaseInferenceContext):
     """The inference context of a hybrid model.
 
+    The inputs of a step are views of tensors that are made once, at their largest: they keep their
+    addresses, and a step overwrites those of the step before.
+
     Args:
         memory: pool and live slots.
         max_requests: rows of the block tables (live slots).
+        max_tokens: of a step.
         max_sequence_length: tokens of one request, prompt and answer.
+        max_captures: states captured inside a step's forward.
     """
 
     use_flashinfer_fused_rope = False
@@ -39,7 +46,14 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     same_tokens_on_expert_ranks = True  # see MixerContext
 
-    def __init__(self, memory: CacheMemory, max_requests: int, max_sequence_length: int):
+    def __init__(
+        self,
+        memory: CacheMemory,
+        max_requests: int,
+        max_tokens: int,
+        max_sequence_length: int,
+        max_captures: int,
+    ):
         super().__init__(*inference_context_arguments())
         self.memory = memory
         self.max_requests = max_requests
@@ -52,29 +66,56 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._columns = list(pairwise(bounds))  # full attention, then each local group
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
-        self._tables = np.full((bounds[-1], max_requests, max_blocks), NULL_PAGE, dtype=np.int32)
+        shape = bounds[-1], max_requests, max_blocks
+        self._tables = np.full(shape, NULL_PAGE, dtype=np.int32)
         self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # in `_tables`, by slot
+        num_tokens = min(max_tokens, max_requests * max_sequence_length)
+        num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        int32, int64 = torch.int32, torch.int64
+        self._buffer = StepBuffer(
+            {
+                "ready_slots": ((max_requests,), int64),
+                "slots": ((max_requests,), int64),
+                "last_rows": ((max_requests,), int64),
+                "cu_queries": ((max_requests + 1,), int32),
+                "cu_keys": ((max_requests + 1,), int32),
+                "kv_lengths": ((max_requests,), int32),
+                "capture_rows": ((min(max_captures, num_tokens),), int64),
+                "input_ids": ((num_rows,), int64),
+                "positions": ((num_rows,), int64),
+                "write_pages": ((bounds[-1], num_rows), int64),
+                "write_rows": ((num_rows,), int64),
+                "logit_rows": ((num_tokens,), int64),
+                # Last, as only its used part is copied: the tables of a step side by side. On the
+                # device they are spread, so that a row's address does not follow from the others.
+                "tables": ((math.prod(shape),), int32),
+            },
+            memory.device,
+        )
+        with torch.inference_mode(False):
+            self._step_tables = torch.zeros(shape, dtype=int32, device=memory.device)
         self._staging = memory.staging(0)
 
     # Laying out a step -------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
         """Build the batch of `plan`, after its restores."""
-        device = self.memory.device
-        self._ready_slots = torch.tensor(
-            [ready.slot for ready in plan.ready], dtype=torch.long, device=device
-        )
+        self._buffer.begin()
+        num_ready = len(plan.ready)
+        self._buffer.host["ready_slots"][:num_ready] = [ready.slot for ready in plan.ready]
+        self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
         if plan.work:
             self._lay_out(plan.work)
         else:
+            self._buffer.upload("slots", 0)
             self._staging = self.memory.staging(0)
 
     def _lay_out(self, works: list[Work]) -> None:
         block = self.block_size_tokens
         counts = [len(work.tokens) for work in works]
-        starts = [work.start for work in works]
+        starts = np.asarray([work.start for work in works], dtype=np.int64)
         slots = [work.slot for work in works]
-        num_tokens = sum(counts)
+        num_requests, num_tokens = len(works), sum(counts)
         num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         ends = np.cumsum(counts, dtype=np.int64)
         offsets = ends - counts
@@ -87,51 +128,73 @@ class DynamicInferenceContext(BaseInferenceContext):
                 if save.position < work.end:
                     captures.append(offset + save.position - work.start)
         self._layout = RaggedLayout(
-            tuple(counts), tuple(starts), tuple(captures), num_rows - num_tokens
+            tuple(counts), tuple(starts.tolist()), tuple(captures), num_rows - num_tokens
         )
+        self._counts = counts
 
-        token_ids = np.zeros(num_rows, dtype=np.int64)
-        positions = np.zeros(num_rows, dtype=np.int64)
+        host, used = self._buffer.host, {}
+
+        def array(name: str, length: int) -> np.ndarray:
+            """The used part of an input, to fill; `used` has it on the device."""
+            used[name] = self._buffer.device[name].narrow(-1, 0, length)
+            return host[name][..., :length]
+
+        host["input_ids"][num_tokens:num_rows] = host["positions"][num_tokens:num_rows] = 0
+        token_ids = array("input_ids", num_rows)
         np.concatenate(
-            [work.tokens for work in works],
-            out=token_ids[:num_tokens],
-            casting="unsafe",
+            [work.tokens for work in works], out=token_ids[:num_tokens], casting="unsafe"
         )
-        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(
-            np.asarray(starts, dtype=np.int64) - offsets, counts
+        positions = array("positions", num_rows)
+        np.add(
+            np.arange(num_tokens),
+            np.repeat(starts - offsets, counts),
+            out=positions[:num_tokens],
         )
         # Targets of each token's K and V: (page of its block, row in it). For tokens whose KV is
         # shared or copied, and for padding, the null page: no shared block is ever written.
         slot_of_token = np.repeat(np.asarray(slots, dtype=np.int64), counts)
-        write_pages = np.full((len(self._tables), num_rows), NULL_PAGE, dtype=np.int64)
+        write_pages = array("write_pages", num_rows)
         write_pages[:, :num_tokens] = self._tables[
             :, slot_of_token, positions[:num_tokens] // block
         ]
+        write_pages[:, num_tokens:] = NULL_PAGE
         shared = np.repeat(
             np.asarray([work.shared_tokens for work in works], dtype=np.int64), counts
         )
         suppressed = np.flatnonzero(positions[:num_tokens] < shared)
         write_pages[: self._full_columns, suppressed] = NULL_PAGE
+        np.remainder(positions, block, out=array("write_rows", num_rows))
 
-        kv_lengths = np.asarray([work.end for work in works], dtype=np.int64)
-        num_blocks = -(-int(kv_lengths.max()) // block)
-        self._kv_lengths, self._counts = kv_lengths, counts
+        kv_lengths = array("kv_lengths", num_requests)
+        np.add(starts, counts, out=kv_lengths, casting="unsafe")
+        array("cu_queries", num_requests + 1)[1:] = ends  # behind a zero, always
+        np.cumsum(kv_lengths, out=array("cu_keys", num_requests + 1)[1:])
+        array("slots", num_requests)[:] = slots
+        np.subtract(ends, 1, out=array("last_rows", num_requests))
+        np.subtract(captures, 1, out=array("capture_rows", len(captures)), casting="unsafe")
+        rows = [np.arange(end - work.num_logits, end) for work, end in zip(works, ends.tolist())]
+        num_logits = sum(map(len, rows))
+        np.concatenate(rows, out=array("logit_rows", num_logits))
 
-        device = self.memory.device
-        self.input_ids = torch.from_numpy(token_ids).to(device)[None]
-        self._positions = torch.from_numpy(positions).to(device)
-        self._write_pages = torch.from_numpy(write_pages).to(device)
-        self._write_rows = self._positions % block
-        self._block_tables = torch.from_numpy(self._tables[:, slots, :num_blocks]).to(device)
-        self._slots = torch.tensor(slots, dtype=torch.long, device=device)
-        self._last_rows = torch.from_numpy(ends - 1).to(device)
-        self._capture_rows = torch.tensor(captures, dtype=torch.long, device=device) - 1
-        self._logit_rows = torch.from_numpy(
-            np.concatenate(
-                [np.arange(end - work.num_logits, end) for work, end in zip(works, ends.tolist())]
-            )
-        ).to(device)
+        shape = len(self._tables), num_requests, -(-int(kv_lengths.max()) // block)
+        num_entries = math.prod(shape)
+        np.take(
+            self._tables[:, :, : shape[2]],
+            slots,
+            axis=1,
+            out=host["tables"][:num_entries].reshape(shape),
+            mode="clip",
+        )
+        self._buffer.upload("tables", num_entries)
+        self._inputs = used
+        self._block_tables = self._step_tables[:, :num_requests, : shape[2]]
+        self._block_tables.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._staging = self.memory.staging(len(captures))
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Tokens of the step, int64 [1, T padded]."""
+        return self._inputs["input_ids"][None]
 
     def _update_tables(self, slot: int, tables: list[np.ndarray]) -> None:
         """Update the block tables of a slot."""
@@ -160,18 +223,18 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def token_positions(self) -> Tensor:
         """Absolute position of each row, int64 [T padded]."""
-        return self._positions
+        return self._inputs["positions"]
 
     @property
     def position_ids(self) -> Tensor:
-        return self._positions[None]
+        return self.token_positions()[None]
 
     def states(self, layer_number: int, name: str) -> SlotStates:
         """One state of one layer in all live slots, the step's slots, and room for captures."""
         captured = None
         if len(self._staging):
             captured = self.memory.state(layer_number, name, self._staging)
-        return SlotStates(self.memory.state(layer_number, name), self._slots, captured)
+        return SlotStates(self.memory.state(layer_number, name), self._inputs["slots"], captured)
 
     def attend(
         self,
@@ -219,7 +282,8 @@ class DynamicInferenceContext(BaseInferenceContext):
                 f"values are {'None' if value is None else list(value.shape)}: pass None where "
                 "KVShape.value_dim is 0, and only there"
             )
-        index = self._write_pages[self._column(layer_number)], self._write_rows
+        write_pages, write_rows = self._inputs["write_pages"], self._inputs["write_rows"]
+        index = write_pages[self._column(layer_number)], write_rows
         key_pages[index] = key[:, 0].to(key_pages.dtype)
         if value is not None:
             value_pages[index] = value[:, 0].to(value_pages.dtype)
@@ -245,22 +309,17 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def cu_query_lengths(self) -> tuple[Tensor, int]:
         """(cumulative query lengths int32 [R + 1], longest)."""
-        return self._cumulative(self._counts), max(self._counts, default=0)
+        return self._inputs["cu_queries"], max(self._counts)
 
     def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
         """(cumulative KV lengths int32 [R + 1], KV lengths int32 [R], longest)."""
-        lengths = torch.from_numpy(self._kv_lengths.astype(np.int32)).to(self.memory.device)
-        return self._cumulative(self._kv_lengths), lengths, int(self._kv_lengths.max(initial=0))
-
-    def _cumulative(self, lengths) -> Tensor:
-        cumulative = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return torch.from_numpy(cumulative).to(self.memory.device)
+        return self._inputs["cu_keys"], self._inputs["kv_lengths"], self._layout.last_end
 
     def apply_rotary_emb_query(
         self, query, query_emb, config, cu_seqlens_q, cp_group, mscale: float = 1.0
     ) -> Tensor:
         """RoPE at each row's position; query [T padded, 1, H, D], query_emb [S, 1, 1, D]."""
-        freqs = query_emb[self._positions]
+        freqs = query_emb[self.token_positions()]
         return apply_rotary_pos_emb(query, freqs, config, mscale=mscale, cp_group=cp_group)
 
     def apply_rotary_emb_key(self, key, key_emb, config, cp_group, mscale: float = 1.0) -> Tensor:
@@ -272,12 +331,12 @@ class DynamicInferenceContext(BaseInferenceContext):
         Rows in the order of `plan.work` (`num_logits` each), then one for each of `plan.ready`,
         from its checkpoint.
         """
-        hidden_TH = hidden_1TH[0]
+        hidden_TH, inputs = hidden_1TH[0], self._inputs
         live = self.memory.hidden()
-        live[self._slots] = hidden_TH[self._last_rows].to(live.dtype)
+        live[inputs["slots"]] = hidden_TH[inputs["last_rows"]].to(live.dtype)
         if len(self._staging):
-            self.memory.hidden(self._staging).copy_(hidden_TH[self._capture_rows])
-        return torch.cat([hidden_TH[self._logit_rows], self.ready_hidden().to(hidden_TH.dtype)])
+            self.memory.hidden(self._staging).copy_(hidden_TH[inputs["capture_rows"]])
+        return torch.cat([hidden_TH[inputs["logit_rows"]], self.ready_hidden().to(hidden_TH.dtype)])
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

@@ -51,7 +51,7 @@ from megatron_hybrid.inference.request_builder import (
     spread,
 )
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
+from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
@@ -193,13 +193,19 @@ class DynamicInferenceEngine:
             self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
             try:
                 self.context = DynamicInferenceContext(
-                    self.memory, config.max_requests, config.max_sequence_length
+                    self.memory,
+                    config.max_requests,
+                    config.max_tokens,
+                    config.max_sequence_length,
+                    max_captures(spec, config.max_requests, config.max_tokens),
                 )
-            except (MemoryError, ValueError) as error:  # numpy's, for shapes beyond its limits
+            except Exception as error:
+                if not (isinstance(error, ValueError) or errors.is_lack_of_memory(error)):
+                    raise  # numpy's ValueError is for shapes beyond its limits
                 raise MemoryError(
-                    f"no room for block tables of max_sequence_length="
-                    f"{config.max_sequence_length} tokens for each of max_requests="
-                    f"{config.max_requests}: lower one of them ({error})"
+                    f"no room for step inputs of max_tokens={config.max_tokens}, and block tables "
+                    f"of max_sequence_length={config.max_sequence_length} tokens for each of "
+                    f"max_requests={config.max_requests}: lower one of them ({error})"
                 ) from error
             self._lock = threading.RLock()
             self._fingerprint: dict[str, str] | None = None

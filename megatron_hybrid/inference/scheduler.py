@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.errors import (
@@ -34,6 +35,13 @@ MIN_CAPTURES = 16
 
 class RestoreFailedError(MemoryError):
     """There was no memory to restore a request that runs alone. All ranks raise it."""
+
+
+def max_captures(spec: CacheSpec, max_requests: int, max_tokens: int) -> int:
+    """Most states captured inside a forward. They take the memory of the live slots, and as much as
+    the KV of `max_tokens` tokens."""
+    kv_bytes = max_tokens * spec.kv_bytes_per_token
+    return max(MIN_CAPTURES, max_requests) + kv_bytes // spec.slot_bytes
 
 
 class Scheduler:
@@ -57,9 +65,7 @@ class Scheduler:
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
-        # Limit of staging memory: that of the live slots, and as much as the KV of one forward.
-        kv_bytes = max_tokens * cache.spec.kv_bytes_per_token
-        self.max_captures = max(MIN_CAPTURES, max_requests) + kv_bytes // cache.spec.slot_bytes
+        self.max_captures = max_captures(cache.spec, max_requests, max_tokens)
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # next first
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
