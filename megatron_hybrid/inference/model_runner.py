@@ -1,6 +1,9 @@
 """ModelRunner: executes plans on the device."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -12,11 +15,12 @@ from megatron_hybrid.errors import optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
 from megatron_hybrid.inference.sampling import (
-    of_tokens,
+    Scores,
     processed_log_probs,
     raw_log_probs,
     sample,
-    top_n,
+    score,
+    to_host,
 )
 from megatron_hybrid.inference.sampling_params import Draw, Sampled, SamplingParams
 from megatron_hybrid.inference.step_plan import (
@@ -29,6 +33,7 @@ from megatron_hybrid.inference.step_plan import (
     Unpark,
 )
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.ranks import Ranks
 
 
@@ -97,9 +102,11 @@ class ModelRunner:
         if plan.work or plan.ready:
             logits_nV = self.forward(plan)
             if logits_nV is not None:
-                result.sampled = self.sample(plan, logits_nV)
-                result.prompt_scores = self.score(plan, logits_nV)
+                drawn = self.sample(plan, logits_nV)
+                scores = self.score(plan, logits_nV)
             self._save(plan, result)
+            if logits_nV is not None:
+                self._read(plan, drawn, scores, result)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
         if self._ranks.size > 1:
@@ -177,9 +184,8 @@ class ModelRunner:
         dist.send(output, group=stages, group_dst=stages.rank() + 1)
         return None
 
-    def sample(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Sampled]:
-        """Draw the tokens of a plan, by request id."""
-        ids: list[int] = []
+    def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
+        """Draw the tokens of a plan, on the device. None: it has no draws."""
         draws: list[Draw] = []
         rows: list[int] = []
         end = 0
@@ -188,33 +194,34 @@ class ModelRunner:
             *((ready, 1) for ready in plan.ready),
         ]:
             end += count
-            ids += entry.draws
             draws += entry.draws.values()
             rows += [end - 1] * len(entry.draws)
-        if not ids:
-            return {}
-        drawn_nV = logits_nV[rows]
-        tokens = sample(drawn_nV, draws)
-        sampled = {request_id: Sampled(token) for request_id, token in zip(ids, tokens)}
-        scored = [row for row, draw in enumerate(draws) if draw.params.return_log_probs]
-        if scored:
-            params = [draws[row].params for row in scored]
-            log_probs_nV = self._log_probs(drawn_nV[scored], params)
-            of_drawn = of_tokens(log_probs_nV, [tokens[row] for row in scored])
-            for index, row in enumerate(scored):
-                count, top = params[index].top_n_logprobs, None
-                if count:
-                    (top,) = top_n(log_probs_nV[index : index + 1], count)
-                sampled[ids[row]] = Sampled(tokens[row], of_drawn[index], top)
-        return sampled
+        if not draws:
+            return None
+        device = logits_nV.device
+        if rows != list(range(len(logits_nV))):
+            logits_nV = logits_nV.index_select(0, to_device(rows, device))
+        drawn = Drawn(sample(logits_nV, draws))
+        by_top_n: dict[int, list[int]] = {}
+        for row, draw in enumerate(draws):
+            if draw.params.return_log_probs:
+                by_top_n.setdefault(draw.params.top_n_logprobs, []).append(row)
+        for top_n, group in by_top_n.items():
+            group_rows = to_device(group, device)
+            log_probs = self._log_probs(
+                logits_nV.index_select(0, group_rows), [draws[row].params for row in group]
+            )
+            tokens = drawn.tokens_n.index_select(0, group_rows)
+            drawn.scored.append((group, score(log_probs, tokens, top_n)))
+        return drawn
 
     def _log_probs(self, logits_nV: Tensor, params: list[SamplingParams]) -> Tensor:
         if self.logprobs_mode == "processed_logprobs":
             return processed_log_probs(logits_nV, params)
         return raw_log_probs(logits_nV)
 
-    def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, PromptScores]:
-        """Log-probabilities of `Work.scored`, by request id."""
+    def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Scores]:
+        """Log-probabilities of `Work.scored`, by request id, on the device."""
         scores, start = {}, 0
         for work in plan.work:
             if work.scored is not None:
@@ -222,12 +229,36 @@ class ModelRunner:
                 tokens, params = work.scored.tokens, work.scored.params
                 rows_TV = logits_nV[first : first + len(tokens)]
                 log_probs_TV = self._log_probs(rows_TV, [params] * len(tokens))
-                count = params.top_n_logprobs
-                scores[work.request_id] = PromptScores(
-                    of_tokens(log_probs_TV, tokens), top_n(log_probs_TV, count) if count else []
-                )
+                tokens_T = to_device(tokens, logits_nV.device)
+                scores[work.request_id] = score(log_probs_TV, tokens_T, params.top_n_logprobs)
             start += work.num_logits
         return scores
+
+    def _read(
+        self,
+        plan: StepPlan,
+        drawn: Drawn | None,
+        scores: dict[int, Scores],
+        result: StepResult,
+    ) -> None:
+        """Wait for the device, and copy what was drawn and scored into the result."""
+        tensors = [tensor for each in scores.values() for tensor in each]
+        if drawn is not None:
+            tensors += [drawn.tokens_n, *(tensor for _, each in drawn.scored for tensor in each)]
+        if not tensors:
+            return
+        values = iter(to_host(tensors))
+        for request_id in scores:
+            log_probs, top_rows = next(values), _top_rows(values)
+            result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
+        if drawn is None:
+            return
+        sampled = [Sampled(token) for token in next(values)]
+        for rows, _ in drawn.scored:
+            log_probs, top_rows = next(values), _top_rows(values)
+            for row, log_prob, top in zip(rows, log_probs, top_rows or [None] * len(rows)):
+                sampled[row] = Sampled(sampled[row].token, log_prob, top)
+        result.sampled = dict(zip(plan.draws(), sampled))
 
     def _save(self, plan: StepPlan, result: StepResult) -> None:
         captured = iter(self.context.captured_states())
@@ -241,6 +272,23 @@ class ModelRunner:
     def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
         with optional_work(partial(_note, result.unsaved, (request_id, save.position))):
             self.memory.save_checkpoint(state, save.pages)
+
+
+@dataclass
+class Drawn:
+    """What a step has drawn, on the device."""
+
+    tokens_n: Tensor
+    """int64, in the order of `StepPlan.draws`."""
+    scored: list[tuple[list[int], Scores]] = field(default_factory=list)
+    """Numbers of the draws that need log-probabilities, and these."""
+
+
+def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:
+    """The most likely tokens of each row, from their log-probabilities and ids; empty if none were
+    asked for."""
+    log_probs, ids = next(values), next(values)
+    return [dict(zip(*row)) for row in zip(ids, log_probs) if row[0]]
 
 
 def _note(failed: dict, key, error: Exception) -> None:

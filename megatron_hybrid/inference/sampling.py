@@ -3,16 +3,23 @@
 Sampling is a pure function of (logits, parameters, seed, sample index, position), without generator
 state. So preemption, chunks and batches do not change a request's draws, and all ranks of a
 tensor-parallel job draw the same tokens without communication.
+
+All rows are drawn on their device, without waiting for it: `to_host` is the one wait of a step.
+Shape letters: n rows, m of them that are not greedy, V tokens of the vocabulary, c most likely.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
+from megatron_hybrid.ops.to_device import to_device
 
 _MASK64 = (1 << 64) - 1
+_ROWS_AT_ONCE = 16
+"""Rows that are sorted together: each takes some 40 bytes a token."""
 
 
 def _splitmix64(x: int) -> int:
@@ -31,7 +38,7 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
+def sample(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw one token for each row.
 
     Args:
@@ -39,36 +46,80 @@ def sample(logits_nV: Tensor, draws: list[Draw]) -> list[int]:
         draws: n parameters and stream positions.
 
     Returns:
-        n token ids. Greedy rows take the first maximum; other rows invert the cumulative
+        int64 [n]. Greedy rows take the first maximum; other rows invert the cumulative
         distribution of the truncated, tempered softmax (float64) at `uniform(...)`.
     """
-    tokens = logits_nV.argmax(dim=-1).tolist()
-    for row, draw in enumerate(draws):
-        if draw.params.is_greedy:
-            continue
-        logits_k, ids_k = drawable(logits_nV[row], draw.params)
-        cumulative_k = logits_k.softmax(dim=-1).cumsum(dim=-1)
-        point = uniform(draw.seed, draw.sample_index, draw.position) * cumulative_k[-1]
-        rank = int(torch.searchsorted(cumulative_k, point, right=True))
-        tokens[row] = int(ids_k[min(rank, len(ids_k) - 1)])
-    return tokens
+    tokens_n = logits_nV.argmax(dim=-1)
+    points = {
+        row: uniform(draw.seed, draw.sample_index, draw.position)
+        for row, draw in enumerate(draws)
+        if not draw.params.is_greedy
+    }
+    params = [draw.params for draw in draws]
+    for rows_m, allowed, points_m in _some_at_a_time(logits_nV, params, points):
+        cumulative_mV = allowed.logits_mV.softmax(dim=-1).cumsum(dim=-1)
+        points_m1 = points_m.unsqueeze(1) * cumulative_mV[:, -1:]
+        ranks_m1 = torch.searchsorted(cumulative_mV, points_m1, right=True)
+        ranks_m1 = torch.minimum(ranks_m1, allowed.counts_m1 - 1)
+        tokens_n.index_copy_(0, rows_m, allowed.ids_mV.gather(1, ranks_m1).squeeze(1))
+    return tokens_n
 
 
-def drawable(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tempered logits [k], float64, and ids [k] of the tokens that `params` allow to be drawn from
-    a row of logits, most likely first."""
-    if params.is_greedy:
-        best = logits_V.argmax(dim=-1, keepdim=True)
-        return logits_V[best].double(), best
-    logits_V, ids_V = logits_V.double().sort(descending=True, stable=True)
+class _Allowed(NamedTuple):
+    """The tokens that may be drawn, most likely first."""
+
+    logits_mV: Tensor
+    """Tempered, float64; -inf behind the last one."""
+    ids_mV: Tensor
+    """int64."""
+    counts_m1: Tensor
+    """int64."""
+
+
+def _some_at_a_time(
+    logits_nV: Tensor, params: Sequence[SamplingParams], points: Mapping[int, float]
+) -> Iterator[tuple[Tensor, _Allowed, Tensor]]:
+    """Yields (numbers int64 [m], tokens that may be drawn, points float64 [m]) of the rows in
+    `points`."""
+    rows, V = list(points), logits_nV.shape[1]
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[first : first + _ROWS_AT_ONCE]
+        own = [params[row] for row in part]
+        numbers = (  # all in one copy; without a top_p, its sum is never reached
+            part,
+            [each.temperature for each in own],
+            [min(each.top_k or V, V) for each in own],
+            [each.top_p or torch.inf for each in own],
+            [points[row] for row in part],
+        )
+        numbers_5m = to_device(numbers, logits_nV.device, torch.float64)
+        rows_m, temperatures_m, top_k_m, top_p_m, points_m = numbers_5m
+        rows_m = rows_m.long()
+        allowed = _allowed(
+            logits_nV.index_select(0, rows_m),
+            temperatures_m.unsqueeze(1),
+            top_k_m.long().unsqueeze(1),
+            top_p_m.unsqueeze(1) if any(each.top_p for each in own) else None,
+        )
+        yield rows_m, allowed, points_m
+
+
+def _allowed(
+    logits_mV: Tensor, temperatures_m1: Tensor, top_k_m1: Tensor, top_p_m1: Tensor | None
+) -> _Allowed:
+    """The tokens that the parameters of each row allow to be drawn."""
+    logits_mV, ids_mV = logits_mV.double().sort(dim=-1, descending=True, stable=True)
     # Relative to the largest, so that the division does not overflow at any temperature.
-    logits_V = (logits_V - logits_V[0]) / params.temperature
-    kept = params.top_k or len(logits_V)
-    if params.top_p:
-        # Kept: tokens whose predecessors sum to less than top_p, so at least one.
-        cumulative_k = logits_V[:kept].softmax(dim=-1).cumsum(dim=-1)
-        kept = min(kept, int((cumulative_k < params.top_p).sum()) + 1)
-    return logits_V[:kept], ids_V[:kept]
+    logits_mV = (logits_mV - logits_mV[:, :1]).div_(temperatures_m1)
+    ranks_V = torch.arange(logits_mV.shape[1], device=logits_mV.device)
+    logits_mV.masked_fill_(ranks_V >= top_k_m1, -torch.inf)
+    if top_p_m1 is None:
+        return _Allowed(logits_mV, ids_mV, top_k_m1)
+    # Kept: tokens whose predecessors sum to less than top_p, so at least one.
+    cumulative_mV = logits_mV.softmax(dim=-1).cumsum(dim=-1)
+    counts_m1 = (cumulative_mV < top_p_m1).sum(dim=-1, keepdim=True) + 1
+    counts_m1 = torch.minimum(counts_m1, top_k_m1)
+    return _Allowed(logits_mV.masked_fill_(ranks_V >= counts_m1, -torch.inf), ids_mV, counts_m1)
 
 
 def raw_log_probs(logits_nV: Tensor) -> Tensor:
@@ -80,19 +131,41 @@ def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> 
     """Log-probabilities [n, V], fp32, with which each row is drawn by its `params`: tempered,
     truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
     log_probs_nV = logits_nV.new_full(logits_nV.shape, -torch.inf, dtype=torch.float32)
-    for row, own in enumerate(params):
-        logits_k, ids_k = drawable(logits_nV[row], own)
-        log_probs_nV[row, ids_k] = logits_k.log_softmax(dim=-1).float()
+    log_probs_nV.scatter_(1, logits_nV.argmax(dim=-1, keepdim=True), 0.0)
+    rows = (row for row, own in enumerate(params) if not own.is_greedy)
+    for rows_m, allowed, _ in _some_at_a_time(logits_nV, params, dict.fromkeys(rows, 0.0)):
+        sorted_mV = allowed.logits_mV.log_softmax(dim=-1).float()
+        log_probs_nV.index_copy_(
+            0, rows_m, torch.empty_like(sorted_mV).scatter_(1, allowed.ids_mV, sorted_mV)
+        )
     return log_probs_nV
 
 
-def of_tokens(log_probs_nV: Tensor, tokens: Sequence[int]) -> list[float]:
-    """The log-probability of one token in each row."""
-    index = torch.as_tensor(tokens, dtype=torch.long, device=log_probs_nV.device)
-    return log_probs_nV.gather(1, index[:, None])[:, 0].tolist()
+class Scores(NamedTuple):
+    """Log-probabilities of some rows, fp32."""
+
+    of_tokens_n: Tensor
+    """Of one token in each."""
+    of_top_nc: Tensor
+    """Of the most likely ones, most likely first."""
+    top_ids_nc: Tensor
+    """Their ids, int64."""
 
 
-def top_n(log_probs_nV: Tensor, n: int) -> list[dict[int, float]]:
-    """The n most likely tokens of each row with their log-probabilities, most likely first."""
-    values, ids = log_probs_nV.topk(min(n, log_probs_nV.shape[1]))
-    return [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int) -> Scores:
+    """The log-probability of one token in each row, and of the `top_n` most likely ones."""
+    of_tokens_n1 = log_probs_nV.gather(1, tokens_n.unsqueeze(1))
+    return Scores(
+        of_tokens_n1.squeeze(1), *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1)
+    )
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list]:
+    """The values of int64 and fp32 tensors on one device, as nested lists. Copies all of them at
+    once, and waits for that."""
+    if len(tensors) == 1:
+        return [tensors[0].tolist()]
+    # Token ids and fp32 are exact in float64.
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    parts = values.split([tensor.numel() for tensor in tensors])
+    return [part.to(t.dtype).view(t.shape).tolist() for part, t in zip(parts, tensors)]

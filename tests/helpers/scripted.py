@@ -1,5 +1,6 @@
 """A tokenizer with awkward tokens, and an engine that draws the tokens that a test dictates."""
 
+import torch
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
 
 from megatron_hybrid.inference import model_runner
@@ -56,7 +57,7 @@ def scripted_engine(monkeypatch, scripts: dict[int, list[int]], prompt_length: i
 
     def scripted(logits_nV, draws):
         assert len(logits_nV) == len(draws)
-        return [scripts[draw.seed][draw.position - prompt_length] for draw in draws]
+        return torch.tensor([scripts[draw.seed][draw.position - prompt_length] for draw in draws])
 
     monkeypatch.setattr(model_runner, "sample", scripted)
     return tiny_engine(tiny_model("-"), ByteTokenizer(), **fields)

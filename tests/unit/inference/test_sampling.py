@@ -1,25 +1,29 @@
 """Sampling against brute-force probabilities, and its independence from everything but its draw."""
 
 import inspect
+from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid.inference import sampling
 from megatron_hybrid.inference.sampling import (
-    drawable,
-    of_tokens,
     processed_log_probs,
     raw_log_probs,
-    sample,
-    top_n,
+    score,
+    to_host,
     uniform,
 )
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, model_defaults
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0])
 NUM_DRAWS = 4000
+
+
+def sample(logits_nV: torch.Tensor, draws: list[Draw]) -> list[int]:
+    return sampling.sample(logits_nV, draws).tolist()
 
 
 def frequencies(params: SamplingParams) -> torch.Tensor:
@@ -75,8 +79,9 @@ def test_frequencies_are_the_probabilities(fields):
 def test_top_p_near_one_keeps_no_more_than_top_k(top_p):
     """The sum of the k probabilities may round to less than top_p."""
     params = SamplingParams(top_k=50, top_p=top_p).resolved()
-    for row in torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 3:
-        assert len(drawable(row, params)[1]) <= 50
+    rows = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 3
+    allowed = processed_log_probs(rows, [params] * 300).isfinite()
+    assert allowed.sum(1).min() > 0 and allowed.sum(1).max() <= 50
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1)])
@@ -106,6 +111,49 @@ def test_tokens_that_are_ruled_out_are_never_drawn():
     assert set(sample(logits, draws)) == {1, 3}
 
 
+def drawn_alone(logits_V: torch.Tensor, draw: Draw) -> int:
+    """One row, token by token, with the same rounding where it matters: float64 sums of the softmax
+    of what is kept."""
+    logits, own = logits_V.tolist(), draw.params
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if own.is_greedy:
+        return order[0]
+    kept = order[: own.top_k or len(order)]
+
+    def cumulative() -> list[float]:
+        row = torch.tensor([logits[token] for token in kept], dtype=torch.float64)
+        return list(accumulate(((row - row[0]) / own.temperature).softmax(0).tolist()))
+
+    if own.top_p:
+        before = (0.0, *cumulative())
+        kept = [token for token, mass in zip(kept, before) if mass < own.top_p]
+    sums = cumulative()
+    point = uniform(draw.seed, draw.sample_index, draw.position) * sums[-1]
+    return next((token for token, mass in zip(kept, sums) if mass > point), kept[-1])
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-3, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 1000]),
+    top_p=st.sampled_from([0.0, 0.0, 1e-9, 0.3, 0.5, 0.75, 0.9, 1.0]),
+).map(SamplingParams.resolved)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=70), st.integers(1, 90), st.integers(0, 10**6))
+def test_rows_that_are_drawn_together_are_those_drawn_alone(params, vocab_size, seed):
+    """Greedy rows and others, in batches of any size, with equal logits and ruled out tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(params), vocab_size, generator=generator) * 3
+    logits[::3] = logits[::3].round()
+    logits[1::3, 1::2] = -torch.inf
+    draws = [Draw(own, seed, sample_index=0, position=i) for i, own in enumerate(params)]
+    assert sample(logits, draws) == list(map(drawn_alone, logits, draws))
+    for first in (0, len(params) // 2):
+        assert sample(logits[first:], draws[first:]) == sample(logits, draws)[first:]
+
+
 @given(st.integers(0, 2**64), st.integers(0, 15), st.lists(st.integers(0, 10**6), min_size=1))
 def test_a_draw_depends_on_its_own_arguments_alone(seed, sample_index, positions):
     params = SamplingParams(temperature=0.9).resolved()
@@ -130,17 +178,31 @@ def test_streams_of_seeds_samples_and_positions_are_uncorrelated():
 def test_log_probs_are_those_of_the_untempered_softmax():
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     expected = logits.double().softmax(-1).log()
-    given_ = of_tokens(raw_log_probs(logits), [6, 0, 3])
-    for row, token, value in zip(range(3), (6, 0, 3), given_):
-        assert value == pytest.approx(expected[row, token].item(), abs=1e-6)
+    tokens = torch.tensor([6, 0, 3])
+    given_ = score(raw_log_probs(logits), tokens, 0)
+    torch.testing.assert_close(
+        given_.of_tokens_n.double(), expected[torch.arange(3), tokens], atol=1e-6, rtol=0
+    )
+    assert given_.of_top_nc.shape == given_.top_ids_nc.shape == (3, 0)
 
 
 def test_top_log_probs_come_most_likely_first():
     rows = raw_log_probs(torch.stack([LOGITS, -LOGITS]))
-    top, other = top_n(rows, 3)
-    assert list(top) == [0, 3, 5] and next(iter(other)) == 2
-    assert top[3] == pytest.approx(LOGITS.log_softmax(0)[3].item(), abs=1e-6)
-    assert len(top_n(rows, 100)[0]) == len(LOGITS)
+    top = score(rows, torch.zeros(2, dtype=torch.long), 3)
+    assert top.top_ids_nc[0].tolist() == [0, 3, 5] and top.top_ids_nc[1, 0] == 2
+    assert torch.equal(top.of_top_nc, rows.gather(1, top.top_ids_nc))
+    assert score(rows, torch.zeros(2, dtype=torch.long), 100).of_top_nc.shape == rows.shape
+
+
+def test_values_come_to_the_host_as_they_are():
+    tensors = [
+        torch.tensor([0, 151_935, 2**31, -1]),
+        torch.tensor([[0.1, -torch.inf], [1e-45, -3.4e38]]),
+        torch.empty(2, 0),
+        torch.tensor(7),
+    ]
+    assert to_host(tensors) == [tensor.tolist() for tensor in tensors]
+    assert to_host(tensors[:1]) == [tensors[0].tolist()]
 
 
 @pytest.mark.parametrize(
