@@ -20,6 +20,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup, aligned, common
 from megatron_hybrid.inference.state_layout import StateLayout
 from megatron_hybrid.models.flops import attention_parity
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache
+from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.ranks import Ranks
 
 _COPIED_ROWS = 256
@@ -316,7 +317,7 @@ class CacheMemory:
     # Copies ------------------------------------------------------------------------------------
 
     def _ids(self, pages: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64)).to(self.device)
+        return to_device(np.ascontiguousarray(pages, dtype=np.int64), self.device)
 
     def clear_slot(self, slot: int) -> None:
         self.slots[slot].zero_()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,14 @@ class AnchoredChunks:
             chunks.append(chunk)
             lengths.append(count - bounds[chunk])
         places = {chunk: place for place, chunk in enumerate(dict.fromkeys(chunks))}
-        int32 = {"dtype": torch.int32, "device": device}
         return cls(
-            torch.tensor(bounds, **int32),
-            torch.tensor(owners, **int32),
-            torch.tensor([(chunk, 0) for chunk in range(len(owners))], **int32),
-            torch.tensor([chunk for chunk, _ in firsts] + [len(owners)], **int32),
-            torch.tensor(lasts, dtype=torch.int64, device=device),
-            torch.tensor(chunks, **int32),
-            torch.tensor(lengths, **int32),
-            torch.tensor([places.get(chunk, -1) for chunk in range(len(owners))], **int32),
+            to_device(bounds, device, torch.int32),
+            to_device(owners, device, torch.int32),
+            to_device([(chunk, 0) for chunk in range(len(owners))], device, torch.int32),
+            to_device([chunk for chunk, _ in firsts] + [len(owners)], device, torch.int32),
+            to_device(lasts, device),
+            to_device(chunks, device, torch.int32),
+            to_device(lengths, device, torch.int32),
+            to_device([places.get(chunk, -1) for chunk in range(len(owners))], device, torch.int32),
             len(places),
         )

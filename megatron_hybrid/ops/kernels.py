@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
@@ -100,7 +101,7 @@ class SequenceTable:
                 range(len(owners)),
                 [bisect_left(owners, r) for r in range(R + 1)],
             )
-            return cls(*(torch.tensor(n, dtype=torch.int32, device=device) for n in numbers))
+            return cls(*(to_device(n, device, torch.int32) for n in numbers))
 
         return layout.cached(("sequence table", device), make)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid.ops.to_device import to_device
+
 # Batches of linear layers are padded to a multiple of this many rows: MKL's fp32 kernels then give
 # a row the same bits at any place and beside any other rows. Exceptions measured: with inputs of
 # 192 or wider, 8 rows differ from 16 or more; layers of 2 or 3 outputs.
@@ -150,10 +152,10 @@ class RaggedLayout:
         sequences = zip(self.start_positions, self.lengths, strict=True)
         return self.cached(
             ("token_positions", torch.device(device)),
-            lambda: torch.tensor(
+            lambda: to_device(
                 [p for start, length in sequences for p in range(start, start + length)]
                 + [0] * self.num_padding,
-                device=device,
+                device,
             ),
         )
 
@@ -161,7 +163,7 @@ class RaggedLayout:
         """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
         return self.cached(
             ("sequence_ids", torch.device(device)),
-            lambda: torch.tensor(
-                [r for r, length in enumerate(self.lengths) for _ in range(length)], device=device
+            lambda: to_device(
+                [r for r, length in enumerate(self.lengths) for _ in range(length)], device
             ),
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 
 class SlotStates(NamedTuple):
@@ -68,7 +69,7 @@ def capture_steps(states: SlotStates, layout: RaggedLayout) -> None:
     if rows:
         rows_n = layout.cached(
             ("captured_steps", states.pool_S.device),
-            lambda: torch.tensor(rows, device=states.pool_S.device),
+            lambda: to_device(rows, states.pool_S.device),
         )
         slots_n = states.slot_ids_R.index_select(0, rows_n)
         states.captured_n[: len(rows)] = states.pool_S.index_select(0, slots_n)

@@ -6,16 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _READS = {
-    *("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"),
+    *("item", "tolist", "numpy", "cpu", "is_nonzero", "equal", "allclose"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
+}
+"""Functions whose results depend on values."""
+_SHAPES = {
     *("nonzero", "argwhere", "masked_select", "bincount"),
     *("unique", "unique_consecutive", "_unique2"),
-    *("equal", "allclose"),
 }
-"""Functions whose results, or their shapes, depend on values."""
+"""Functions the shapes of whose results depend on values."""
+_INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
 
 
 class HostSyncError(AssertionError):
@@ -26,27 +32,32 @@ class _NoHostSyncs(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in _READS or self._has_shape_of_values(name, args, kwargs):
-            raise HostSyncError(f"{name} needs values of a tensor on the host")
+        if name in _READS or name in _SHAPES or _waits(name, args, kwargs):
+            raise HostSyncError(f"{name} needs values of a tensor on the host, or on the device")
         return function(*args, **kwargs)
 
-    @staticmethod
-    def _has_shape_of_values(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-        if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
-            indices = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
-            return any(_needs_values(index) for index in indices)
-        if name == "where":
-            return len(args) + len(kwargs) == 1
-        if name == "repeat_interleave":
-            repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
-            return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
-        return False
+
+def _waits(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if name in _INDEXING:
+        return any(map(_index_waits, args[1] if isinstance(args[1], tuple) else (args[1],)))
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave":
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+        return isinstance(repeats, Tensor) and kwargs.get("output_size") is None
+    if name == "to":  # a device that is an argument of ours may be any
+        return "cpu" in [each for each in (*args, *kwargs.values()) if isinstance(each, str)]
+    return False
 
 
-def _needs_values(index: Any) -> bool:
+def _index_waits(index: Any) -> bool:
+    """Whether an index has a mask's shape, or has to be copied to the device out of pageable
+    memory."""
     if isinstance(index, slice):
-        return any(isinstance(at, torch.Tensor) for at in (index.start, index.stop, index.step))
-    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
+        return any(isinstance(at, Tensor) for at in (index.start, index.stop, index.step))
+    if isinstance(index, Tensor):
+        return index.dtype in (torch.bool, torch.uint8)
+    return isinstance(index, (list, np.ndarray))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import check
 from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 SPLIT = 1024
 """Keys that one program reads where there are few queries; a multiple of any key block."""
@@ -257,7 +258,7 @@ class Tiles:
             if not sequences:
                 return None
             numbers = (sequences, firsts, offsets, rows, positions)
-            return cls(*(torch.tensor(n, dtype=torch.int32, device=device) for n in numbers))
+            return cls(*(to_device(n, device, torch.int32) for n in numbers))
 
         return layout.cached(("attention tiles", few, group, block_m, device), make)
 

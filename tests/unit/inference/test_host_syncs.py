@@ -1,0 +1,115 @@
+"""No step waits for its device before all of it is queued: layout, forward, draws, saves."""
+
+import pytest
+import torch
+from host_syncs import HostSyncError, no_host_syncs
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference import model_runner
+from megatron_hybrid.inference.sampling_params import SamplingParams
+
+
+def engine_without_syncs(monkeypatch, model, **fields):
+    """An engine whose steps wait once at most. Returns it, and the number of waits in each step."""
+    engine = tiny_engine(model, **fields)
+    run, to_host, waits = engine.runner.run, model_runner.to_host, []
+
+    def checked(plan):
+        waits.append(0)
+        with no_host_syncs():
+            return run(plan)
+
+    def counted(tensors):
+        waits[-1] += 1
+        with torch._C.DisableTorchFunction():
+            return to_host(tensors)
+
+    monkeypatch.setattr(engine.runner, "run", checked)
+    monkeypatch.setattr(model_runner, "to_host", counted)
+    return engine, waits
+
+
+@pytest.mark.parametrize("encoding", ["exact", "bf16"])
+@pytest.mark.parametrize("pattern", ["M*S-W+GK", "CHZL-*"])
+def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, pattern, encoding):
+    model = tiny_model(pattern)
+    engine, waits = engine_without_syncs(monkeypatch, model, max_tokens=48, state_encoding=encoding)
+    shared = random_tokens(70)
+    prompts = [shared, random_tokens(9, seed=1), [*shared[:50], 1, 2], random_tokens(33, seed=2)]
+    kinds = (
+        greedy(4),
+        SamplingParams(seed=1, num_tokens_to_generate=4, return_log_probs=True, top_n_logprobs=2),
+        SamplingParams(top_k=9, top_p=0.8, temperature=0.7, num_tokens_to_generate=3),
+        greedy(3, return_log_probs=True, skip_prompt_log_probs=True),
+    )
+    for turn in range(2):  # then from states, and without a forward
+        requests = [
+            engine.add_request(prompt, kinds[(i + turn) % 4], n=1 + (i == 2))
+            for i, prompt in enumerate(prompts)
+        ]
+        while engine.has_work:
+            engine.step()
+        for prompt, request in zip(prompts, requests):
+            if request.params.is_greedy and encoding == "exact":
+                assert is_greedy(model, prompt, request.result().generated_tokens)
+    stats = engine.stats()
+    assert stats["skipped_tokens"] > 0 and stats["checkpoints"] > 0
+    assert max(waits) == 1 and sum(waits) >= 8
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probs_of_all_kinds_come_with_the_tokens(monkeypatch, mode):
+    engine, waits = engine_without_syncs(monkeypatch, tiny_model("*-"), logprobs_mode=mode)
+    for top_n in (0, 1, 4):
+        params = SamplingParams(
+            top_k=5, seed=3, num_tokens_to_generate=2, return_log_probs=True, top_n_logprobs=top_n
+        )
+        engine.add_request(random_tokens(20, seed=top_n), params)
+        engine.add_request(random_tokens(20, seed=9), greedy(2, return_log_probs=True))
+    while engine.has_work:
+        engine.step()
+    assert max(waits) == 1 and sum(waits) >= 2
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.any()),
+        lambda x: int(x[0]),
+        lambda x: float(x[0]),
+        lambda x: range(x[0]),
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 1),
+        lambda x: x.unique(),
+        lambda x: torch.masked_select(x, x > 1),
+        lambda x: torch.bincount(x),
+        lambda x: x[x > 1],
+        lambda x: x[[0, 1]],
+        lambda x: x.__setitem__(x > 1, 0),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu"),
+        lambda x: torch.repeat_interleave(x, x),
+        lambda x: x.repeat_interleave(x),
+        lambda x: torch.equal(x, x),
+    ],
+)
+def test_what_waits_for_a_device_is_found(operation):
+    x = torch.arange(3)
+    operation(x)
+    with pytest.raises(HostSyncError), no_host_syncs():
+        operation(x)
+
+
+def test_what_waits_for_no_device_is_let_through():
+    x = torch.arange(3)
+    with no_host_syncs():
+        x[1:], x[x], x[None, 0], x.to(torch.float64), torch.where(x > 1, x, 0), len(x)
+        (
+            torch.repeat_interleave(x, 2),
+            x.repeat_interleave(x, output_size=3),
+            x.masked_fill(x > 1, 0),
+        )
