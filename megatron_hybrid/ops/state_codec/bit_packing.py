@@ -1,7 +1,8 @@
 """Integers of few bits in 64-bit words: fixed width, and Rice codes of a width for each block.
 
 Blocks of 64 integers, so that one bit of each of them, a bit plane, is one word. Everything is
-vectorised over the blocks. Shape letters: B blocks, W words.
+vectorised over the blocks, and no shape depends on values, so that nothing waits for a device.
+Shape letters: B blocks, W words.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ MAX_REMAINDER_BITS = 15
 """Most bit planes of a Rice-coded block: its parameter fits into 4 bits."""
 _MAX_PLANES = 16
 
-# Bit 8 i + j of a word times this constant lands in bit 56 + i where j = 0: eight bytes of 0 or 1
-# become one byte, the top one (arithmetic modulo 2^64, without carries into it).
-_GATHER_BITS = 0x0102040810204080
 # (shift, mask) of the three exchanges that transpose an 8 x 8 matrix of bits (Warren, Hacker's
 # Delight, section 7-3). The masks also clear what an arithmetic shift to the right brings in.
 _EXCHANGES = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
@@ -72,60 +70,60 @@ def rice_parameters(values_B64: Tensor) -> Tensor:
 
 
 def rice_bits(values_B64: Tensor, parameters_B: Tensor) -> Tensor:
-    """Bits that `rice_pack` fills, int64 scalar."""
+    """Bits that the codes of each block take, int64 `[B]`."""
     quotients = values_B64 >> parameters_B.unsqueeze(-1)
-    return quotients.sum() + BLOCK * (parameters_B.sum() + len(parameters_B))
+    return quotients.sum(-1) + BLOCK * (parameters_B + 1)
 
 
-def rice_pack(values_B64: Tensor, parameters_B: Tensor, num_words: int) -> Tensor:
-    """Rice codes (Rice and Plaunt 1971) of non-negative integers.
+def rice_pack(
+    words_W: Tensor, values_B64: Tensor, parameters_B: Tensor, planes_B: Tensor, streams_B: Tensor
+) -> None:
+    """Write Rice codes (Rice and Plaunt 1971) of non-negative integers.
 
     An integer v of a block with parameter k is v mod 2^k in k bits, and v div 2^k as so many zeros
-    and a one. The former come as k bit planes of each block, the latter as one stream behind them.
+    and a one. The former come as k bit planes of each block, the latter as a stream of bits.
 
     Args:
+        words_W: int64 `[W]`, zeros where the codes go; the last word is lost.
         values_B64: int32 `[B, 64]`, not negative.
         parameters_B: int32 `[B]`, 0 to 15.
-        num_words: W; at least `rice_bits` / 64.
-
-    Returns:
-        int64 `[W]`, zeros behind the last one.
-
-    Raises:
-        ValueError: the codes do not fit into W words.
+        planes_B: int64 `[B]`, the word of each block's first plane.
+        streams_B: int64 `[B]`, the bit at which each block's stream begins, counted from the lowest
+            one of the first word.
     """
-    device = values_B64.device
     parameters_B1 = parameters_B.unsqueeze(-1)
+    numbers_16 = torch.arange(_MAX_PLANES, device=words_W.device)
     planes_B16 = to_planes(values_B64 & ((1 << parameters_B1) - 1))
-    planes_W = planes_B16[torch.arange(_MAX_PLANES, device=device) < parameters_B1]
-
-    lengths_B64 = (values_B64 >> parameters_B1).add_(1)
-    ends = lengths_B64.flatten().cumsum(0, dtype=torch.int32).sub_(1)
-    free_words = num_words - len(planes_W)
-    if ends[-1] >= BLOCK * free_words:
-        raise ValueError(
-            f"{len(planes_W)} planes and {int(ends[-1]) + 1} bits do not fit into {num_words} "
-            "words of 64 bits: give as many as rice_bits says"
-        )
-    stream = torch.zeros(BLOCK * free_words, dtype=torch.uint8, device=device)
-    stream[ends] = 1
-    octets = (stream.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56)
-    return torch.cat([planes_W, octets.to(torch.uint8).view(torch.int64)])
+    places_B16 = (planes_B.unsqueeze(-1) + numbers_16).masked_fill_(
+        numbers_16 >= parameters_B1, len(words_W) - 1
+    )
+    words_W.scatter_(0, places_B16.flatten(), planes_B16.flatten())
+    ones_B64 = ((values_B64 >> parameters_B1) + 1).cumsum(-1, dtype=torch.int64)
+    ones = ones_B64.add_(streams_B.unsqueeze(-1)).sub_(1).flatten()
+    # Each bit is set once, so a sum sets them all.
+    words_W.scatter_add_(0, ones >> 6, torch.ones_like(ones).bitwise_left_shift_(ones & 63))
 
 
-def rice_unpack(words_W: Tensor, parameters_B: Tensor) -> Tensor:
-    """Inverse of `rice_pack`: int32 `[B, 64]`."""
-    device = words_W.device
+def rice_unpack(
+    words_W: Tensor, parameters_B: Tensor, planes_B: Tensor, streams_B: Tensor, ones_B64: Tensor
+) -> Tensor:
+    """Inverse of `rice_pack`: int32 `[B, 64]`.
+
+    Args:
+        words_W, parameters_B, planes_B: see there.
+        streams_B, ones_B64: int64; the bit at which each block's stream begins, and the bits of its
+            ones, both counted from anywhere.
+    """
     parameters_B1 = parameters_B.unsqueeze(-1)
-    present_B16 = torch.arange(_MAX_PLANES, device=device) < parameters_B1
-    num_planes = int(parameters_B.sum())
-    planes_B16 = torch.zeros(present_B16.shape, dtype=torch.int64, device=device)
-    planes_B16[present_B16] = words_W[:num_planes]
-
-    octets = words_W[num_planes:].contiguous().view(torch.uint8).unsqueeze(-1)
-    # In reverse: `_GATHER_BITS` puts the first byte of eight into the lowest bit.
-    stream = (octets >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-    ends = stream.flatten().nonzero().squeeze(-1)
-    quotients = ends.diff(prepend=ends.new_full((1,), -1)) - 1
-    quotients_B64 = quotients.int().view(-1, BLOCK)
+    numbers_16 = torch.arange(_MAX_PLANES, device=words_W.device)
+    places_B16 = (planes_B.unsqueeze(-1) + numbers_16).clamp_(max=len(words_W) - 1)
+    planes_B16 = words_W[places_B16].masked_fill_(numbers_16 >= parameters_B1, 0)
+    quotients_B64 = ones_B64.diff(dim=-1, prepend=streams_B.unsqueeze(-1) - 1).sub_(1).int()
     return (quotients_B64 << parameters_B1) | from_planes(planes_B16)
+
+
+def positions_of_ones(words_W: Tensor, count: int) -> Tensor:
+    """Numbers of the first `count` bits that are 1, int64; -1 behind the last one."""
+    octets = words_W.contiguous().view(torch.uint8).unsqueeze(-1)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=words_W.device)) & 1
+    return torch.nonzero_static(bits.flatten(), size=count).squeeze(-1)

@@ -11,15 +11,18 @@ A state is a matrix for each head. Three measures beat rounding to 255 levels:
    all states: simple ones leave their bits to complex ones. The step is the smallest that fits.
 
 So the states of a model always take the same number of bytes. docs/encodings.md has figures and
-alternatives. Shape letters: H heads, N rows, P columns (of any meaning), B blocks of 64 elements, W
-words of 64 bits.
+alternatives. On a GPU neither shapes nor loops depend on values, so that nothing waits for it.
+Shape letters: S states, H heads, N rows, P columns (of any meaning), B blocks of 64 elements, W
+words of 64 bits, K of them with streams.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,12 +30,14 @@ from torch import Tensor
 from megatron_hybrid.ops.state_codec.bit_packing import (
     BLOCK,
     from_planes,
+    positions_of_ones,
     rice_bits,
     rice_pack,
     rice_parameters,
     rice_unpack,
     to_planes,
 )
+from megatron_hybrid.ops.to_device import to_device
 
 HORIZON_TOKENS = 16
 """Number of next outputs by which the effect of an error in a state is weighed."""
@@ -40,6 +45,8 @@ _FACTOR_BITS = 6
 _FACTOR_LEVELS = 2 ** (_FACTOR_BITS - 1) - 1
 _MOST_LEVELS = 2.0**22
 """The least step, as a part of the largest element, is 1 / this: the precision of fp32."""
+_MOST_TRIALS = 10
+"""Steps to try: 1 to 3 are enough, unless a few elements are far larger than all others."""
 _MOST_SPREAD_BITS = 3.5
 """Most bits by which a head counts as smaller than the largest one of its state: 11 times."""
 _HEADROOM = 0.125
@@ -96,6 +103,16 @@ class StatesCodec:
         ]
         self._num_words = sum(state.num_words for state in self._states)
         self.num_bytes = 8 * self._num_words
+        self._counts = [state.num_blocks for state in self._states]
+        self._blocks: dict[torch.device, _Blocks] = {}
+        self._most_stream_words = self._num_words - sum(
+            sum(state.section_words(0)) for state in self._states
+        )
+
+    def _blocks_on(self, device: torch.device) -> _Blocks:
+        if device not in self._blocks:
+            self._blocks[device] = _Blocks(self._counts, device)
+        return self._blocks[device]
 
     def encode(self, states: Sequence[Tensor]) -> Tensor:
         """The bytes of all states, uint8 `[num_bytes]`.
@@ -103,20 +120,110 @@ class StatesCodec:
         A head that holds an inf or a NaN comes back as all NaN; the others are not affected.
         """
         prepared = [_Prepared(*pair) for pair in zip(self._states, states, strict=True)]
-        step = _smallest_step(
-            [state.levels_B64 for state in prepared],
-            self._num_words - sum(state.num_overhead_words for state in prepared),
+        blocks = self._blocks_on(states[0].device)
+        levels = _together([state.levels_B64 for state in prepared])
+        overheads_S = torch.stack([state.num_overhead_words for state in prepared])
+        step = _smallest_step(levels, blocks, self._num_words - overheads_S.sum())
+
+        integers = [_integers(levels_B64, step) for levels_B64 in levels]
+        parameters_B = torch.cat([parameters_B for _, parameters_B in integers])
+        bits_B = torch.cat([rice_bits(*each) for each in integers])
+        num_rice_words_S = _words(blocks.sums(bits_B))
+        firsts_S = _before(overheads_S + num_rice_words_S)
+        words_W = firsts_S.new_zeros(self._num_words + 1)  # the last one is lost
+        own = zip(prepared, firsts_S, num_rice_words_S, parameters_B.split(self._counts))
+        for state, first, num_rice_words, parameters in own:
+            state.write(words_W, first, step, num_rice_words, parameters)
+        planes_S = firsts_S + overheads_S
+        streams_S = BLOCK * (planes_S + blocks.sums(parameters_B))
+        places = (
+            blocks.offsets(parameters_B, planes_S),
+            blocks.offsets(bits_B - BLOCK * parameters_B, streams_S),
         )
-        words_W = torch.cat([state.pack(step) for state in prepared])
-        return F.pad(words_W, (0, self._num_words - len(words_W))).view(torch.uint8)
+        sizes = [len(values_B64) for values_B64, _ in integers]
+        for each, *own in zip(integers, *(x_B.split(sizes) for x_B in places), strict=True):
+            rice_pack(words_W, *each, *own)
+        return words_W[:-1].view(torch.uint8)
 
     def decode(self, code: Tensor) -> list[Tensor]:
         """The states of uint8 `[num_bytes]`, fp32."""
-        words_W, states = code.view(torch.int64), []
-        for state in self._states:
-            decoded, words_W = state.unpack(words_W)
-            states.append(decoded)
-        return states
+        words_W = code.view(torch.int64)
+        blocks = self._blocks_on(code.device)
+        read, first = [], words_W.new_zeros(())
+        for known in self._states:
+            read.append(_Sections(known, words_W, first))
+            first = read[-1].codes + read[-1].num_rice_words
+        parameters_B = torch.cat([sections.parameters_B for sections in read])
+        planes_S = torch.stack([sections.codes for sections in read])
+        num_planes_S = blocks.sums(parameters_B)
+        sizes_S = torch.stack([sections.num_rice_words for sections in read]) - num_planes_S
+        sizes_S.clamp_(min=0)
+
+        # The streams of all states one behind the other.
+        ends_S, before_S = sizes_S.cumsum(0), _before(sizes_S)
+        size = self._most_stream_words
+        if _is_free_to_read(ends_S):
+            size = min(size, int(ends_S[-1]))
+        numbers_K = torch.arange(size, device=code.device)
+        owners_K = torch.searchsorted(ends_S, numbers_K, right=True).clamp_(max=len(read) - 1)
+        places_K = numbers_K + (planes_S + num_planes_S - before_S)[owners_K]
+        stream_K = words_W[places_K.clamp_(max=len(words_W) - 1)]
+        stream_K.masked_fill_(numbers_K >= ends_S[-1], 0)
+        ones_B64 = positions_of_ones(stream_K, BLOCK * len(parameters_B)).view(-1, BLOCK)
+        streams_B = ones_B64[:, -1].roll(1).add_(1)
+        streams_B.index_copy_(0, blocks.firsts_S, BLOCK * before_S)
+
+        planes_B = blocks.offsets(parameters_B, planes_S)
+        sizes = self._counts if _is_free_to_read(words_W) else [len(parameters_B)]
+        parts = zip(*(x_B.split(sizes) for x_B in (parameters_B, planes_B, streams_B, ones_B64)))
+        values_B64 = [rice_unpack(words_W, *part) for part in parts]
+        if len(sizes) < len(read):
+            values_B64 = values_B64[0].split(self._counts)
+        return [sections.state(own) for sections, own in zip(read, values_B64, strict=True)]
+
+
+def _together(tensors_B64: list[Tensor]) -> list[Tensor]:
+    """On a GPU all in one, for few launches; on a CPU one by one, in its caches."""
+    return tensors_B64 if _is_free_to_read(tensors_B64[0]) else [torch.cat(tensors_B64)]
+
+
+class _Blocks:
+    """The blocks of all states, on one device.
+
+    Args:
+        counts: of each state, at least 1.
+    """
+
+    def __init__(self, counts: list[int], device: torch.device):
+        self._owners_B = to_device(np.repeat(np.arange(len(counts)), counts), device)
+        self.firsts_S = to_device(np.cumsum([0, *counts[:-1]]), device)
+        """int64; the first block of each state."""
+
+    def sums(self, numbers_B: Tensor) -> Tensor:
+        """Sums of integers over the blocks of each state, int64 `[S]`."""
+        numbers_B = numbers_B.long()
+        return numbers_B.new_zeros(len(self.firsts_S)).index_add_(0, self._owners_B, numbers_B)
+
+    def offsets(self, sizes_B: Tensor, starts_S: Tensor) -> Tensor:
+        """Where blocks begin, int64 `[B]`, if those of each state lie one behind the other."""
+        before_B = _before(sizes_B)
+        return before_B + (starts_S - before_B[self.firsts_S])[self._owners_B]
+
+
+def _before(sizes: Tensor) -> Tensor:
+    """Sums of all integers before each, int64."""
+    return sizes.cumsum(0, dtype=torch.int64) - sizes
+
+
+def _words(bits: Tensor) -> Tensor:
+    """Words that hold so many bits."""
+    return -(-bits // BLOCK)
+
+
+def _is_free_to_read(tensor: Tensor) -> bool:
+    """Whether values can be read without a wait. Then loops end where their results do not change
+    any more, and buffers have the size that is used."""
+    return tensor.device.type == "cpu"
 
 
 class _State:
@@ -167,24 +274,49 @@ class _State:
         padding = BLOCK * self.num_blocks - self.num_elements
         return F.pad(x_HNP.flatten(), (0, padding)).view(-1, BLOCK)
 
-    def unpack(self, words_W: Tensor) -> tuple[Tensor, Tensor]:
-        """(state fp32, the words behind it)."""
-        heads, rows, columns = self.matrices
-        num_parts, num_rice_words = words_W[:1].view(torch.int32).tolist()
-        sections = [*self.section_words(num_parts), num_rice_words]
-        numbers, nibbles, factors, codes, rest_W = words_W.split(
-            [*sections, len(words_W) - sum(sections)]
-        )
-        scales = numbers[1:].view(torch.float32)[: heads * (1 + num_parts)]
-        steps_H11, *scales_H11 = scales.view(-1, heads, 1, 1) * _HEADROOM
-        values = rice_unpack(codes, _unpack_nibbles(nibbles)[: self.num_blocks]).flatten()
-        values = values[: self.num_elements].view(self.matrices)
+
+class _Sections:
+    """The words of a state, without its codes.
+
+    Args:
+        known: the state.
+        words_W: of all states.
+        first: its first word, int64 scalar.
+    """
+
+    def __init__(self, known: _State, words_W: Tensor, first: Tensor):
+        heads, rows, columns = known.matrices
+        self._known = known
+        num_parts, num_rice_words = _some(words_W, first, 1).view(torch.int32).long()
+        # Words of any content are decoded to something, without an index out of range.
+        num_parts = num_parts.clamp(0, known.max_rank)
+        self.num_rice_words = num_rice_words.clamp(0, len(words_W))
+        self._most_parts = int(num_parts) if _is_free_to_read(first) else known.max_rank
+        sizes = known.section_words(num_parts)
+        _, nibbles, factors, self.codes = (first + size for size in accumulate(sizes, initial=0))
+        """`codes`: the word behind them, int64 scalar."""
+        most_numbers, num_nibbles, most_factors = known.section_words(self._most_parts)
+        numbers = _some(words_W, first, most_numbers)[1:].view(torch.float32)
+        scales = numbers[: heads * (1 + self._most_parts)].view(-1, heads, 1, 1)
+        present = torch.arange(len(scales), device=first.device) <= num_parts
+        self._scales = torch.where(present.view(-1, 1, 1, 1), scales, 0.0) * _HEADROOM
+        self.parameters_B = _unpack_nibbles(_some(words_W, nibbles, num_nibbles))
+        self.parameters_B = self.parameters_B[: known.num_blocks]
+        codes = _unpack_factors(_some(words_W, factors, most_factors))
+        self._factors = codes[: self._most_parts * heads * (rows + columns)]
+
+    def state(self, values_B64: Tensor) -> Tensor:
+        """The state, fp32, of its integers."""
+        known = self._known
+        heads, rows, columns = known.matrices
+        steps_H11, *scales_H11 = self._scales
+        values = values_B64.flatten()[: known.num_elements].view(known.matrices)
         x_HNP = ((values >> 1) ^ -(values & 1)) * steps_H11
-        factors = _unpack_factors(factors)[: num_parts * heads * (rows + columns)]
-        for factor_HX, scale_H11 in zip(factors.view(-1, heads, rows + columns), scales_H11):
+        factors_HX = self._factors.view(-1, heads, rows + columns)
+        for factor_HX, scale_H11 in zip(factors_HX, scales_H11, strict=True):
             left_HN1, right_H1P = factor_HX[:, :rows, None], factor_HX[:, None, rows:]
             x_HNP.addcmul_(left_HN1 * scale_H11, right_H1P)
-        return (x_HNP / (self.weights * _HEADROOM)).view(self.shape), rest_W
+        return (x_HNP / (known.weights * _HEADROOM)).view(known.shape)
 
 
 class _Prepared:
@@ -201,10 +333,13 @@ class _Prepared:
         level_H11 = relative_H11 * torch.where(finite_H11, unit_H11, math.nan)
         levels_HNP = x_HNP * (known.weights / relative_H11)
 
-        rest_HNP, factors, scales = _take_out_leading_parts(known, levels_HNP)
-        self._factor_words = _pack_factors(factors, state.device)
+        rest_HNP, self._factors, scales, self._num_parts = _take_out_leading_parts(
+            known, levels_HNP
+        )
+        self._known = known
         self._scales_H11 = [level_H11 * scale_H11 for scale_H11 in scales]
-        self.num_overhead_words = sum(known.section_words(len(factors)))
+        self._section_words = known.section_words(self._num_parts)
+        self.num_overhead_words = sum(self._section_words)
         # Alone, a state of low rank would get a small step. It gives half of that gain to others,
         # since its layer need not matter more.
         levels_B64 = known.blocks(rest_HNP)
@@ -212,21 +347,31 @@ class _Prepared:
         own = _average_step(levels_B64.abs().mean(-1), num_words).sqrt()
         self._level_H11, self.levels_B64 = level_H11 * own, levels_B64 / own
 
-    def pack(self, step: Tensor) -> Tensor:
-        """Its words, int64."""
-        values_B64, parameters_B = _integers(self.levels_B64, step)
-        num_words = -(-int(rice_bits(values_B64, parameters_B)) // BLOCK)
+    def write(
+        self,
+        words_W: Tensor,
+        first: Tensor,
+        step: Tensor,
+        num_rice_words: Tensor,
+        parameters_B: Tensor,
+    ) -> None:
+        """Write all but its codes from a word on."""
         scales = torch.cat([self._level_H11 * step, *self._scales_H11]).flatten()
-        counts = torch.tensor([len(self._scales_H11), num_words], dtype=torch.int32)
-        numbers = torch.cat([counts.to(scales.device), scales.view(torch.int32)])
-        return torch.cat(
-            [
-                F.pad(numbers, (0, len(numbers) % 2)).view(torch.int64),
-                _pack_nibbles(parameters_B),
-                self._factor_words,
-                rice_pack(values_B64, parameters_B, num_words),
-            ]
+        counts = torch.stack([self._num_parts, num_rice_words]).int()
+        numbers = torch.cat([counts, scales.view(torch.int32)])
+        # An odd one has a zero beside it, not the scale of a part that is not there.
+        used = 2 + len(self._level_H11) * (1 + self._num_parts)
+        numbers.masked_fill_(torch.arange(len(numbers), device=first.device) >= used, 0)
+        sections = (
+            F.pad(numbers, (0, len(numbers) % 2)).view(torch.int64),
+            _pack_nibbles(parameters_B),
+            _pack_factors(self._factors, self._num_parts, first.device),
         )
+        for section, size in zip(sections, self._section_words, strict=True):
+            numbers_n = torch.arange(len(section), device=first.device)
+            places_n = torch.where(numbers_n < size, first + numbers_n, len(words_W) - 1)
+            words_W.scatter_(0, places_n, section)
+            first = first + size
 
 
 def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
@@ -248,17 +393,19 @@ def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
 
 def _take_out_leading_parts(
     known: _State, x_HNP: Tensor
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     """Subtract rank-1 parts as long as they save more bits of the rest than they take.
 
     Returns:
         The rest `[H, N, P]`; for each part its factors, integers -31..31 `[H, N + P]`, and its
-        scales `[H, 1, 1]`.
+        scales `[H, 1, 1]`; the number of parts, int64 scalar: those behind them count for nothing.
     """
     heads, rows, columns = known.matrices
     cost = _FACTOR_BITS * heads * (rows + columns)
     size, factors, scales = _fine_bits(known.blocks(x_HNP)), [], []
-    while len(factors) < known.max_rank:
+    goes_on = torch.ones((), dtype=torch.bool, device=x_HNP.device)
+    num_parts = goes_on.new_zeros((), dtype=torch.int64)
+    for _ in range(known.max_rank):
         # One step of the power method, from the largest row; then the best partner of the rounded
         # left vector. Rounding errors go into the next part and the rest.
         largest_H11 = x_HNP.square().sum(-1, keepdim=True).argmax(1, keepdim=True)
@@ -268,18 +415,20 @@ def _take_out_leading_parts(
         right_H1P, scale_H11 = _round_factor((x_HNP.mT @ left_HN1 / norm_H11).mT)
         rest_HNP = x_HNP.addcmul(left_HN1 * scale_H11, right_H1P, value=-1)
         rest_size = _fine_bits(known.blocks(rest_HNP))
-        if size - rest_size < cost:
+        goes_on = goes_on & (size - rest_size >= cost)
+        if _is_free_to_read(goes_on) and not goes_on:
             break
-        x_HNP, size = rest_HNP, rest_size
+        x_HNP, size = torch.where(goes_on, rest_HNP, x_HNP), rest_size
         factors.append(torch.cat([left_HN1.squeeze(2), right_H1P.squeeze(1)], 1))
         scales.append(scale_H11)
-    return x_HNP, factors, scales
+        num_parts = num_parts + goes_on
+    return x_HNP, factors, scales, num_parts
 
 
-def _fine_bits(levels_B64: Tensor) -> float:
-    """What a fine step makes of blocks, in bits, up to a constant."""
+def _fine_bits(levels_B64: Tensor) -> Tensor:
+    """What a fine step makes of blocks, in bits, up to a constant; float64 scalar."""
     means_B = levels_B64.abs().mean(-1)
-    return BLOCK * (means_B + means_B.mean() / 256 + 1e-30).log2().sum().item()
+    return BLOCK * (means_B + means_B.mean() / 256 + 1e-30).log2().sum().double()
 
 
 def _integers(levels_B64: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +439,7 @@ def _integers(levels_B64: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     return values_B64, rice_parameters(values_B64)
 
 
-def _average_step(means_B: Tensor, num_words: int) -> Tensor:
+def _average_step(means_B: Tensor, num_words: Tensor) -> Tensor:
     """The step, fp32 scalar, at which codes of levels with these means fit on average."""
     smallest = means_B.amax().clamp(min=1e-30) / _MOST_LEVELS
     step = smallest
@@ -303,26 +452,32 @@ def _average_step(means_B: Tensor, num_words: int) -> Tensor:
     return step
 
 
-def _smallest_step(states: list[Tensor], num_words: int) -> Tensor:
+def _smallest_step(levels: list[Tensor], blocks: _Blocks, num_words: Tensor) -> Tensor:
     """The step, fp32 scalar, at which the codes of levels `[B, 64]` fit into num_words words."""
     budget = BLOCK * num_words
-    step = _average_step(torch.cat([levels_B64.abs().mean(-1) for levels_B64 in states]), num_words)
-    peak = torch.stack([levels_B64.abs().amax() for levels_B64 in states]).amax()
-    smallest = peak.clamp(min=1e-30) / _MOST_LEVELS
+    step = _average_step(torch.cat([each.abs().mean(-1) for each in levels]), num_words)
+    peak = torch.stack([each.abs().amax() for each in levels]).amax().clamp(min=1e-30)
+    smallest = peak / _MOST_LEVELS
     step = torch.maximum(step, smallest)
-    corrected = False
-    while True:
-        excess, active = -budget, 1
-        for levels_B64 in states:
-            values_B64, parameters_B = _integers(levels_B64, step)
-            excess += -(-int(rice_bits(values_B64, parameters_B)) // BLOCK) * BLOCK
-            active += int((parameters_B > 0).sum())
-        if excess <= 0 and (corrected or excess > -0.003 * budget):
-            return step
+    fitting = 4 * peak  # all integers are 0: a bit for each of them
+    found = is_near = torch.zeros((), dtype=torch.bool, device=step.device)
+    for _ in range(_MOST_TRIALS):
+        integers = [_integers(levels_B64, step) for levels_B64 in levels]
+        bits_B = torch.cat([rice_bits(*each) for each in integers])
+        excess = BLOCK * _words(blocks.sums(bits_B)).sum() - budget
+        fits = excess <= 0
+        fitting = torch.where(fits & ~found, torch.minimum(fitting, step), fitting)
+        found = found | (fits & (is_near | (excess > -0.003 * budget) | (step == smallest)))
+        if _is_free_to_read(found) and found:
+            break
+        active = 1 + sum((parameters_B > 0).sum() for _, parameters_B in integers)
+        change = excess / (BLOCK * active).double()
         # Not far at once: integers beyond the largest Rice parameter take more than a bit each.
-        change = min(max(excess / (BLOCK * active), -20.0), 1.0) + 0.002
-        step = torch.maximum(step * 2.0**change, smallest)
-        corrected = True
+        is_near = change.abs() <= 1
+        trial = step * (change.clamp(min=-20.0) + 0.002).exp2().float()
+        trial = torch.where(change > 1, (step * fitting).sqrt(), trial)
+        step = torch.maximum(trial, smallest)
+    return fitting
 
 
 def _round_factor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,10 +486,13 @@ def _round_factor(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).round(), scale
 
 
-def _pack_factors(factors: list[Tensor], device: torch.device) -> Tensor:
-    """Integers -31..31 in six words for each 64 of them."""
+def _pack_factors(factors: list[Tensor], num_parts: Tensor, device: torch.device) -> Tensor:
+    """Integers -31..31 in six words for each 64 of them; zeros behind those of `num_parts`."""
     codes = torch.cat([torch.empty(0, device=device), *(f.flatten() for f in factors)])
     codes = codes.int() + _FACTOR_LEVELS
+    if factors:
+        used = num_parts * factors[0].numel()
+        codes.masked_fill_(torch.arange(len(codes), device=device) >= used, 0)
     codes = F.pad(codes, (0, -len(codes) % BLOCK)).view(-1, BLOCK)
     return to_planes(codes)[:, :_FACTOR_BITS].flatten()
 
@@ -353,3 +511,9 @@ def _pack_nibbles(values: Tensor) -> Tensor:
 def _unpack_nibbles(words_W: Tensor) -> Tensor:
     packed = words_W.view(torch.uint8)
     return torch.stack([packed & 15, packed >> 4], -1).flatten().int()
+
+
+def _some(words_W: Tensor, first: Tensor, count: int) -> Tensor:
+    """`count` words from a word on; behind the last one, any."""
+    places = first + torch.arange(count, device=first.device)
+    return words_W[places.clamp_(max=len(words_W) - 1)]

@@ -7,6 +7,7 @@ from megatron_hybrid.ops.state_codec.bit_packing import (
     BLOCK,
     MAX_REMAINDER_BITS,
     from_planes,
+    positions_of_ones,
     rice_bits,
     rice_pack,
     rice_parameters,
@@ -42,6 +43,32 @@ def test_word_j_holds_bit_j_of_each_integer(num_blocks):
     assert torch.equal(from_planes(planes), values)
 
 
+def places(values: torch.Tensor, parameters: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+    """The words of planes and the bits of streams of blocks, all planes first, from a word on."""
+    streams = rice_bits(values, parameters) - BLOCK * parameters
+    first_bit = BLOCK * (first + int(parameters.sum()))
+    return (
+        first + parameters.cumsum(0) - parameters,
+        first_bit + streams.cumsum(0) - streams,
+    )
+
+
+def packed(values: torch.Tensor, parameters: torch.Tensor, first: int, behind: int) -> torch.Tensor:
+    """Words of Rice codes, zeros before and behind them."""
+    num_words = -(-int(rice_bits(values, parameters).sum()) // BLOCK)
+    words = torch.zeros(first + num_words + behind + 1, dtype=torch.int64)
+    rice_pack(words, values, parameters, *places(values, parameters, first))
+    return words[:-1]
+
+
+def unpacked(words: torch.Tensor, parameters: torch.Tensor, first: int) -> torch.Tensor:
+    stream = first + int(parameters.sum())
+    ones = positions_of_ones(words[stream:], BLOCK * len(parameters)).view(-1, BLOCK)
+    streams = torch.cat([torch.zeros(1, dtype=torch.int64), ones[:-1, -1] + 1])
+    planes = first + parameters.cumsum(0) - parameters
+    return rice_unpack(words, parameters, planes, streams, ones)
+
+
 @pytest.mark.parametrize("parameters", [(0,), (3,), (0, 15, 4), (7, 0, 0, 2)])
 def test_rice_codes_are_those_of_the_definition(parameters):
     values = integers(len(parameters), 40)
@@ -54,13 +81,12 @@ def test_rice_codes_are_those_of_the_definition(parameters):
         for value in block:
             expected += [0] * (value >> k) + [1]
     parameters = torch.tensor(parameters, dtype=torch.int32)
-    assert rice_bits(values, parameters) == len(expected)
-    num_words = -(-len(expected) // 64) + 2
-    words = rice_pack(values, parameters, num_words)
+    assert rice_bits(values, parameters).sum() == len(expected)
+    words = packed(values, parameters, first=3, behind=2)
     bits = bits_of_words(words)
-    assert len(words) == num_words
-    assert bits[: len(expected)] == expected and not any(bits[len(expected) :])
-    assert torch.equal(rice_unpack(words, parameters), values)
+    assert bits[192 : 192 + len(expected)] == expected
+    assert not any(bits[:192]) and not any(bits[192 + len(expected) :])
+    assert torch.equal(unpacked(words, parameters, first=3), values)
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.3, 1.0, 20.0, 1e3, 1e5, 2e6])
@@ -68,10 +94,15 @@ def test_codes_come_back_from_the_fewest_words(deviation):
     values = half_normal(20, deviation)
     values[3] = 0
     parameters = rice_parameters(values)
-    num_words = -(-int(rice_bits(values, parameters)) // 64)
-    assert torch.equal(rice_unpack(rice_pack(values, parameters, num_words), parameters), values)
-    with pytest.raises(ValueError, match=f"do not fit into {num_words - 1} words"):
-        rice_pack(values, parameters, num_words - 1)
+    words = packed(values, parameters, first=0, behind=0)
+    assert torch.equal(unpacked(words, parameters, first=0), values)
+
+
+def test_positions_of_ones_count_from_the_lowest_bit():
+    words = torch.tensor([0b1010, 0, -(1 << 63)])
+    assert positions_of_ones(words, 3).tolist() == [1, 3, 191]
+    assert positions_of_ones(words, 2).tolist() == [1, 3]
+    assert positions_of_ones(words, 5).tolist() == [1, 3, 191, -1, -1]
 
 
 @pytest.mark.parametrize("deviation", [0.5, 1.0, 3.0, 30.0, 41.0, 50.0, 5e3])
@@ -83,4 +114,4 @@ def test_parameters_are_near_the_best_ones(deviation):
     best = int(sizes.min(0).values.sum())
     parameters = rice_parameters(values)
     assert int(parameters.min()) >= 0 and int(parameters.max()) <= MAX_REMAINDER_BITS
-    assert best <= int(rice_bits(values, parameters)) <= best + 0.05 * values.numel()
+    assert best <= rice_bits(values, parameters).sum() <= best + 0.05 * values.numel()

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from host_syncs import no_host_syncs
 
 from megatron_hybrid.ops.state_codec import HORIZON_TOKENS, StatesCodec, importance_of
+from megatron_hybrid.ops.state_codec import codec as codec_module
 
 FORGETS = torch.zeros(1, 1)  # all elements of equal importance
 SHAPES = [(4, 64, 64), (2, 128, 128), (3, 64, 128), (512, 16), (2, 3, 40, 24)]
@@ -240,6 +242,42 @@ def test_bytes_are_a_function_of_the_state_alone():
     strided = state.mT.contiguous().mT
     assert torch.equal(code, codec.encode([strided]))
     assert torch.equal(codec.encode([state.bfloat16()]), codec.encode([state.bfloat16().float()]))
+
+
+def far_apart(shape: tuple[int, ...]) -> torch.Tensor:
+    state = torch.zeros(shape)
+    state.view(-1)[::97] = 1e-3
+    state.view(-1)[-1] = 1.0
+    return state
+
+
+@pytest.mark.parametrize("source", [normal, written, torch.zeros, far_apart])
+@pytest.mark.parametrize("shapes", [[(2, 64, 64), (512, 16), (2, 3, 40, 24)], ODD_SHAPES])
+def test_as_on_a_gpu_nothing_waits_for_it_and_all_bytes_are_the_same(monkeypatch, shapes, source):
+    states = [source(shape) for shape in shapes]
+    states[-1].view(-1)[1] = math.nan
+    codec = StatesCodec(shapes, [FORGETS] * len(shapes))
+    code = codec.encode(states)
+    decoded = codec.decode(code)
+    monkeypatch.setattr(codec_module, "_is_free_to_read", lambda x: False)
+    with no_host_syncs():
+        as_on_gpu = codec.encode(states)
+        back = codec.decode(as_on_gpu)
+    assert torch.equal(as_on_gpu, code)
+    for one, other in zip(back, decoded, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_words_of_any_content_are_decoded_to_something(monkeypatch):
+    """A GPU does not survive an index out of range."""
+    shapes = [(2, 64, 64), (3, 16, 8)]
+    codec = StatesCodec(shapes, [FORGETS] * 2)
+    for free in (True, False):
+        monkeypatch.setattr(codec_module, "_is_free_to_read", lambda x, free=free: free)
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            code = torch.randint(256, (codec.num_bytes,), generator=generator, dtype=torch.uint8)
+            assert [state.shape for state in codec.decode(code)] == [*map(torch.Size, shapes)]
 
 
 def test_all_of_the_bytes_are_used():
