@@ -44,6 +44,8 @@ class PageMover:
 
     def _ids(self, pages: np.ndarray) -> Tensor:
         ids = torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
+        if self._on_cuda:
+            ids = ids.pin_memory()  # else the copy waits for all that the device has to do
         return ids.to(self._pool.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:

@@ -227,10 +227,11 @@ def _is_free_to_read(tensor: Tensor) -> bool:
 
 
 class _State:
-    """Constants of one state, and the decoder of its words.
+    """Constants of one state.
 
-    In this order: int32 [number of parts, words of Rice codes], fp32 steps [H] and scales of the
-    parts [parts, H], Rice parameters of 4 bits [B], factors of 6 bits [parts, H, N + P], codes.
+    Its words, in this order: int32 [number of parts, words of Rice codes], fp32 steps [H] and
+    scales of the parts [parts, H], Rice parameters of 4 bits [B], factors of 6 bits [parts, H,
+    N + P], codes.
     """
 
     def __init__(

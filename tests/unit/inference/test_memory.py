@@ -1,11 +1,14 @@
 """CacheMemory: views that share no byte, copies that lose none."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from host_syncs import no_host_syncs
 from reference import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
@@ -130,6 +133,32 @@ def test_a_checkpoint_is_the_bytes_of_a_slot(layers):
     assert torch.equal(memory.slots[2], slot)
     memory.copy_slot(2, 0)
     assert torch.equal(memory.slots[0], slot)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that read or write the pool."""
+
+    def __init__(self, pool: torch.Tensor):
+        super().__init__()
+        self._storage = pool.untyped_storage().data_ptr()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inputs = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        if any(x.untyped_storage().data_ptr() == self._storage for x in inputs):
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_checkpoint_is_gathered_and_scattered_in_one_launch_each():
+    memory = memory_of(MODELS["hybrid"], num_pages=60)
+    pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
+    with Launches(memory.pool) as saving, no_host_syncs():
+        memory.save_checkpoint(memory.slots[0], pages)
+    with Launches(memory.pool) as loading, no_host_syncs():
+        memory.load_checkpoint(pages, 1)
+    assert saving.counts == {"index_copy_": 1}
+    assert loading.counts == {"index_select": 1}
 
 
 def test_captured_states_have_the_layout_of_slots():
