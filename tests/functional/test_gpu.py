@@ -11,6 +11,7 @@ from door import answer, door_engine, greedy_params
 from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
+from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -76,6 +77,43 @@ def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=tolerance, rtol=0)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("encoding", ["exact", "int8"])
+def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
+    """torch says so itself, of layers whose kernels are not references."""
+    model = on_gpu("local", torch.bfloat16, "M*SGKE-W-")
+    config = InferenceConfig(cache_bytes=8 << 20, max_tokens=64, state_encoding=encoding)
+    engine = DynamicInferenceEngine(model, None, config)
+    prompts = [random_tokens(150), [*random_tokens(150)[:100], 1, 2], random_tokens(9, seed=1)]
+    params = [
+        SamplingParams(top_k=1, num_tokens_to_generate=4),
+        SamplingParams(top_p=0.9, num_tokens_to_generate=4, return_log_probs=True),
+        SamplingParams(num_tokens_to_generate=4),
+    ]
+    expected = engine.generate(prompts, params)  # kernels are compiled, tables are made
+    run, to_host, num_waits = engine.runner.run, model_runner.to_host, 0
+
+    def checked(plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def counted(tensors):
+        nonlocal num_waits
+        num_waits += 1
+        torch.cuda.set_sync_debug_mode("default")
+        values = to_host(tensors)
+        torch.cuda.set_sync_debug_mode("error")
+        return values
+
+    monkeypatch.setattr(engine.runner, "run", checked)
+    monkeypatch.setattr(model_runner, "to_host", counted)
+    again = engine.generate(prompts, params)
+    assert 0 < num_waits <= engine.num_steps
+    assert [len(r.generated_tokens) for r in again] == [len(r.generated_tokens) for r in expected]
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
