@@ -102,7 +102,7 @@ test-gpu:
 	    $(MAKE) --no-print-directory gpu-tests GPUS=$$gpus CORE=$(GPU_CORE) VENV=$(GPU_VENV) \
 	        PINS=$(GPU_VENV)/pins.txt TORCH=torch VENV_OPTIONS="--system-site-packages --without-pip"
 
-gpu-tests: $(VENV)/.installed-test
+gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest -m gpu tests
 	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks need two, they do not run.")
 	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)

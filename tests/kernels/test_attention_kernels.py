@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import (
@@ -87,6 +88,16 @@ def test_widths_that_are_no_powers_of_two_are_split(D, P):
     pattern = kernels.AttentionPattern(D**-0.5)
     given = (q, pages, pages[..., :P], table, layout, pattern)
     assert_near(paged_attention(*given), kernels_reference(*given))
+
+
+def test_no_call_waits_for_the_device():
+    generator = seeded(0)
+    layout = RaggedLayout((1, 30), (60, 8), (), 1)
+    q, keys, values = paged_case(layout, 2, generator)
+    pool = Pool(keys, values, 16, generator)
+    q = q.float()
+    with no_host_syncs():
+        paged_attention(q, *pool, layout, PLAIN)
 
 
 def kernels_reference(*inputs):

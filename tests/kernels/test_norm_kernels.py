@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import seeded
@@ -68,6 +69,12 @@ def test_a_row_has_the_same_bits_in_every_batch(channels, norm_first, data):
 def test_the_backend_is_asked_before_the_reference(monkeypatch):
     monkeypatch.setattr(OP, "reference", None)
     assert gated_rms_norm(*draw(4, 2, 8), 1e-5).shape == (4, 2, 8)
+
+
+def test_no_call_waits_for_the_device():
+    inputs = draw(30, 2, 40)
+    with no_host_syncs():
+        gated_rms_norm(*inputs, 1e-5)
 
 
 def test_where_gradients_are_wanted_the_reference_serves():

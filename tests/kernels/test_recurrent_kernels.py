@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import triton
+from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import (
@@ -141,6 +142,16 @@ def test_the_backend_is_asked_before_the_reference(kernels):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "reference", None)
         kernels.run(inputs, parameters, SlotStates(pool, slot_ids), layout, size)
+
+
+@each
+def test_no_call_waits_for_the_device(kernels):
+    layout = RaggedLayout((1, 20, 40), (9, 5, 30), (1, 12, 50), 2)
+    inputs, parameters, pool, slot_ids = case(kernels, layout, 0)
+    states = SlotStates(pool, slot_ids, torch.empty(3, *pool.shape[1:]))
+    with no_host_syncs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "forced", kernels.backend)
+        kernels.run(inputs, parameters, states, layout, kernels.chunk_sizes[0])
 
 
 @each
