@@ -92,6 +92,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             },
             memory.device,
         )
+        self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(shape, dtype=int32, device=memory.device)
         self._staging = memory.staging(0)
@@ -132,11 +133,13 @@ class DynamicInferenceContext(BaseInferenceContext):
         )
         self._counts = counts
 
-        host, used = self._buffer.host, {}
+        host, inputs = self._buffer.host, self._inputs
 
         def array(name: str, length: int) -> np.ndarray:
-            """The used part of an input, to fill; `used` has it on the device."""
-            used[name] = self._buffer.device[name].narrow(-1, 0, length)
+            """The used part of an input, to fill; `_inputs` has it on the device."""
+            before = inputs.get(name)
+            if before is None or before.shape[-1] != length:
+                inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
             return host[name][..., :length]
 
         host["input_ids"][num_tokens:num_rows] = host["positions"][num_tokens:num_rows] = 0
@@ -186,7 +189,6 @@ class DynamicInferenceContext(BaseInferenceContext):
             mode="clip",
         )
         self._buffer.upload("tables", num_entries)
-        self._inputs = used
         self._block_tables = self._step_tables[:, :num_requests, : shape[2]]
         self._block_tables.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._staging = self.memory.staging(len(captures))
