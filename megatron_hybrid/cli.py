@@ -101,6 +101,48 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine(explain)
     explain.set_defaults(command=_explain)
 
+    serve = commands.add_parser(
+        "serve",
+        help="OpenAI's API over HTTP",
+        description="Serve a model until SIGTERM; then running requests end, and the cache is "
+        "saved. Needs pip install '.[serve]'.",
+        formatter_class=_Formatter,
+    )
+    _add_engine(serve, as_option=False)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--max-requests", type=int, default=64, help="that run side by side")
+    serve.add_argument("--max-waiting", type=int, default=256, help="requests beside those")
+    serve.add_argument(
+        "--max-requests-per-key", type=int, help="unanswered ones of one API key (default: any)"
+    )
+    serve.add_argument("--served-model-name", help="default: the folder's name")
+    serve.add_argument("--chat-template", metavar="FILE", help="in place of the model's")
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="opens the API; may be given again. Also from MEGATRON_HYBRID_API_KEYS, by commas",
+    )
+    serve.add_argument(
+        "--admin-key", action="append", default=[], help="of the operator, for /cache/*"
+    )
+    serve.add_argument(
+        "--share-cache",
+        action="store_true",
+        help="among the API keys; else each of several has cached prefixes of its own",
+    )
+    serve.add_argument("--max-body-mib", type=int, default=16)
+    serve.add_argument("--request-timeout", type=float, metavar="SECONDS")
+    serve.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM, for the requests that run",
+    )
+    serve.set_defaults(command=_serve)
+
     convert = commands.add_parser(
         "convert",
         help="between checkpoints of ours, Hugging Face's and Megatron-LM's (torch_dist)",
@@ -255,8 +297,13 @@ def _add_state_encoding(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default="demo", help="'demo', or a checkpoint folder")
+def _add_engine(command: argparse.ArgumentParser, as_option: bool = True) -> None:
+    """as_option: the model is `--model`; else it is an argument."""
+    about = {"default": "demo", "help": "'demo', or a checkpoint folder"}
+    if as_option:
+        command.add_argument("--model", **about)
+    else:
+        command.add_argument("model", nargs="?", **about)
     command.add_argument(
         "--context",
         default="8192",
@@ -277,18 +324,25 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace):
     """Make an engine from the options of `_add_engine`."""
-    from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
+
+    config = _inference_config(options)
+    return DynamicInferenceEngine(*_load(options.model), config)
+
+
+def _inference_config(options: argparse.Namespace, **fields):
+    """From the options of `_add_engine`, and others."""
+    from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.tools.plan import parse_count
 
-    config = InferenceConfig(
+    return InferenceConfig(
         prefix_caching=options.mode,
         cache_bytes=options.cache_mib << 20,
         max_sequence_length=parse_count(options.context),
         state_encoding=options.state_encoding,
         cache_dir=options.cache_dir,
+        **fields,
     )
-    return DynamicInferenceEngine(*_load(options.model), config)
 
 
 def _load(folder: str):
@@ -362,6 +416,40 @@ def _explain(options: argparse.Namespace) -> int:
         for prompt in before:
             engine.generate(prompt, SamplingParams(num_tokens_to_generate=0))
         print(engine.explain(last))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    import asyncio
+
+    try:
+        from megatron_hybrid.serving.run import log_json_lines, serve
+    except ImportError as error:
+        raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
+    from megatron_hybrid.serving.rendering import PLAIN_TEMPLATE
+    from megatron_hybrid.serving.service import ServingConfig
+
+    config = _inference_config(options, max_requests=options.max_requests)
+    keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
+    serving = ServingConfig(
+        options.served_model_name or Path(options.model).name,
+        api_keys=tuple(filter(None, (*options.api_key, *keys))),
+        admin_keys=tuple(options.admin_key),
+        shares_cache=options.share_cache,
+        max_body_bytes=options.max_body_mib << 20,
+        max_waiting=options.max_waiting,
+        max_requests_per_key=options.max_requests_per_key,
+        request_seconds=options.request_timeout,
+        drain_seconds=options.shutdown_timeout,
+    )
+    log_json_lines()
+    model, tokenizer = _load(options.model)
+    if options.chat_template:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.set_chat_template(source, options.chat_template)
+    elif options.model == "demo":
+        tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    asyncio.run(serve(model, tokenizer, config, serving, options.host, options.port))
     return 0
 
 

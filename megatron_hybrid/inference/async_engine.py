@@ -104,6 +104,14 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             raise StopAsyncIteration
         return output
 
+    async def queued(self) -> None:
+        """Wait until the engine has taken the request.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._added))
+
     async def aclose(self) -> None:
         """End the iteration, and cancel an unanswered request."""
         self._end()

@@ -65,7 +65,8 @@ class OutputProcessor:
 
     def take(self, request: Request) -> RequestOutput:
         """Return the tokens and text since the last output, and append them to its stream."""
-        tokens = request.generated_from(request.num_tokens_out)
+        params, start = request.params, request.num_tokens_out
+        tokens = request.generated_from(start)
         if request.done:
             text = request.generated_text or ""
         else:
@@ -78,6 +79,8 @@ class OutputProcessor:
             request.report,
             self.epoch,
             request.result() if request.done else None,
+            request.log_probs[start:] if params.return_log_probs else None,
+            request.top_n_logprobs[start:] if params.top_n_logprobs else None,
         )
         request.num_tokens_out += len(tokens)
         request.num_chars_out = max(request.num_chars_out, len(text))

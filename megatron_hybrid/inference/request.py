@@ -96,6 +96,10 @@ class RequestOutput:
     """`engine.epoch` of the step, so of its tokens."""
     result: GenerationResult | None
     """In the last output; None in the others."""
+    log_probs: list[float] | None = None
+    """Of the tokens; None: not asked for."""
+    top_n_logprobs: list[dict[int, float]] | None = None
+    """Likewise."""
 
 
 @dataclass(eq=False)

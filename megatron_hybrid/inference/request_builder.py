@@ -13,8 +13,18 @@ from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.validation import check_text, is_int
 
-Prompt = str | Sequence[int] | Sequence[Mapping]
-"""Text, token ids, or the messages of a chat."""
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as tokens: what `Tokenizer.chat_prompt` gives."""
+
+    tokens: Sequence[int]
+    message_starts: Sequence[int] = ()
+    """Its likely junctions with other chats: ascending positions in it."""
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping] | RenderedChat
+"""Text, token ids, or the messages of a chat, rendered or not."""
 
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
@@ -113,6 +123,8 @@ class RequestBuilder:
         message_starts = ()
         if is_chat(prompt):
             prompt, message_starts = self._render(prompt)
+        elif isinstance(prompt, RenderedChat):
+            prompt, message_starts = prompt.tokens, prompt.message_starts
         tokens = self.tokens_of(prompt, params)
         if given is None or given.num_tokens_to_generate is None:  # a default may be lowered
             room = max(1, self.config.max_sequence_length - len(tokens))
@@ -187,6 +199,8 @@ class RequestBuilder:
         """Token ids of a prompt, int [L]."""
         if is_chat(prompt):
             prompt, _ = self._render(prompt)
+        elif isinstance(prompt, RenderedChat):
+            prompt = prompt.tokens
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)
         if isinstance(prompt, Tensor):

@@ -36,6 +36,17 @@ _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level tokenizers write bytes with: a printable byte is the character
+    of its number, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
     """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
@@ -210,11 +221,34 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token in a text, which may be a part of a character; of a special token
+        those of its name."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if (text := self.detokenize([token])) and "\ufffd" not in text:
+            return text.encode()
+        if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+            return bytes.fromhex(fallback[1])
+        if all(letter in _BYTE_OF_LETTER for letter in name):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in name)
+        return name.encode()
+
     @property
     def chat_template(self) -> str | None:
         """Jinja source of the usual chat template; None: there is none."""
         template = self._templates.get("default")
         return None if template is None else template.source
+
+    def set_chat_template(self, source: str, origin: str = "the chat template") -> None:
+        """Replace the usual chat template.
+
+        Args:
+            source: Jinja.
+            origin: of it, for errors.
+        """
+        self._templates["default"] = ChatTemplate(source, origin)
 
     def render_chat(
         self,

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API over one `AsyncEngine`."""

@@ -1,0 +1,365 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from megatron_hybrid.inference.async_engine import AsyncStream
+from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
+from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.door import Door
+from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.fields import (
+    AbortFields,
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    ExplainFields,
+    GenerationFields,
+    TokenizeFields,
+)
+from megatron_hybrid.serving.rendering import chat_prompt, completion_prompts, sampling_params
+from megatron_hybrid.serving.service import Service, Ticket, until_gone
+from megatron_hybrid.version import __version__
+
+Json = dict[str, Any]
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application: OpenAI's routes, those around them, and those of the cache."""
+    app = FastAPI(title="megatron_hybrid", version=__version__)
+    app.add_middleware(Door, service=service)
+    _add_error_handlers(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    _add_cache(app, service)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
+        return _refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _refusal(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
+        if "json" not in request.headers.get("content-type", ""):
+            return _refusal(ApiError(400, "the body is JSON: send Content-Type: application/json"))
+        place = [str(part) for part in first["loc"] if part != "body"]
+        param = place[0] if place else None
+        return _refusal(ApiError(400, f"{param or 'the body'}: {first['msg']}", param))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return _refusal(ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return _refusal(ApiError(500, f"{type(error).__name__}: {error}"))
+
+
+def _refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+# Completions and chats --------------------------------------------------------------------------
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(fields: CompletionFields, request: Request):
+        return await _generate(service, request, fields)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(fields: ChatFields, request: Request):
+        return await _generate(service, request, fields)
+
+    @app.post("/abort")
+    async def abort(fields: AbortFields, request: Request) -> Json:
+        return {"aborted": service.abort(fields.request_id, request.state.key)}
+
+
+async def _generate(service: Service, request: Request, fields: GenerationFields):
+    service.check_model(fields.model)
+    fields.check()
+    state = request.state
+    request_id = fields.request_id or state.request_id
+    with ExitStack() as undo:
+        ticket = state.ticket = undo.enter_context(service.admitted(request_id, state.key))
+        prompts = await _prompts(service, fields)
+        params = _params(service, fields, prompts)
+        options = {
+            "salt": service.salt_of(state.key, fields.cache_salt),
+            "cache_breakpoints": fields.cache_breakpoints or (),
+        }
+        is_chat = isinstance(fields, ChatFields)
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{ticket.request_id}"
+        answer = Answer(service.tokenizer, fields, name, service.config.model_name)
+        if not fields.stream:
+            work = service.generate_all(ticket, prompts, params, n=fields.n, **options)
+            return JSONResponse(answer.whole(await until_gone(request.receive, work)))
+        streams = await _queued(service, prompts, params, options)
+        return _EventStream(_events(service, ticket, answer, streams), streams, undo.pop_all())
+
+
+class _EventStream(StreamingResponse):
+    """A response that ends its requests, also where it never begins.
+
+    Args:
+        events: its content.
+        streams: of the engine.
+        undo: what is left at the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], streams: list[AsyncStream], undo: ExitStack):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._streams, self._undo = streams, undo
+
+    async def __call__(self, scope, receive, send) -> None:
+        with self._undo:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                for stream in self._streams:
+                    await stream.aclose()
+
+
+async def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
+    if isinstance(fields, CompletionFields):
+        return await asyncio.to_thread(completion_prompts, service.tokenizer, fields)
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", fields.reasoning_effort)
+    prompt = await asyncio.to_thread(
+        chat_prompt,
+        service.tokenizer,
+        fields.messages,
+        fields.add_generation_prompt,
+        variables,
+        fields.continue_final_message,
+    )
+    return [prompt]
+
+
+def _params(
+    service: Service, fields: GenerationFields, prompts: Sequence[Prompt]
+) -> SamplingParams:
+    limit = fields.max_tokens
+    if isinstance(fields, ChatFields) and fields.max_completion_tokens is not None:
+        limit = fields.max_completion_tokens
+    if limit is None:  # what there is room for
+        tokens = getattr(prompts[0], "tokens", prompts[0])
+        limit = max(1, service.engine_config.max_sequence_length - len(tokens))
+    scores_prompt = isinstance(fields, CompletionFields) and fields.echo
+    return sampling_params(fields, limit, scores_prompt)
+
+
+async def _queued(
+    service: Service, prompts: Sequence[Prompt], params: SamplingParams, options: Json
+) -> list[AsyncStream]:
+    """Streams of the prompts, which the engine has taken: what it refuses gets a status of HTTP."""
+    streams = [service.engine.stream(prompt, params, **options) for prompt in prompts]
+    try:
+        for stream in streams:
+            await stream.queued()
+    except BaseException as error:
+        for stream in streams:
+            await stream.aclose()
+        if isinstance(error, (TypeError, ValueError)):
+            raise refusal_of(error) from error
+        raise
+    return streams
+
+
+async def _events(
+    service: Service, ticket: Ticket, answer: Answer, streams: list[AsyncStream]
+) -> AsyncIterator[bytes]:
+    """The server-sent events of a stream. An error after the first is an event, too."""
+    fields, num_chars = answer.fields, [0] * len(streams)
+    try:
+        for index in range(len(streams)):
+            if (chunk := answer.first_chunk(index)) is not None:
+                yield _event(chunk)
+        async for index, output in _merged(service, ticket, streams):
+            if output.text or output.finish_reason or output.log_probs or fields.return_token_ids:
+                yield _event(answer.chunk(index, output, num_chars[index]))
+                num_chars[index] += len(output.text)
+        if fields.stream_options is not None and fields.stream_options.include_usage:
+            yield _event(answer.usage_chunk(ticket.prefixes, ticket.num_generated))
+    except ApiError as error:
+        yield _event(error.body)
+    yield b"data: [DONE]\n\n"
+
+
+async def _merged(service: Service, ticket: Ticket, streams: list[AsyncStream]):
+    """Outputs of all streams with their numbers, one stream after the other."""
+    for index, stream in enumerate(streams):
+        async for output in service.outputs(ticket, stream):
+            yield index, output
+
+
+def _event(data: Json) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+# Tokens ------------------------------------------------------------------------------------------
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    async def tokens_of(fields: TokenizeFields) -> list[int]:
+        service.check_model(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        if fields.prompt is not None:
+            call = service.tokenizer.tokenize, fields.prompt, fields.add_special_tokens
+            try:
+                return await asyncio.to_thread(*call)
+            except ValueError as error:
+                raise ApiError(400, str(error), "prompt") from error
+        prompt = await asyncio.to_thread(
+            chat_prompt,
+            service.tokenizer,
+            fields.messages,
+            fields.add_generation_prompt,
+            fields.chat_template_kwargs,
+        )
+        return list(prompt.tokens)
+
+    @app.post("/tokenize")
+    async def tokenize(fields: TokenizeFields) -> Json:
+        tokens = await tokens_of(fields)
+        names = [service.tokenizer.token_bytes(t).decode(errors="replace") for t in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": service.engine_config.max_sequence_length,
+            "tokens": tokens,
+            "token_strs": names if fields.return_token_strs else None,
+        }
+
+    @app.post("/detokenize")
+    async def detokenize(fields: DetokenizeFields) -> Json:
+        service.check_model(fields.model)
+        size = service.tokenizer.vocab_size
+        if outside := [token for token in fields.tokens if not 0 <= token < size]:
+            raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
+        return {"prompt": service.tokenizer.detokenize(fields.tokens)}
+
+    @app.post("/v1/completions/render")
+    async def render_completion(fields: CompletionFields) -> list[Json]:
+        service.check_model(fields.model)
+        return [{"token_ids": list(prompt)} for prompt in await _prompts(service, fields)]
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(fields: ChatFields) -> Json:
+        service.check_model(fields.model)
+        (prompt,) = await _prompts(service, fields)
+        return {"token_ids": list(prompt.tokens)}
+
+    @app.post("/cache/explain")
+    async def explain(fields: ExplainFields, request: Request) -> Json:
+        service.check_admin(request.state.key)
+        tokens = await tokens_of(fields)
+        salt = fields.cache_salt or ""
+        try:
+            explanation = await service.engine.explain(tokens, salt=salt)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, str(error), "prompt") from error
+        return {
+            "prompt_tokens": explanation.match.prompt_tokens,
+            "shared_tokens": explanation.match.shared_tokens,
+            "skipped_tokens": explanation.match.skipped_tokens,
+            "known_tokens": explanation.known_tokens,
+            "reason": explanation.reason and explanation.reason.value,
+            "text": str(explanation),
+        }
+
+
+# State -------------------------------------------------------------------------------------------
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> PlainTextResponse:
+        return PlainTextResponse("", 503 if service.is_draining else 200)
+
+    @app.get("/ready")
+    async def ready() -> PlainTextResponse:
+        return PlainTextResponse("", 503 if service.is_draining else 200)
+
+    @app.get("/version")
+    async def version() -> Json:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        text = await service.engine.metrics() + _http_metrics(service)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Json:
+        service.check_model(name)
+        return _model(service)
+
+
+def _model(service: Service) -> Json:
+    return {
+        "id": service.config.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "megatron_hybrid",
+        "max_model_len": service.engine_config.max_sequence_length,
+    }
+
+
+def _http_metrics(service: Service) -> str:
+    name = f"{PREFIX}http_responses_total"
+    lines = [f"# HELP {name} Answers of HTTP.", f"# TYPE {name} counter"]
+    lines += [
+        f'{name}{{route="{route}",status="{status}"}} {count}'
+        for (route, status), count in sorted(service.num_responses.items())
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+# The cache ---------------------------------------------------------------------------------------
+
+
+def _add_cache(app: FastAPI, service: Service) -> None:
+    @app.post("/cache/reset")
+    async def reset(request: Request) -> Json:
+        service.check_admin(request.state.key)
+        try:
+            await service.engine.clear_cache()
+        except RuntimeError as error:
+            raise ApiError(409, str(error)) from error
+        return {"reset": True}
+
+    @app.post("/cache/save")
+    async def save(request: Request) -> Json:
+        service.check_admin(request.state.key)
+        try:
+            await service.engine.save_cache()
+        except (RuntimeError, ValueError) as error:
+            raise ApiError(409, str(error)) from error
+        return {"saved": True}

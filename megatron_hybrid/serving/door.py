@@ -1,0 +1,121 @@
+"""Door: what every request of HTTP passes: its id, its key, the limit of its body, a line in the
+log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+
+from megatron_hybrid.serving.answers import prefix_block
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.service import Service
+
+access = logging.getLogger("megatron_hybrid.serving.access")
+
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/version")
+"""Without a key."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Door:
+    """ASGI middleware. `scope["state"]` gets `request_id`, `key` and, from routes, `ticket`.
+
+    Args:
+        app: behind it.
+        service: with the keys and limits.
+    """
+
+    def __init__(self, app, service: Service):
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 499
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
+        given = headers.get("x-request-id", "")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def named(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
+            await send(message)
+
+        try:
+            try:
+                state["key"] = ""
+                if scope["path"] not in OPEN_PATHS:
+                    state["key"] = self._service.key_of(headers.get("authorization"))
+                limited = self._limited(headers.get("content-length", ""), receive)
+            except ApiError as error:
+                await refuse(error, named)
+            else:
+                await self._app(scope, limited, named)
+        finally:
+            self._service.num_responses[_route(scope), status] += 1
+            self._log(scope, status, time.perf_counter() - began)
+
+    def _limited(self, length: str, receive):
+        """`receive` with the limit of the body."""
+        limit, num_bytes = self._service.config.max_body_bytes, 0
+        text = f"the body has more than {limit} bytes, the most it may: send less"
+        if length.isdecimal() and int(length) > limit:
+            raise ApiError(413, text)
+
+        async def counted():
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > limit:
+                raise HTTPException(413, text)
+            return message
+
+        return counted
+
+    def _log(self, scope, status: int, seconds: float) -> None:
+        state = scope["state"]
+        line: dict[str, Any] = {
+            "request_id": state["request_id"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round(seconds * 1e3, 1),
+        }
+        if (ticket := state.get("ticket")) is not None:
+            line |= {
+                "prompt_tokens": sum(report.prompt_tokens for report in ticket.prefixes),
+                "completion_tokens": ticket.num_generated,
+                "prefix": [prefix_block(report) for report in ticket.prefixes],
+            }
+            if ticket.first_token_seconds is not None:
+                line["first_token_ms"] = round(ticket.first_token_seconds * 1e3, 1)
+        access.info("%s", json.dumps(line))
+
+
+def _route(scope) -> str:
+    """The route's pattern: paths of clients are no names of metrics."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+async def refuse(error: ApiError, send) -> None:
+    """Answer with an error, by ASGI."""
+    body = json.dumps(error.body).encode()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **error.headers,
+    }
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,163 @@
+"""The fields of requests. Unknown ones are ignored; known ones that have no effect here are
+refused, unless they ask for nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_hybrid.serving.errors import ApiError
+
+UNSUPPORTED: dict[str, tuple] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Known fields without an effect here -> values that ask for nothing, beside null."""
+
+
+class Fields(BaseModel):
+    """A body."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    """Of a stream."""
+
+    include_usage: bool = False
+
+
+Positive = Annotated[int, Field(ge=1)]
+Texts = Annotated[list[str], Field(min_length=1)]
+
+
+class GenerationFields(Fields):
+    """What completions and chats share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: Positive = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_breakpoints: list[int] | None = None
+    return_token_ids: bool = False
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for a field that cannot be served."""
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+                raise ApiError(
+                    400,
+                    f"{name} is not supported by this server: leave it out",
+                    name,
+                    "unsupported_parameter",
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options need stream=true", "stream_options")
+        if self.stream and self.n > 1:
+            raise ApiError(
+                400, f"n is {self.n}, and a stream has one answer: leave out stream or n", "n"
+            )
+
+
+class CompletionFields(GenerationFields):
+    """Body of /v1/completions."""
+
+    prompt: str | list[int] | Texts | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.stream:
+            raise ApiError(400, "echo is not supported in a stream: leave out one of both", "echo")
+
+
+class ChatFields(GenerationFields):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message needs a last message of the assistant's",
+                "continue_final_message",
+            )
+
+
+class TokenizeFields(Fields):
+    """Body of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Fields):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class ExplainFields(TokenizeFields):
+    """Body of /cache/explain."""
+
+    cache_salt: str | None = None
+
+
+class AbortFields(Fields):
+    """Body of /abort."""
+
+    request_id: str

@@ -1,0 +1,104 @@
+"""Requests to prompts and sampling parameters: tokenizing, in a thread beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_hybrid.inference.request_builder import RenderedChat, check_messages
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.fields import ChatFields, CompletionFields, GenerationFields
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+"""Of models that were trained on text alone: they continue what is said."""
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    continues: bool = False,
+) -> RenderedChat:
+    """The tokens of a chat.
+
+    Args:
+        continues: the answer goes on with the last message.
+
+    Raises:
+        ApiError: the template refuses it.
+    """
+    try:
+        check_messages(messages)
+        variables = dict(variables or {})
+        if not continues:
+            given = (messages, add_generation_prompt, None)
+            return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
+        text = tokenizer.render_chat(messages, False, None, **variables)
+        said = messages[-1].get("content")
+        if not isinstance(said, str) or said.strip() not in text:
+            raise ValueError("the template does not show the last message as it is")
+        # Without what the template writes behind the message, such as the end of its turn.
+        end = text.rindex(said.strip()) + len(said.strip())
+        return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, str(error), "messages") from error
+
+
+def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:
+    """The tokens of each prompt.
+
+    Raises:
+        ApiError: a prompt is empty, or has half of a character.
+    """
+    prompts = fields.prompt
+    if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    try:
+        found = [
+            tokenizer.tokenize(prompt, fields.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt") from error
+    if not all(map(len, found)):
+        raise ApiError(400, "a prompt is empty: give at least one token", "prompt")
+    return found
+
+
+def sampling_params(
+    fields: GenerationFields, max_tokens: int, scores_prompt: bool
+) -> SamplingParams:
+    """What the engine samples by.
+
+    Args:
+        max_tokens: of the answer.
+        scores_prompt: log-probabilities of the prompt are wanted.
+
+    Raises:
+        ApiError: an illegal value, with its field.
+    """
+    top = fields.logprobs if isinstance(fields, CompletionFields) else None
+    if isinstance(fields, ChatFields) and fields.logprobs:
+        top = fields.top_logprobs or 0
+    try:
+        return SamplingParams(
+            temperature=fields.temperature,
+            top_k=None if fields.top_k is None else max(0, fields.top_k),  # vLLM: -1 keeps all
+            top_p=fields.top_p,
+            seed=fields.seed,
+            num_tokens_to_generate=max_tokens,
+            stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,
+            stop_token_ids=fields.stop_token_ids or (),
+            detokenize_stop_sequence=fields.include_stop_str_in_output,
+            ignore_termination=fields.ignore_eos,
+            return_log_probs=top is not None,
+            skip_prompt_log_probs=not scores_prompt,
+            top_n_logprobs=top or 0,
+        )
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error) from error

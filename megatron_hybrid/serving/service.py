@@ -1,0 +1,304 @@
+"""Service: who may ask, how much at a time, and the way to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Settings of the server."""
+
+    model_name: str
+    """In answers; requests may name it, or no model."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens the API; none: it is open."""
+    admin_keys: tuple[str, ...] = ()
+    """Of the operator, for the routes of the cache; none: these need no more than the others."""
+    shares_cache: bool = False
+    """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
+    max_body_bytes: int = 16 << 20
+    max_waiting: int = 256
+    """Requests beside those that run."""
+    max_requests_per_key: int | None = None
+    """Unanswered ones."""
+    request_seconds: float | None = None
+    """Most time of a request; None: any."""
+    drain_seconds: float = 30.0
+    """After SIGTERM, for the requests that run."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request of HTTP that generates, as the log shows it."""
+
+    request_id: str
+    key: str
+    task: asyncio.Task | None = None
+    is_aborted: bool = False
+    prefixes: list[PrefixReport] = field(default_factory=list)
+    num_generated: int = 0
+    first_token_seconds: float | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    def count(self, output: RequestOutput) -> None:
+        """Take note of what a step added."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = time.perf_counter() - self.began
+            self.prefixes.append(output.report)
+        self.num_generated += len(output.tokens)
+
+    def count_all(self, results: Sequence[GenerationResult]) -> None:
+        """Take note of whole answers."""
+        self.prefixes = [result.prefix for result in results]
+        samples = [sample for result in results for sample in result.samples]
+        self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
+        times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]
+        self.first_token_seconds = min(times, default=None)
+
+
+class Service:
+    """One engine for the requests of HTTP.
+
+    Args:
+        engine: of the model.
+        tokenizer: of the model.
+        engine_config: the engine's.
+        config: of the server.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        engine_config: InferenceConfig,
+        config: ServingConfig,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.engine_config = engine_config
+        self.config = config
+        self.created = int(time.time())
+        self.is_draining = False
+        self.num_responses: Counter[tuple[str, int]] = Counter()
+        """By route and status."""
+        self._tickets: dict[str, Ticket] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # Who may ask -------------------------------------------------------------------------------
+
+    def key_of(self, authorization: str | None) -> str:
+        """The key of a request; "" where none is needed.
+
+        Raises:
+            ApiError: it has none, or none of ours.
+        """
+        keys = (*self.config.api_keys, *self.config.admin_keys)
+        if not keys:
+            return ""
+        kind, _, given = (authorization or "").partition(" ")
+        # All are compared, each in constant time: the time tells nothing of a key.
+        found = [key for key in keys if hmac.compare_digest(key.encode(), given.strip().encode())]
+        if kind.lower() != "bearer" or not found:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                None,
+                "invalid_api_key",
+            )
+        return found[0]
+
+    def check_admin(self, key: str) -> None:
+        """Raise ApiError unless a key is the operator's."""
+        if self.config.admin_keys and key not in self.config.admin_keys:
+            raise ApiError(403, "this route is the operator's: use the admin key")
+        if len(self.config.api_keys) > 1 and not self.config.admin_keys:
+            raise ApiError(
+                403, "with several API keys this route needs an admin key: start with --admin-key"
+            )
+
+    def salt_of(self, key: str, salt: str | None) -> str:
+        """The salt of cached prefixes: the request's, and one of its key if there are several."""
+        if len(self.config.api_keys) < 2 or self.config.shares_cache:
+            return salt or ""
+        return f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}:{salt or ''}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for another model than the one there is."""
+        if name not in (None, "", self.config.model_name):
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served: use {self.config.model_name!r}",
+                "model",
+                "model_not_found",
+            )
+
+    # How much at a time ------------------------------------------------------------------------
+
+    @contextmanager
+    def admitted(self, request_id: str, key: str) -> Iterator[Ticket]:
+        """Context of a request that generates, before anything is tokenized.
+
+        Raises:
+            ApiError: too many are unanswered, or the server ends.
+        """
+        limit = self.engine_config.max_requests + self.config.max_waiting
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: ask another one")
+        if len(self._tickets) >= limit:
+            raise ApiError(503, f"{limit} requests run or wait, the most there may: ask later")
+        per_key = self.config.max_requests_per_key
+        if per_key is not None:
+            own = sum(ticket.key == key for ticket in self._tickets.values())
+            if own >= per_key:
+                raise ApiError(
+                    429, f"this key has {own} unanswered requests, the most it may: ask later"
+                )
+        if request_id in self._tickets:
+            raise ApiError(400, f"request_id {request_id!r} is that of a running request")
+        ticket = self._tickets[request_id] = Ticket(request_id, key)
+        self._idle.clear()
+        try:
+            yield ticket
+        finally:
+            del self._tickets[request_id]
+            if not self._tickets:
+                self._idle.set()
+
+    def abort(self, request_id: str, key: str) -> bool:
+        """End a running request of this key (or, with no keys, of anyone). Returns whether there is
+        one."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.key != key or ticket.task is None:
+            return False
+        ticket.is_aborted = True
+        ticket.task.cancel()
+        return True
+
+    # The way to the engine ---------------------------------------------------------------------
+
+    async def generate_all(
+        self, ticket: Ticket, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
+    ) -> list[GenerationResult]:
+        """Whole answers to some prompts, side by side.
+
+        Raises:
+            ApiError: a prompt cannot be served, took too long, or was aborted.
+        """
+        calls = [self.engine.generate(prompt, params, **options) for prompt in prompts]
+        async with self._limited(ticket):
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            try:
+                results = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        for sample in (sample for result in results for sample in result.samples):
+            if sample.error is not None:
+                raise ApiError(500, sample.error)
+        ticket.count_all(results)
+        return results
+
+    async def outputs(
+        self, ticket: Ticket, stream: AsyncIterator[RequestOutput]
+    ) -> AsyncIterator[RequestOutput]:
+        """What the steps add to one answer.
+
+        Raises:
+            ApiError: as `generate_all`.
+        """
+        async with self._limited(ticket):
+            async for output in stream:
+                ticket.count(output)
+                if output.result is not None and output.result.error is not None:
+                    raise ApiError(500, output.result.error)
+                yield output
+
+    @asynccontextmanager
+    async def _limited(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Turns the engine's errors, the end of the time and an abort into ApiErrors."""
+        ticket.task, seconds = asyncio.current_task(), self.config.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            raise ApiError(
+                504, f"the request took more than {seconds} s, the most it may"
+            ) from error
+        except asyncio.CancelledError:
+            if not ticket.is_aborted:
+                raise
+            ticket.task.uncancel()
+            raise ApiError(499, "the request was aborted", None, "aborted") from None
+        except (TypeError, ValueError) as error:
+            raise refusal_of(error) from error
+        except ApiError:
+            raise
+        except Exception as error:
+            logger.exception("request %s failed", ticket.request_id)
+            raise ApiError(500, f"{type(error).__name__}: {error}") from error
+        finally:
+            ticket.task = None
+
+    # The end -----------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take no new requests, and wait for those that run; end those that take too long."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(self.config.drain_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            for ticket in list(self._tickets.values()):
+                self.abort(ticket.request_id, ticket.key)
+
+    async def close(self) -> None:
+        """End the engine, and complete its folder of cached prefixes."""
+        await self.engine.close()
+
+
+async def until_gone(receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client goes away.
+
+    Args:
+        receive: of ASGI, behind the body.
+
+    Raises:
+        ApiError: the client has gone.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ApiError(499, "the client has gone", None, "aborted")
+    finally:
+        gone.cancel()
+        work.cancel()

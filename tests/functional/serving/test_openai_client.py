@@ -1,0 +1,177 @@
+"""The server as the `openai` package sees it."""
+
+import math
+
+import openai
+import pytest
+from http_server import running_server
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from megatron_hybrid.inference.sampling_params import SamplingParams
+
+PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def greedy_text(server):
+    """What the engine itself says."""
+    import asyncio
+
+    params = SamplingParams(temperature=0, num_tokens_to_generate=16)
+    tokens = server.service.tokenizer.tokenize(PROMPT)
+    return asyncio.run(server.service.engine.generate(tokens, params)).generated_text
+
+
+def complete(client, **fields):
+    given = {"model": "demo", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    return client.completions.create(**{**given, **fields})
+
+
+def chat(client, **fields):
+    messages = [{"role": "user", "content": PROMPT}]
+    given = {"model": "demo", "messages": messages, "max_tokens": 16, "temperature": 0}
+    return client.chat.completions.create(**{**given, **fields})
+
+
+def test_a_completion_is_the_engine_s_answer(client, greedy_text):
+    found = complete(client)
+    assert [choice.text for choice in found.choices] == [greedy_text]
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.completion_tokens == 16
+    assert found.usage.total_tokens == found.usage.prompt_tokens + 16
+
+
+def test_a_stream_has_the_whole_text_and_ends_with_the_usage(client, greedy_text):
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    *said, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in said) == greedy_text
+    assert [chunk.choices[0].finish_reason for chunk in said][-1] == "length"
+    assert last.choices == [] and last.usage.completion_tokens == 16
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_a_chat_and_its_stream_say_the_same(client):
+    whole = ChatCompletion.model_validate(chat(client).model_dump())
+    chunks = [ChatCompletionChunk.model_validate(c.model_dump()) for c in chat(client, stream=True)]
+    first, *rest = (chunk.choices[0] for chunk in chunks)
+    assert first.delta.role == "assistant" and first.delta.content == ""
+    text = "".join(choice.delta.content or "" for choice in rest)
+    assert text == whole.choices[0].message.content
+    assert [choice.finish_reason for choice in rest][:-1] == [None] * (len(rest) - 1)
+
+
+def test_the_second_turn_skips_what_the_first_computed(client):
+    said = chat(client).choices[0].message.content
+    messages = [
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "And then?"},
+    ]
+    usage = chat(client, messages=messages).usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached >= len(PROMPT) // 6
+    assert usage.prefix["skipped_tokens"] == cached <= usage.prefix["shared_tokens"]
+
+
+def test_an_identical_prompt_is_not_computed_at_all(client):
+    complete(client)
+    usage = complete(client).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens
+    assert usage.prefix["miss_reason"] is None
+
+
+def test_samples_and_several_prompts_have_an_index_each(client):
+    found = complete(client, prompt=[PROMPT, "The wolf"], n=2, temperature=1.0, seed=3)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    again = complete(client, prompt=[PROMPT, "The wolf"], n=2, temperature=1.0, seed=3)
+    assert [c.text for c in found.choices] == [c.text for c in again.choices]
+    assert found.choices[0].text != found.choices[1].text
+    assert found.usage.completion_tokens == 64
+
+
+def test_a_stop_string_ends_an_answer(client, greedy_text):
+    stop = greedy_text[len(greedy_text) // 2 :][:3]
+    found = complete(client, stop=[stop, "never said"]).choices[0]
+    assert found.finish_reason == "stop"
+    assert found.text == greedy_text[: greedy_text.index(stop)]
+    streamed = "".join(chunk.choices[0].text for chunk in complete(client, stop=stop, stream=True))
+    assert streamed == found.text
+
+
+def test_log_probs_of_completions(client):
+    found = complete(client, logprobs=3).choices[0]
+    entries = found.logprobs
+    assert "".join(entries.tokens) == found.text
+    assert len(entries.token_logprobs) == len(entries.top_logprobs) == 16
+    for token, value, top in zip(entries.tokens, entries.token_logprobs, entries.top_logprobs):
+        assert len(top) == 3 and top[token] == value == max(top.values())  # it is greedy
+    assert entries.text_offset[0] == 0
+    assert entries.text_offset[-1] == len(found.text) - len(entries.tokens[-1])
+
+
+def test_log_probs_of_an_echoed_prompt(client):
+    found = complete(client, logprobs=1, echo=True, max_tokens=2).choices[0]
+    assert found.text.startswith(PROMPT)
+    assert "".join(found.logprobs.tokens) == found.text
+    assert found.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in found.logprobs.token_logprobs[1:])
+
+
+def test_log_probs_of_chats_in_whole_and_in_streams(client):
+    whole = chat(client, logprobs=True, top_logprobs=2).choices[0]
+    entries = whole.logprobs.content
+    assert b"".join(bytes(e.bytes) for e in entries).decode() == whole.message.content
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    chunks = chat(client, logprobs=True, top_logprobs=2, stream=True)
+    streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert [e.token for e in streamed] == [e.token for e in entries]
+    for one, other in zip(streamed, entries):
+        assert math.isclose(one.logprob, other.logprob, abs_tol=1e-4)
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == "demo" and client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 5000}, "messages"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": 2, "stream": True}, "n"),
+        ({"extra_body": {"cache_breakpoints": [10**6]}}, "cache_breakpoints"),
+        ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+    ids=str,
+)
+def test_a_bad_field_is_named(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(client, **fields)
+    assert raised.value.param == param and raised.value.type == "invalid_request_error"
+
+
+def test_unknown_fields_are_ignored(client, greedy_text):
+    assert complete(client, extra_body={"colour": "red"}).choices[0].text == greedy_text
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="use 'demo'"):
+        chat(client, model="gpt-5")

@@ -1,0 +1,218 @@
+"""The server under HTTP itself: keys, limits, clients that go away, its end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from http_server import running_server, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(max_waiting=0, max_body_bytes=100_000) as server:
+        yield server
+
+
+def call(server, path, body=None, **options):
+    if body is None:
+        return httpx.get(server.url + path, timeout=60, **options)
+    return httpx.post(server.url + path, json=body, timeout=60, **options)
+
+
+def running(server):
+    stats = asyncio.run(server.service.engine.stats())
+    return stats["requests_running"] + stats["requests_waiting"]
+
+
+def test_tokens_and_back(server):
+    found = call(
+        server, "/tokenize", {"prompt": "A naïve fox 🦊", "return_token_strs": True}
+    ).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert call(server, "/detokenize", {"tokens": found["tokens"]}).json() == {
+        "prompt": "A naïve fox 🦊"
+    }
+    rendered = call(server, "/v1/completions/render", {"prompt": "A naïve fox 🦊"}).json()
+    assert rendered == [{"token_ids": found["tokens"]}]
+    messages = [{"role": "user", "content": "hello"}]
+    chat = call(server, "/v1/chat/completions/render", {"messages": messages}).json()
+    assert chat["token_ids"] == call(server, "/tokenize", {"messages": messages}).json()["tokens"]
+
+
+def test_request_ids_go_both_ways(server):
+    assert call(server, "/health").headers["x-request-id"]
+    given = call(server, "/v1/models", headers={"X-Request-Id": "mine-7"})
+    assert given.headers["x-request-id"] == "mine-7"
+    evil = call(server, "/v1/models", headers={"X-Request-Id": "a b" * 99})
+    assert evil.headers["x-request-id"] != "a b" * 99
+
+
+def test_a_body_that_is_no_json_is_refused(server):
+    for kind, text in (("application/json", "no JSON"), ("text/plain", "send Content-Type")):
+        headers = {"content-type": kind}
+        answer = httpx.post(server.url + "/v1/completions", content=b'{"prompt": ', headers=headers)
+        assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_refused(server, chunked):
+    body = json.dumps({"prompt": "x" * 200_000}).encode()
+    content = iter([body[:50_000], body[50_000:]]) if chunked else body
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
+
+
+def test_unknown_paths_have_openai_s_error(server):
+    assert call(server, "/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(server, stream):
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    wait_until(lambda: running(server) == 1)
+    connection.close()
+    wait_until(lambda: running(server) == 0)
+    asyncio.run(server.service.engine.check_integrity())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_can_be_aborted_by_its_id(server, stream):
+    found = []
+    body = {**LONG, "stream": stream, "request_id": f"long-{stream}"}
+    thread = threading.Thread(target=lambda: found.append(call(server, "/v1/completions", body)))
+    thread.start()
+    wait_until(lambda: running(server) == 1)
+    assert call(server, "/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
+    thread.join(20)
+    assert "aborted" in found[0].text
+    assert call(server, "/abort", {"request_id": "nobody"}).json() == {"aborted": False}
+    wait_until(lambda: running(server) == 0)
+
+
+def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(server):
+    limit, answers = 8, []
+    body = {**LONG, "max_tokens": 200}
+    threads = [
+        threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", body)))
+        for _ in range(limit + 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert refused and {a.status_code for a in answers} == {200, 503}
+    assert all(answer.headers["retry-after"] == "1" for answer in refused)
+    assert "8 requests run or wait" in refused[0].json()["error"]["message"]
+
+
+def test_metrics_are_prometheus_s(server):
+    call(server, "/v1/models")
+    families = {f.name: f for f in text_string_to_metric_families(call(server, "/metrics").text)}
+    assert families["megatron_hybrid_prompt_tokens"].samples[0].value > 0
+    samples = families["megatron_hybrid_http_responses"].samples
+    assert {"route": "/v1/models", "status": "200"} in [sample.labels for sample in samples]
+
+
+def test_the_cache_is_explained_and_reset(server):
+    prompt = "An explained prompt of some tokens, which are known now"
+    call(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    found = call(server, "/cache/explain", {"prompt": prompt}).json()
+    assert found["skipped_tokens"] == found["prompt_tokens"] and found["reason"] is None
+    assert call(server, "/cache/reset", {}).json() == {"reset": True}
+    found = call(server, "/cache/explain", {"prompt": prompt}).json()
+    assert found["skipped_tokens"] == 0 and "no_shared_prefix" in found["text"]
+
+
+def test_keys_open_the_api_and_have_prefixes_of_their_own():
+    with running_server(api_keys=("alice", "bob"), admin_keys=("root",)) as server:
+        body = {"prompt": "A secret prompt of one tenant alone", "max_tokens": 1}
+
+        def cached(key, **fields):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = call(server, "/v1/completions", {**body, **fields}, headers=headers)
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert call(server, "/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer eve"}, {"Authorization": "alice"}):
+            answer = call(server, "/v1/completions", body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        assert cached("alice") == 0 and cached("alice") > 0
+        assert cached("bob") == 0
+        assert cached("alice", cache_salt="other") == 0
+        reset = [
+            call(server, "/cache/reset", {}, headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("alice", "root")
+        ]
+        assert reset == [403, 200]
+
+
+def test_a_key_has_only_so_many_requests_at_a_time():
+    with running_server(max_requests_per_key=1) as server:
+        thread = threading.Thread(target=call, args=(server, "/v1/completions", LONG))
+        thread.start()
+        wait_until(lambda: running(server) == 1)
+        answer = call(server, "/v1/completions", LONG)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        thread.join(60)
+
+
+def test_a_request_that_takes_too_long_ends():
+    with running_server(request_seconds=0.3) as server:
+        answer = call(server, "/v1/completions", LONG)
+        assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"]
+        lines = call(server, "/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
+        assert "0.3 s" in lines[-3] and lines[-2] == "data: [DONE]"
+        wait_until(lambda: running(server) == 0)
+
+
+def test_a_server_that_drains_says_so_and_takes_nothing_new():
+    with running_server() as server:
+        server.service.is_draining = True
+        assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
+        answer = call(server, "/v1/completions", LONG)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
+    command = [sys.executable, "-m", "megatron_hybrid", "serve", "--port", "0", "--cache-dir"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    lines, port = [], None
+    while port is None:
+        lines.append(json.loads(process.stderr.readline()))
+        if "running on" in lines[-1].get("message", ""):
+            port = int(lines[-1]["message"].split(":")[2].split()[0])
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {**LONG, "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", url, json=body, timeout=60) as stream:
+        chunks = stream.iter_lines()
+        next(chunks)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in chunks if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    found = [json.loads(line) for line in errors.splitlines()]
+    (request,) = [line for line in found if line.get("path") == "/v1/completions"]
+    assert request["completion_tokens"] == 60 and request["prompt_tokens"] > 0
+    assert LONG["prompt"] not in errors
+    assert any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

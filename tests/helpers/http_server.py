@@ -1,0 +1,78 @@
+"""A server of the demo model in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import uvicorn
+
+import megatron_hybrid
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.rendering import PLAIN_TEMPLATE
+from megatron_hybrid.serving.service import Service, ServingConfig
+
+DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
+
+
+class RunningServer:
+    """A server that answers.
+
+    Attributes:
+        service: behind the routes.
+        url: without a path.
+    """
+
+    def __init__(self, service: Service):
+        self.service = service
+        config = uvicorn.Config(create_app(service), port=0, log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def demo_service(engine_fields: dict | None = None, **fields) -> Service:
+    """Of the demo model, in fp32."""
+    model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
+    tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    settings = {"cache_bytes": 32 << 20, "max_requests": 8, "max_sequence_length": 1024}
+    config = InferenceConfig(**{**settings, **(engine_fields or {})})
+    engine = AsyncEngine(model, tokenizer, config)
+    return Service(engine, tokenizer, config, ServingConfig("demo", **fields))
+
+
+@contextmanager
+def running_server(engine_fields: dict | None = None, **fields) -> Iterator[RunningServer]:
+    """Context of a server of the demo model. fields: of `ServingConfig`."""
+    service = demo_service(engine_fields, **fields)
+    server = RunningServer(service)
+    try:
+        yield server
+    finally:
+        server.stop()
+        asyncio.run(service.close())
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    """Raise AssertionError unless a condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
