@@ -59,6 +59,7 @@ setup(
             "matplotlib>=3.8",
             "pyarrow>=15",
             "tensorboard>=2.15",
+            *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

@@ -11,6 +11,7 @@ from settled import settled
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.inference.request_builder import RenderedChat
 from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -53,6 +54,22 @@ def ask(engine, messages):
     check_answer(engine.model, request)
     engine.check_integrity()
     return request.result()
+
+
+def test_a_rendered_chat_is_the_chat():
+    tokenizer = letters()
+    chat = [SYSTEM, *EXAMPLES, message("And now?")]
+    rendered = RenderedChat(*tokenizer.chat_prompt(chat))
+    engines = [tiny_engine(tokenizer=tokenizer) for _ in range(2)]
+    requests = [engine.add_request(p, greedy(4)) for engine, p in zip(engines, (chat, rendered))]
+    whole, parts = requests
+    assert whole.message_starts == parts.message_starts != ()
+    for engine in engines:
+        while engine.has_work:
+            engine.step()
+    assert whole.result().prompt_tokens == parts.result().prompt_tokens
+    assert whole.result().generated_tokens == parts.result().generated_tokens
+    assert str(engines[1].explain(rendered)) == str(engines[0].explain(chat))
 
 
 def test_a_chat_is_the_prompt_that_its_template_writes():

@@ -239,6 +239,20 @@ def test_a_stream_of_text_equals_generate():
     assert events[-1].result.prompt_tokens == ByteTokenizer().tokenize(text)
 
 
+def test_a_stream_has_the_log_probs_of_its_tokens():
+    engine = tiny_engine()
+    params = greedy(9, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)
+    events = list(engine.stream(random_tokens(20), params))
+    result = events[-1].result
+    assert [value for event in events for value in event.log_probs] == result.log_probs
+    tops = [top for event in events for top in event.top_n_logprobs]
+    assert tops == result.top_n_logprobs and len(tops) == 9
+    plain = list(engine.stream(random_tokens(20), greedy(3)))
+    assert (
+        {event.log_probs for event in plain} == {event.top_n_logprobs for event in plain} == {None}
+    )
+
+
 def test_a_stream_without_tokenizer_gives_tokens():
     engine = tiny_engine()
     prompt = random_tokens(20)

@@ -28,6 +28,29 @@ TEXTS = [
 ]
 
 
+def byte_fallback() -> Tokenizer:
+    """Single bytes, and a few letters, as sentencepiece has them."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "\u2581"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    inner.normalizer = normalizers.Replace(" ", "\u2581")
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence(steps)
+    return Tokenizer(inner)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_the_bytes_of_tokens_are_those_of_the_text(trained, kind):
+    byte_level = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    tokenizer = byte_level if kind == "byte level" else byte_fallback()
+    for text in ("Hello, world", "  two  spaces\n", "Zażółć 漢字 🙂", "a b"):
+        tokens = tokenizer.tokenize(text)
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    if kind == "byte level":
+        assert tokenizer.token_bytes(tokenizer.tokenize(EOS)[0]) == EOS.encode()
+        assert tokenizer.token_bytes(10**6) == b""
+
+
 @pytest.fixture(scope="session")
 def trained():
     """tokenizer.json of a byte-level BPE tokenizer, as text."""
