@@ -2,9 +2,6 @@
 
 import os
 
-# On a GPU, products of fp32 in Triton's kernels are compared with a CPU's: no TF32 in them.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-
 import torch
 
 # Two ranks under torchrun collect it; alone it would wait for the other one.
