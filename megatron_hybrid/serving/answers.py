@@ -10,6 +10,7 @@ from typing import Any
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
+from megatron_hybrid.serving.parsing import AnswerParser, Content, Part, Reasoning, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -47,12 +48,15 @@ class Answer:
         fields: of the request.
         id: of all answers and chunks of the request.
         model: the served name.
+        has_thoughts, is_thinking: see `AnswerParser`.
     """
 
     tokenizer: Tokenizer
     fields: GenerationFields
     id: str
     model: str
+    has_thoughts: bool = False
+    is_thinking: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -78,11 +82,13 @@ class Answer:
     def _choice(self, index: int, result: GenerationResult) -> Json:
         text = result.generated_text or ""
         choice: Json = {"index": index, "finish_reason": result.finish_reason, "stop_reason": None}
-        logprobs = self._logprobs(
+        logprobs = self.logprobs(
             result.generated_tokens, result.log_probs, result.top_n_logprobs, 0
         )
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            parser = self.parser()
+            choice["message"] = _message([*parser.add(text), *parser.end()])
+            choice["finish_reason"] = parser.finish_reason(result.finish_reason)
         else:
             if self.fields.echo:
                 text, logprobs = self._echoed(result, text)
@@ -103,25 +109,14 @@ class Answer:
             tops = [None, *result.prompt_top_n_logprobs, *result.top_n_logprobs]
         values = [None, *result.prompt_log_probs, *result.log_probs]
         tokens = [*result.prompt_tokens, *result.generated_tokens]
-        return prompt + text, self._logprobs(tokens, values, tops, 0)
+        return prompt + text, self.logprobs(tokens, values, tops, 0)
 
-    def first_chunk(self, index: int) -> Json | None:
-        """A chat's role; None: there is none."""
-        if not self.is_chat:
-            return None
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+    def parser(self) -> AnswerParser:
+        """Of one answer to a chat."""
+        return AnswerParser(self.fields.callable_tools, self.has_thoughts, self.is_thinking)
 
-    def chunk(self, index: int, output: RequestOutput, num_chars: int) -> Json:
-        """What a step added. num_chars: of the answer so far."""
-        said = {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
-        if self.is_chat and not output.text and output.finish_reason:
-            said = {"delta": {}}
-        if self.fields.return_token_ids:
-            said["token_ids"] = output.tokens
-        logprobs = self._logprobs(output.tokens, output.log_probs, output.top_n_logprobs, num_chars)
-        return self._chunk(index, said, logprobs, output.finish_reason)
-
-    def _chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
+    def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
+        """The body of an event. said: a `delta`, or `text`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         return {**self.head(of_chunk=True), "choices": [choice]}
 
@@ -132,14 +127,20 @@ class Answer:
 
     # Log-probabilities -------------------------------------------------------------------------
 
-    def _logprobs(
+    def logprobs(
         self,
         tokens: Sequence[int],
         values: Sequence[float | None] | None,
         tops: Sequence[dict[int, float] | None] | None,
         offset: int,
     ) -> Json | None:
-        """offset: characters before the first token."""
+        """Log-probabilities as the API has them; None: not asked for.
+
+        Args:
+            values: of the tokens.
+            tops: of the most likely tokens in place of each.
+            offset: characters before the first token.
+        """
         if values is None:
             return None
         tops = tops or [{}] * len(tokens)
@@ -177,3 +178,71 @@ class Answer:
 
     def _name(self, token: int) -> str:
         return self.tokenizer.token_bytes(token).decode(errors="replace")
+
+
+class GrowingChoice:
+    """One answer of a stream, as events.
+
+    Args:
+        answer: it belongs to.
+        index: among the request's answers.
+    """
+
+    def __init__(self, answer: Answer, index: int):
+        self._answer = answer
+        self._index = index
+        self._parser = answer.parser() if answer.is_chat else None
+        self._num_chars = 0
+
+    def begin(self) -> list[Json]:
+        """The events before the first output: a chat's role."""
+        if self._parser is None:
+            return []
+        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
+
+    def add(self, output: RequestOutput) -> list[Json]:
+        """The events of what a step added."""
+        given = output.tokens, output.log_probs, output.top_n_logprobs
+        logprobs = self._answer.logprobs(*given, self._num_chars)
+        self._num_chars += len(output.text)
+        reason = output.finish_reason
+        if self._parser is None:
+            said = [{"text": output.text}]
+        else:
+            parts = self._parser.add(output.text)
+            if reason is not None:
+                parts += self._parser.end()
+                reason = self._parser.finish_reason(reason)
+            said = [{"delta": _delta(part)} for part in parts] or [{"delta": {}}]
+        if self._answer.fields.return_token_ids:
+            said[0]["token_ids"] = output.tokens
+        elif not (output.text or reason or logprobs):
+            return []
+        *others, last = said
+        chunks = [self._chunk(each) for each in others]
+        return [*chunks, self._chunk(last, logprobs, reason)]
+
+    def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        return self._answer.chunk(self._index, said, logprobs, reason)
+
+
+def _delta(part: Part) -> Json:
+    """What a part adds to a message."""
+    if isinstance(part, ToolCall):
+        return {"tool_calls": [{"index": part.index, **part.to_json()}]}
+    return {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
+
+
+def _message(parts: Sequence[Part]) -> Json:
+    """A whole message."""
+    calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
+    said = {
+        kind: "".join(part.text for part in parts if isinstance(part, kind))
+        for kind in (Reasoning, Content)
+    }
+    message: Json = {"role": "assistant", "content": said[Content], "refusal": None}
+    if said[Reasoning]:
+        message["reasoning"] = said[Reasoning]
+    if calls:
+        message |= {"content": said[Content] or None, "tool_calls": calls}
+    return message

@@ -17,7 +17,7 @@ from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.answers import Answer, GrowingChoice
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
@@ -29,7 +29,12 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
-from megatron_hybrid.serving.rendering import chat_prompt, completion_prompts, sampling_params
+from megatron_hybrid.serving.rendering import (
+    begins_in_thought,
+    chat_prompt,
+    completion_prompts,
+    sampling_params,
+)
 from megatron_hybrid.serving.service import Service, Ticket, until_gone
 from megatron_hybrid.version import __version__
 
@@ -109,7 +114,14 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
         }
         is_chat = isinstance(fields, ChatFields)
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{ticket.request_id}"
-        answer = Answer(service.tokenizer, fields, name, service.config.model_name)
+        answer = Answer(
+            service.tokenizer,
+            fields,
+            name,
+            service.config.model_name,
+            service.has_thoughts,
+            await _is_thinking(service, fields),
+        )
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, n=fields.n, **options)
             return JSONResponse(answer.whole(await until_gone(request.receive, work)))
@@ -144,18 +156,25 @@ class _EventStream(StreamingResponse):
 async def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
     if isinstance(fields, CompletionFields):
         return await asyncio.to_thread(completion_prompts, service.tokenizer, fields)
-    variables = dict(fields.chat_template_kwargs or {})
-    if fields.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", fields.reasoning_effort)
-    prompt = await asyncio.to_thread(
-        chat_prompt,
-        service.tokenizer,
-        fields.messages,
-        fields.add_generation_prompt,
-        variables,
-        fields.continue_final_message,
-    )
-    return [prompt]
+    return [
+        await asyncio.to_thread(
+            chat_prompt,
+            service.tokenizer,
+            fields.messages,
+            fields.add_generation_prompt,
+            fields.variables,
+            fields.continue_final_message,
+            fields.shown_tools,
+        )
+    ]
+
+
+async def _is_thinking(service: Service, fields: GenerationFields) -> bool:
+    """Whether the answer begins inside of reasoning."""
+    if not (isinstance(fields, ChatFields) and service.has_thoughts):
+        return False
+    given = fields.messages, fields.variables, fields.shown_tools
+    return await asyncio.to_thread(begins_in_thought, service.tokenizer, *given)
 
 
 def _params(
@@ -192,27 +211,20 @@ async def _events(
     service: Service, ticket: Ticket, answer: Answer, streams: list[AsyncStream]
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
-    fields, num_chars = answer.fields, [0] * len(streams)
+    options = answer.fields.stream_options
     try:
-        for index in range(len(streams)):
-            if (chunk := answer.first_chunk(index)) is not None:
+        for index, stream in enumerate(streams):
+            choice = GrowingChoice(answer, index)
+            for chunk in choice.begin():
                 yield _event(chunk)
-        async for index, output in _merged(service, ticket, streams):
-            if output.text or output.finish_reason or output.log_probs or fields.return_token_ids:
-                yield _event(answer.chunk(index, output, num_chars[index]))
-                num_chars[index] += len(output.text)
-        if fields.stream_options is not None and fields.stream_options.include_usage:
+            async for output in service.outputs(ticket, stream):
+                for chunk in choice.add(output):
+                    yield _event(chunk)
+        if options is not None and options.include_usage:
             yield _event(answer.usage_chunk(ticket.prefixes, ticket.num_generated))
     except ApiError as error:
         yield _event(error.body)
     yield b"data: [DONE]\n\n"
-
-
-async def _merged(service: Service, ticket: Ticket, streams: list[AsyncStream]):
-    """Outputs of all streams with their numbers, one stream after the other."""
-    for index, stream in enumerate(streams):
-        async for output in service.outputs(ticket, stream):
-            yield index, output
 
 
 def _event(data: Json) -> bytes:

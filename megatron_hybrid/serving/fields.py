@@ -3,7 +3,7 @@ refused, unless they ask for nothing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,8 +31,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 """Known fields without an effect here -> values that ask for nothing, beside null."""
@@ -107,6 +105,21 @@ class CompletionFields(GenerationFields):
             raise ApiError(400, "echo is not supported in a stream: leave out one of both", "echo")
 
 
+class Function(Fields):
+    """That an answer may call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+
+
+class Tool(Fields):
+    """A function."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatFields(GenerationFields):
     """Body of /v1/chat/completions."""
 
@@ -119,9 +132,36 @@ class ChatFields(GenerationFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the template."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | (self.chat_template_kwargs or {})
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """Functions for the template."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Functions that the answer may call."""
+        return [] if self.tool_choice == "none" else self.shown_tools or []
 
     def check(self) -> None:
         super().check()
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(
+                400,
+                f"tool_choice is {self.tool_choice!r}; this server knows 'none' and 'auto'",
+                "tool_choice",
+                "unsupported_parameter",
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         if self.continue_final_message and self.messages[-1].get("role") != "assistant":

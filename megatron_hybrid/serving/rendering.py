@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron_hybrid.inference.request_builder import RenderedChat, check_messag
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import ChatFields, CompletionFields, GenerationFields
+from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -21,22 +23,25 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
     continues: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> RenderedChat:
     """The tokens of a chat.
 
     Args:
         continues: the answer goes on with the last message.
+        tools: functions that the answer may call.
 
     Raises:
         ApiError: the template refuses it.
     """
     try:
         check_messages(messages)
+        messages = list(map(_with_objects, messages))
         variables = dict(variables or {})
         if not continues:
-            given = (messages, add_generation_prompt, None)
+            given = (messages, add_generation_prompt, tools)
             return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
-        text = tokenizer.render_chat(messages, False, None, **variables)
+        text = tokenizer.render_chat(messages, False, tools, **variables)
         said = messages[-1].get("content")
         if not isinstance(said, str) or said.strip() not in text:
             raise ValueError("the template does not show the last message as it is")
@@ -45,6 +50,32 @@ def chat_prompt(
         return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
     except (TypeError, ValueError) as error:
         raise ApiError(400, str(error), "messages") from error
+
+
+def begins_in_thought(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> bool:
+    """Whether the template writes the beginning of the answer's reasoning. The chat is one that
+    `chat_prompt` takes."""
+    messages = list(map(_with_objects, messages))
+    return tokenizer.render_chat(messages, True, tools, **variables).rstrip().endswith(THINK)
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have objects as arguments, as templates expect them: OpenAI's
+    clients send them as JSON in strings."""
+    message = dict(message)
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
+    for call in message["tool_calls"]:
+        function = call["function"] = dict(call.get("function") or {})
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return message
 
 
 def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:

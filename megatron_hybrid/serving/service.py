@@ -20,6 +20,7 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Service:
         self.engine_config = engine_config
         self.config = config
         self.created = int(time.time())
+        self.has_thoughts = THINK in (tokenizer.chat_template or "")
+        """Whether answers may begin with reasoning."""
         self.is_draining = False
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""

@@ -158,6 +158,8 @@ def test_models(client):
         ({"n": 2, "stream": True}, "n"),
         ({"extra_body": {"cache_breakpoints": [10**6]}}, "cache_breakpoints"),
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
+        ({"extra_body": {"tool_choice": "required"}}, "tool_choice"),
+        ({"extra_body": {"logit_bias": {"3": 5}}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
     ids=str,

@@ -1,0 +1,84 @@
+"""Answers and chunks are what the `openai` package's types say."""
+
+import pytest
+from http_server import DEMO
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from test_parsing import CALL, TOOLS
+
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.serving.answers import Answer, GrowingChoice
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+REPORT = PrefixReport(10, 8, 6, MissReason.STATE_EVICTED)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(DEMO)
+
+
+def answer_of(tokenizer, **options):
+    messages = [{"role": "user", "content": "?"}]
+    fields = ChatFields(messages=messages, tools=TOOLS, **options)
+    return Answer(tokenizer, fields, "chatcmpl-1", "demo", has_thoughts=True)
+
+
+def result_of(text, reason):
+    return GenerationResult(0, [1] * 10, [1, 2], text, reason, REPORT)
+
+
+def output_of(text, reason=None):
+    return RequestOutput(0, [1], text, reason, REPORT, 0, None)
+
+
+def test_a_tool_call_is_openai_s(tokenizer):
+    text = f"<think>well</think>Let me see.\n{CALL}"
+    found = answer_of(tokenizer).whole([result_of(text, "stop")])
+    choice = ChatCompletion.model_validate(found).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert call.function.arguments == '{"city": "Łódź", "days": 3}'
+    assert choice.message.content == "Let me see." and choice.message.reasoning == "well"
+    assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert found["usage"]["prefix"]["miss_reason"] == "state_evicted"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [("no call", "stop", "stop"), (CALL, "length", "length"), (CALL, "stop", "tool_calls")],
+)
+def test_the_finish_reason_tells_of_calls(tokenizer, text, reason, expected):
+    (choice,) = answer_of(tokenizer).whole([result_of(text, reason)])["choices"]
+    assert choice["finish_reason"] == expected
+
+
+def test_without_a_choice_of_tools_calls_are_content(tokenizer):
+    (choice,) = answer_of(tokenizer, tool_choice="none").whole([result_of(CALL, "stop")])["choices"]
+    assert choice["message"]["content"] == CALL and "tool_calls" not in choice["message"]
+
+
+def test_a_stream_has_the_same_parts(tokenizer):
+    text = f"<think>well</think>Let me see.\n{CALL}"
+    choice = GrowingChoice(answer_of(tokenizer), 0)
+    chunks = choice.begin()
+    for letter in text:
+        chunks += choice.add(output_of(letter))
+    chunks += choice.add(output_of("", "stop"))
+    choices = [ChatCompletionChunk.model_validate(chunk).choices[0] for chunk in chunks]
+    deltas = [choice.delta for choice in choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "well"
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert call.index == 0 and call.function.name == "weather" and call.id.startswith("call_")
+    assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+def test_a_probability_of_zero_is_json(tokenizer):
+    result = result_of("ab", "stop")
+    result.log_probs, result.top_n_logprobs = [-float("inf"), -1.0], [{1: -0.5}, {2: -1.0}]
+    (choice,) = answer_of(tokenizer, logprobs=True).whole([result])["choices"]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-9999.0, -1.0]

@@ -1,0 +1,82 @@
+"""Requests become the prompts that their template writes."""
+
+import pytest
+from http_server import DEMO
+from test_parsing import TOOLS
+
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.fields import CompletionFields
+from megatron_hybrid.serving.rendering import begins_in_thought, chat_prompt, completion_prompts
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.arguments.city }}){% endfor %}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
+)
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer.set_chat_template(TEMPLATE)
+    return tokenizer
+
+
+def text_of(tokenizer, *args, **options):
+    return tokenizer.detokenize(chat_prompt(tokenizer, *args, **options).tokens)
+
+
+def test_tools_and_past_calls_reach_the_template(tokenizer):
+    function = {"name": "weather", "arguments": '{"city": "Kyoto"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    assert text_of(tokenizer, [USER, call, result], tools=TOOLS) == (
+        "[weather][time]<user>Hi|<assistant>(Kyoto)|<tool>rain|<assistant>"
+    )
+    assert function["arguments"] == '{"city": "Kyoto"}'  # the caller's stays as it is
+
+
+def test_an_answer_may_begin_in_thought(tokenizer):
+    assert not begins_in_thought(tokenizer, [USER], {}, None)
+    assert begins_in_thought(tokenizer, [USER], {"thinks": True}, None)
+
+
+def test_a_last_message_is_continued(tokenizer):
+    messages = [USER, {"role": "assistant", "content": "Well, I "}]
+    text = text_of(tokenizer, messages, continues=True)
+    assert text == "<user>Hi|<assistant>Well, I"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user"}],
+        [{"content": "Hi"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+    ],
+)
+def test_a_bad_message_is_refused_by_name(tokenizer, messages):
+    with pytest.raises(ApiError) as raised:
+        chat_prompt(tokenizer, messages)
+    assert raised.value.status == 400 and raised.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a b", ["a b"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+)
+def test_prompts_of_all_kinds(tokenizer, prompt, expected):
+    tokens = [tokenizer.tokenize(e) if isinstance(e, str) else e for e in expected]
+    assert completion_prompts(tokenizer, CompletionFields(prompt=prompt)) == tokens
+
+
+@pytest.mark.parametrize("prompt", ["", [], ["a", ""], "\ud800"])
+def test_an_impossible_prompt_is_refused(tokenizer, prompt):
+    with pytest.raises(ApiError) as raised:
+        completion_prompts(
+            tokenizer, CompletionFields.model_construct(prompt=prompt, add_special_tokens=True)
+        )
+    assert raised.value.param == "prompt"
