@@ -77,7 +77,7 @@ class _Call:
 
 
 class AsyncStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request; see `AsyncEngine.stream`.
+    """The outputs of one request, of all its samples; see `AsyncEngine.stream`.
 
     Args:
         call: its mailbox.
@@ -213,13 +213,18 @@ class AsyncEngine:
         *,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
+        n: int = 1,
     ) -> AsyncStream:
         """Queue one prompt and return an async iterator over its outputs, one for each step that
         added to the answer, however slow the reader. Call it in a coroutine. A cancelled reader
         cancels the request; so does `aclose()`, the end of `async with`, or dropping the stream.
-        Arguments as for `generate`; the first `anext` raises its errors."""
+
+        With n > 1 it has the outputs of all samples, by `sample_index`; each sample has a last one,
+        with its `result`, and the stream ends behind the last of all. Ending it cancels all
+        samples that are not answered. Arguments as for `generate`; the first `anext` raises its
+        errors."""
         call = _Call(streams=True, abandoned=self._abandoned)
-        options = {"salt": salt, "cache_breakpoints": cache_breakpoints}
+        options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
         return AsyncStream(call, self._submit(partial(self._add, call, prompt, params, **options)))
 
     stats = _in_thread(DynamicInferenceEngine.stats)

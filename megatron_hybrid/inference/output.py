@@ -73,6 +73,7 @@ class OutputProcessor:
             text = self._text_so_far(request, tokens)
         output = RequestOutput(
             request.request_id,
+            request.sample_index,
             tokens,
             text[request.num_chars_out :],
             request.finish_reason,

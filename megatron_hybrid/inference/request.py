@@ -79,9 +79,11 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Tokens and text that one step added to a request."""
+    """Tokens and text that one step added to a request, or to one sample of it."""
 
     request_id: int
+    sample_index: int
+    """Of n samples of a prompt, in [0, n). The samples have ids of their own."""
     tokens: list[int]
     text: str
     """New text. A possible beginning of a stop string or of a character comes with a later output.
@@ -95,7 +97,8 @@ class RequestOutput:
     epoch: int
     """`engine.epoch` of the step, so of its tokens."""
     result: GenerationResult | None
-    """In the last output; None in the others."""
+    """In the last output of the sample; None in the others. That of the first sample has the other
+    samples as far as they are."""
     log_probs: list[float] | None = None
     """Of the tokens; None: not asked for."""
     top_n_logprobs: list[dict[int, float]] | None = None

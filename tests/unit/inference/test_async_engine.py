@@ -171,6 +171,61 @@ def test_all_samples_of_a_prompt_come_together():
     assert [other.generated_tokens] == expected([PROMPTS[1]], greedy(20))
 
 
+def by_sample(outputs) -> dict[int, list[int]]:
+    tokens = {}
+    for output in outputs:
+        tokens.setdefault(output.sample_index, []).extend(output.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("max_requests", [8, 3])
+def test_a_stream_has_the_outputs_of_all_samples(max_requests):
+    """Also where some of them wait for a slot, and one has a stop token before the others."""
+    plain = SamplingParams(num_tokens_to_generate=9, seed=5)
+    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], plain, n=3)
+    stop = expected.samples[1].generated_tokens[3]
+    params = replace(plain, stop_token_ids=(stop,))
+    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, n=3)
+
+    async def body(engine):
+        async with engine.stream(PROMPTS[1], greedy(40)) as beside:
+            await anext(beside)
+            return await read(engine.stream(PROMPTS[0], params, n=3))
+
+    outputs = serve(body, max_requests=max_requests)
+    samples = [s.generated_tokens for s in expected.samples]
+    assert by_sample(outputs) == dict(enumerate(samples))
+    assert len({len(tokens) for tokens in samples}) > 1
+    ends = [output for output in outputs if output.result is not None]
+    assert sorted(end.sample_index for end in ends) == list(range(len(samples)))
+    assert outputs[-1].result is not None
+    for end in ends:
+        assert end.result.generated_tokens == samples[end.sample_index]
+        own = [o.request_id for o in outputs if o.sample_index == end.sample_index]
+        assert set(own) == {end.request_id}
+
+
+@pytest.mark.parametrize("way", ["aclose", "drop"])
+def test_a_stream_that_is_left_cancels_all_its_samples(way):
+    async def body(engine):
+        params = SamplingParams(num_tokens_to_generate=900, seed=5, ignore_termination=True)
+        stream = engine.stream(PROMPTS[0], params, n=3)
+        seen = set()
+        async for output in stream:
+            seen.add(output.sample_index)
+            if len(seen) == 3:
+                break
+        if way == "aclose":
+            await stream.aclose()
+        del stream
+        gc.collect()
+        assert await is_idle(engine)
+        assert (await engine.stats())["leases"] == 0
+        assert (await engine.stats())["steps"] < 600
+
+    serve(body)
+
+
 def test_the_state_behind_an_answer_is_there_when_it_comes():
     def turns(results):
         return [(result.prefix.skipped_tokens, result.generated_tokens) for result in results]
