@@ -188,6 +188,7 @@ class AsyncEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
+        priority: int = 0,
     ) -> GenerationResult:
         """Answer one prompt; `samples` of the result hold all n. Arguments as for
         `DynamicInferenceEngine.add_request`. Cancelling the task cancels the request.
@@ -198,7 +199,12 @@ class AsyncEngine:
             Exception: the error of a failed step.
         """
         call = _Call(streams=False, abandoned=self._abandoned)
-        options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
+        options = {
+            "salt": salt,
+            "cache_breakpoints": cache_breakpoints,
+            "n": n,
+            "priority": priority,
+        }
         try:
             await self._run(self._add, call, prompt, params, **options)
             return await call.get()
@@ -214,6 +220,7 @@ class AsyncEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
+        priority: int = 0,
     ) -> AsyncStream:
         """Queue one prompt and return an async iterator over its outputs, one for each step that
         added to the answer, however slow the reader. Call it in a coroutine. A cancelled reader
@@ -224,7 +231,12 @@ class AsyncEngine:
         samples that are not answered. Arguments as for `generate`; the first `anext` raises its
         errors."""
         call = _Call(streams=True, abandoned=self._abandoned)
-        options = {"salt": salt, "cache_breakpoints": cache_breakpoints, "n": n}
+        options = {
+            "salt": salt,
+            "cache_breakpoints": cache_breakpoints,
+            "n": n,
+            "priority": priority,
+        }
         return AsyncStream(call, self._submit(partial(self._add, call, prompt, params, **options)))
 
     stats = _in_thread(DynamicInferenceEngine.stats)

@@ -248,6 +248,7 @@ class DynamicInferenceEngine:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
+        priority: int = 0,
         growing_text: bool = True,
     ) -> Request:
         """Queue a request and return its handle (`done`, `result()`).
@@ -262,6 +263,8 @@ class DynamicInferenceEngine:
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
                 such as the end of a system prompt; at most 4,096.
             n: number of samples of this prompt, in `result().samples`; they share one prefill.
+            priority: of those that wait, requests of lower numbers start first, and equal ones in
+                order of arrival. It takes nothing from a request that runs, or has run.
             growing_text: whether its outputs have text, which costs a little for each token. The
                 result has it in any case.
 
@@ -270,7 +273,7 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("add_request")
-        samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n)
+        samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n, priority)
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
@@ -518,12 +521,13 @@ class DynamicInferenceEngine:
         salt: str | Sequence[str] = "",
         cache_breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         n: int | Sequence[int] = 1,
+        priority: int | Sequence[int] = 0,
     ) -> list[GenerationResult]:
         """Answer prompts; returns one result for each, in order.
 
-        `params`, `salt`, `cache_breakpoints` and `n` are values for all prompts, or sequences with
-        one entry for each. A result's `samples` hold all n. All requests are checked before the
-        first is queued. Requests queued before are run, too: their handles have the results.
+        All other arguments are values for all prompts, or sequences with one entry for each. A
+        result's `samples` hold all n. All requests are checked before the first is queued. Requests
+        queued before are run, too: their handles have the results.
 
         Raises:
             TypeError, ValueError: as `add_request`; the message names the prompt.
@@ -551,6 +555,7 @@ class DynamicInferenceEngine:
                 lambda b: not isinstance(b, Sequence) or not any(hasattr(p, "__len__") for p in b),
             ),
             spread(n, count, "n", is_int),
+            spread(priority, count, "priority", is_int),
         )
         self._refuse_inside_step("generate")
         self._refuse_suspended("generate")
@@ -584,6 +589,7 @@ class DynamicInferenceEngine:
         *,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
+        priority: int = 0,
     ) -> Stream:
         """Queue one prompt and return an iterator over its outputs; arguments as for `add_request`.
 
@@ -597,7 +603,9 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("stream")
-        (request,) = self.request_builder.build(prompt, params, salt, cache_breakpoints, n=1)
+        (request,) = self.request_builder.build(
+            prompt, params, salt, cache_breakpoints, 1, priority
+        )
         self.output.write_text_of(request)
         request.unread = deque()
         self._add([request])

@@ -223,6 +223,7 @@ class Front:
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
+        priority: int = 0,
     ) -> Future[GenerationResult]:
         """Send one prompt to a replica; arguments as for `DynamicInferenceEngine.add_request`. In
         asyncio await `asyncio.wrap_future` of the result. `cancel()` of the future cancels it.
@@ -238,7 +239,7 @@ class Front:
                     if self._error is None
                     else f"a replica has failed ({self._error}): end the job"
                 ) from self._error
-            samples = self._builder.build(prompt, params, salt, cache_breakpoints, n)
+            samples = self._builder.build(prompt, params, salt, cache_breakpoints, n, priority)
             spec = RequestSpec.of(samples)
             route = self.router.choose(np.asarray(spec.tokens, dtype=np.int32), salt)
             number = spec.first_id

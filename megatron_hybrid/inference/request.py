@@ -123,6 +123,7 @@ class Request:
     message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     sample_index: int = 0
+    priority: int = 0  # lower ones start first
     origin: object = None  # the `RequestBuilder` of its engine
 
     status: RequestStatus = RequestStatus.WAITING

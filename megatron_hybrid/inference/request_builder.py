@@ -49,6 +49,7 @@ class RequestSpec:
     message_starts: tuple[int, ...]
     stop_ids: frozenset[int]
     n: int
+    priority: int
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestSpec":
@@ -65,6 +66,7 @@ class RequestSpec:
             first.message_starts,
             first.stop_ids,
             len(samples),
+            first.priority,
         )
 
 
@@ -113,6 +115,7 @@ class RequestBuilder:
         salt: str,
         cache_breakpoints: Sequence[int],
         n: int,
+        priority: int = 0,
     ) -> list[Request]:
         """Build the n samples of one prompt; the first one has the others as siblings.
 
@@ -135,6 +138,8 @@ class RequestBuilder:
             raise ValueError(
                 f"n must be an int in [1, max_requests={self.config.max_requests}], got {n!r}"
             )
+        if not is_int(priority):
+            raise TypeError(f"priority must be an int (lower ones start first), got {priority!r}")
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
 
@@ -154,6 +159,7 @@ class RequestBuilder:
                 tuple(message_starts),
                 stop_ids,
                 int(n),
+                int(priority),
             )
         )
 
@@ -176,6 +182,7 @@ class RequestBuilder:
                     message_starts=spec.message_starts,
                     stop_ids=spec.stop_ids,
                     sample_index=index,
+                    priority=spec.priority,
                     origin=self,
                 )
             )
@@ -373,6 +380,7 @@ _EXPECTED = {
     "salt": "a str",
     "cache_breakpoints": "a sequence of positions",
     "n": "an int",
+    "priority": "an int",
 }
 
 

@@ -1,13 +1,13 @@
 """Scheduler: the tokens and requests of each step.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-new requests, all under one token budget. `Scheduler.complete` records the results of a step. It
-moves no bytes itself: all moves are in the plan. Decisions depend only on the order of requests and
-on numbers that are equal on all ranks.
+waiting requests by priority and arrival, all under one token budget. `Scheduler.complete` records
+the results of a step. It moves no bytes itself: all moves are in the plan. Decisions depend only on
+the order of requests and on numbers that are equal on all ranks.
 """
 
+import math
 from bisect import insort
-from collections import OrderedDict
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from megatron_hybrid.errors import (
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.step_draft import Chunk, StepDraft, copies_of, tables_of
 from megatron_hybrid.inference.step_plan import Park, Restore, StepPlan, StepResult, Unpark
+from megatron_hybrid.inference.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:  # it imports torch, and this module does not
     from megatron_hybrid.offload.fetch import Fetches
@@ -66,7 +67,7 @@ class Scheduler:
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
         self.max_captures = max_captures(cache.spec, max_requests, max_tokens)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # next first
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._draft = StepDraft()  # of the current plan
@@ -77,7 +78,7 @@ class Scheduler:
         self.num_prefill_tokens = 0
 
     def add(self, request: Request) -> None:
-        self.waiting[request] = None
+        self.waiting.add(request)
 
     @property
     def has_work(self) -> bool:
@@ -94,16 +95,18 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
-        blocked, num_coming = False, 0
+        blocked, num_coming, last_priority = False, 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(draft) > 0
+            can_start = can_start and request.priority <= last_priority
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
             if self._waits_for_other(request):
+                last_priority = min(last_priority, request.priority)  # only its equals overtake it
                 continue
-            # First come, first served: none overtakes a request that lacks room, also for its
-            # fetch.
+            # In order of priority and arrival: none overtakes a request that lacks room, also for
+            # its fetch.
             if self._waits_for_fetch(draft, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
@@ -212,7 +215,7 @@ class Scheduler:
         if request.fetch is not None:
             lease.report.fetched_tokens = self.fetches.count(request.fetch, lease.skipped_tokens)
             request.fetch = None
-        del self.waiting[request]
+        self.waiting.discard(request)
         self._start(request, lease)
         draft.restores[request] = Restore(
             request.request_id, request.slot, *copies_of(lease), lease.checkpoint_pages
@@ -426,7 +429,7 @@ class Scheduler:
                 started.append(sibling)
         finally:  # also if a later one fails
             for sibling in reversed(queued):
-                self._put_first(sibling)
+                self.waiting.put_first(sibling)
         return started
 
     def abort(self) -> None:
@@ -463,7 +466,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Take the request out. Its computed tokens stay cached, with its last state if that is
         worth its room."""
-        self.waiting.pop(request, None)
+        self.waiting.discard(request)
         try:
             if request.fetch is not None:
                 self.fetches.leave(request.fetch)
@@ -557,11 +560,7 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
         else:
             request.status = RequestStatus.WAITING
-            self._put_first(request)
-
-    def _put_first(self, request: Request) -> None:
-        self.waiting[request] = None
-        self.waiting.move_to_end(request, last=False)
+            self.waiting.put_first(request)
 
     def _resume_parked(self, draft: StepDraft, request: Request) -> bool:
         """Readmit a parked request at the token where it stopped. False: no room."""
@@ -574,7 +573,7 @@ class Scheduler:
         )
         if lease is None:
             return False
-        del self.waiting[request]
+        self.waiting.discard(request)
         self._start(request, lease)
         request.parked_tokens, request.lease_before = 0, None
         first_block = lease.shared_tokens // self.cache.spec.block_size_tokens

@@ -260,6 +260,7 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
         ([1], {"params": greedy(5000)}, ValueError, "max_sequence_length"),
         ([1], {"salt": 1}, TypeError, "salt"),
         ([1], {"cache_breakpoints": [9]}, ValueError, "9"),
+        ([1], {"priority": 0.5}, TypeError, "priority must be an int"),
     ],
 )
 def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
@@ -349,6 +350,33 @@ def test_a_stream_that_is_left_cancels_its_request(way):
         assert (await engine.stats())["steps"] < 600
 
     serve(body)
+
+
+def test_lower_priorities_start_first_of_those_that_wait(gate):
+    async def body(engine):
+        gate.is_open.clear()
+        tasks = [asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), priority=9))]
+        await wait_for(gate.is_inside)
+        order = []
+
+        async def ask(name, priority):
+            if name % 2:
+                await engine.generate(PROMPTS[name], greedy(3), priority=priority)
+            else:
+                await read(engine.stream(PROMPTS[name], greedy(3), priority=priority))
+            order.append(name)
+
+        priorities = [2, 0, 1, 0, -5, 2]
+        for name, priority in enumerate(priorities, start=1):
+            tasks.append(asyncio.create_task(ask(name, priority)))
+        await asyncio.sleep(0)
+        gate.is_open.set()
+        result, *_ = await asyncio.gather(*tasks)
+        assert (await engine.stats())["preemptions"] == 0
+        assert result.finish_reason == "length"
+        return order
+
+    assert serve(body, max_requests=1) == [5, 2, 4, 3, 1, 6]
 
 
 def test_a_slow_reader_holds_nobody_back():

@@ -36,13 +36,15 @@ def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
     return Scheduler(cache, NoTiers(), max_requests, max_tokens)
 
 
-def request(request_id: int, length: int, answer: int = 8, seed: int | None = None) -> Request:
+def request(
+    request_id: int, length: int, answer: int = 8, seed: int | None = None, priority: int = 0
+) -> Request:
     """A prompt of its own, or that of `seed`."""
     rng = np.random.default_rng(request_id if seed is None else seed)
     tokens = np.zeros(length + answer, np.int32)
     tokens[:length] = rng.integers(0, 1000, length)
     params = SamplingParams(num_tokens_to_generate=answer).resolved()
-    return Request(request_id, tokens, length, params, seed=0)
+    return Request(request_id, tokens, length, params, seed=0, priority=priority)
 
 
 def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
@@ -101,6 +103,56 @@ def test_plans(lengths, sizes, plans):
     for request_id, length in enumerate(lengths):
         each.add(request(request_id, length))
     assert [run(each) for _ in plans] == plans
+
+
+@pytest.mark.parametrize(
+    ("priorities", "started"),
+    [
+        ([], []),
+        ([0, 0, 0], [0, 1, 2]),
+        ([1, 0, 2, 0], [1, 3, 0, 2]),
+        ([3, 2, 1, 0, -1], [4, 3, 2, 1, 0]),
+    ],
+)
+def test_lower_priorities_start_first_and_equal_ones_in_order_of_arrival(priorities, started):
+    each = scheduler(max_requests=1)
+    for request_id, priority in enumerate(priorities):
+        each.add(request(request_id, 10, answer=1, priority=priority))
+    order = []
+    while each.has_work:
+        order += [number for number, _, _, draws in run(each) if draws]
+    assert order == started
+
+
+def test_nobody_is_preempted_or_overtaken_for_a_priority_once_it_ran():
+    each = scheduler(max_requests=1)
+    running, urgent = request(0, 10, priority=5), request(1, 10, priority=-5)
+    each.add(running)
+    run(each)
+    each.add(urgent)
+    assert run(each) == [(0, 10, 11, True)]
+    each.abort()
+    assert list(each.waiting) == [running, urgent]
+    assert [work[0] for work in run(each)] == [0]
+
+
+def test_a_preempted_request_starts_before_those_of_lower_priority():
+    each, _, plan = preempted()
+    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    each.add(request(3, 10, priority=-1))
+    assert [waiting.request_id for waiting in each.waiting] == [2, 3]
+
+
+@pytest.mark.parametrize(("priority", "starts"), [(-1, True), (0, True), (1, False)])
+def test_a_request_that_waits_for_a_prefill_is_overtaken_within_its_priority(priority, starts):
+    each = scheduler(max_tokens=32)
+    each.add(request(0, 90))
+    run(each), run(each)
+    each.add(request(1, 100, seed=0))
+    each.add(request(2, 4, priority=priority))
+    assert [work[0] for work in run(each)] == ([0, 2] if starts else [0])
+    while each.has_work:
+        run(each)
 
 
 def test_an_answer_of_full_length_runs_once_more_for_its_state():
