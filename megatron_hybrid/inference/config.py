@@ -63,8 +63,9 @@ class InferenceConfig:
 
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities requests return. "raw_logprobs": the model's own. With
-    "processed_logprobs" those of the distribution that a token is drawn from: tempered and
-    truncated by the request's sampling parameters, -inf for tokens that cannot be drawn."""
+    "processed_logprobs" those of the distribution that a token is drawn from, by all of the
+    request's sampling parameters; -inf for tokens that cannot be drawn. Prompt tokens, which nobody
+    drew, are tempered and truncated alone."""
 
     random_seed: int = 0
     """Source of the seeds of requests without one."""

@@ -16,6 +16,7 @@ from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
 from megatron_hybrid.inference.sampling import (
     Scores,
+    adjust,
     processed_log_probs,
     raw_log_probs,
     sample,
@@ -201,7 +202,10 @@ class ModelRunner:
         device = logits_nV.device
         if rows != list(range(len(logits_nV))):
             logits_nV = logits_nV.index_select(0, to_device(rows, device))
-        drawn = Drawn(sample(logits_nV, draws))
+        adjusted_nV = adjust(logits_nV, draws)
+        drawn = Drawn(sample(adjusted_nV, draws))
+        if self.logprobs_mode == "processed_logprobs":
+            logits_nV = adjusted_nV
         by_top_n: dict[int, list[int]] = {}
         for row, draw in enumerate(draws):
             if draw.params.return_log_probs:

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,8 +219,24 @@ class Request:
         """Why the whole prompt is computed: for its log-probs, or for lack of memory."""
         return MissReason.NO_ROOM if self.lacks_memory else recompute_reason(self.params)
 
+    @cached_property
+    def _distinct_prompt_tokens(self) -> np.ndarray:
+        return np.unique(self.tokens[: self.num_prompt_tokens])
+
     def draw(self) -> Draw:
-        return Draw(self.params, self.seed, self.sample_index, self.num_tokens)
+        """The draw of the next token."""
+        params = self.params
+        repeats = params.penalises_repetition
+        penalises = repeats or params.penalises_answer
+        return Draw(
+            params,
+            self.seed,
+            self.sample_index,
+            self.num_tokens,
+            self._distinct_prompt_tokens if repeats else None,
+            self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
+            tuple(self.stop_ids) if self.num_generated < params.min_tokens else (),
+        )
 
     def result(self) -> GenerationResult:
         """The answer so far; final once `done`."""

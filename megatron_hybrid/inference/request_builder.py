@@ -327,6 +327,12 @@ class RequestBuilder:
                     f"stop token {token} is outside of the vocabulary [0, {self.vocab_size}): was "
                     f"it made by another model's tokenizer? (termination_id={NO_TOKEN} is none)"
                 )
+        for token in params.logit_bias:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"logit_bias has token {token}, outside of the vocabulary [0, "
+                    f"{self.vocab_size}): was it made by another model's tokenizer?"
+                )
         if params.ignore_termination:
             return frozenset()
         if params.termination_id is not None:

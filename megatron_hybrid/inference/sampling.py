@@ -1,8 +1,8 @@
 """Sampling of one step's rows of logits.
 
-Sampling is a pure function of (logits, parameters, seed, sample index, position), without generator
-state. So preemption, chunks and batches do not change a request's draws, and all ranks of a
-tensor-parallel job draw the same tokens without communication.
+Sampling is a pure function of (logits, parameters, tokens so far, seed, sample index, position),
+without generator state. So preemption, chunks and batches do not change a request's draws, and all
+ranks of a tensor-parallel job draw the same tokens without communication.
 
 All rows are drawn on their device, without waiting for it: `to_host` is the one wait of a step.
 Shape letters: n rows, m of them that are not greedy, V tokens of the vocabulary, c most likely.
@@ -11,6 +11,7 @@ Shape letters: n rows, m of them that are not greedy, V tokens of the vocabulary
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,11 +39,64 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
+def adjust(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Change logits [n, V] by the biases, penalties and bans of their draws.
+
+    Returns:
+        fp32 [n, V]; the given tensor itself, unchanged in any case, if no draw asks for a change.
+    """
+    rows = [row for row, draw in enumerate(draws) if draw.changes_logits]
+    if not rows:
+        return logits_nV
+    rows_m = to_device(rows, logits_nV.device)
+    logits_mV = _adjusted(logits_nV.index_select(0, rows_m).float(), [draws[row] for row in rows])
+    return logits_nV.float().index_copy(0, rows_m, logits_mV)
+
+
+def _adjusted(logits_mV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Rows of fp32 [m, V], of draws that ask for it. May change them in place."""
+    device = logits_mV.device
+    params = [draw.params for draw in draws]
+
+    def places(ids: Sequence[Sequence[int]]) -> Tensor | None:
+        """Indices of some tokens of each row in the flattened logits; None: there are none."""
+        parts = [np.asarray(own, np.int64) + row * V for row, own in enumerate(ids)]
+        flat = np.concatenate(parts)
+        return to_device(flat, device) if len(flat) else None
+
+    m, V = logits_mV.shape
+    if (biased := places([list(own.logit_bias) for own in params])) is not None:
+        biases = [bias for own in params for bias in own.logit_bias.values()]
+        logits_mV.view(-1).index_add_(0, biased, to_device(biases, device, torch.float32))
+    answered = places([() if d.answer_tokens is None else d.answer_tokens for d in draws])
+    prompted = places([() if d.prompt_tokens is None else d.prompt_tokens for d in draws])
+    if answered is not None or prompted is not None:
+        factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        repetition_m1, frequency_m1, presence_m1 = to_device(
+            list(zip(*factors)), device, torch.float32
+        ).unsqueeze(2)
+        counts_mV = logits_mV.new_zeros(m, V)
+        if answered is not None:  # sums of ones are exact in every order
+            counts_mV.view(-1).index_add_(0, answered, counts_mV.new_ones(len(answered)))
+        known_mV = counts_mV > 0
+        if prompted is not None:
+            known_mV = known_mV.view(-1).index_fill_(0, prompted, True).view(m, V)
+        penalised_mV = torch.where(
+            logits_mV > 0, logits_mV / repetition_m1, logits_mV * repetition_m1
+        )
+        logits_mV = torch.where(known_mV, penalised_mV, logits_mV)
+        logits_mV = logits_mV - frequency_m1 * counts_mV - presence_m1 * (counts_mV > 0)
+    if (banned := places([draw.banned for draw in draws])) is not None:
+        logits_mV.view(-1).index_fill_(0, banned, -torch.inf)
+    return logits_mV
+
+
 def sample(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw one token for each row.
 
     Args:
-        logits_nV: float [n, V], one row for each draw, equal on all tensor-parallel ranks.
+        logits_nV: float [n, V], one row for each draw, equal on all tensor-parallel ranks; from
+            `adjust`.
         draws: n parameters and stream positions.
 
     Returns:
@@ -90,27 +144,36 @@ def _some_at_a_time(
             [each.temperature for each in own],
             [min(each.top_k or V, V) for each in own],
             [each.top_p or torch.inf for each in own],
+            [each.min_p for each in own],
             [points[row] for row in part],
         )
-        numbers_5m = to_device(numbers, logits_nV.device, torch.float64)
-        rows_m, temperatures_m, top_k_m, top_p_m, points_m = numbers_5m
+        numbers_6m = to_device(numbers, logits_nV.device, torch.float64)
+        rows_m, temperatures_m, top_k_m, top_p_m, min_p_m, points_m = numbers_6m
         rows_m = rows_m.long()
         allowed = _allowed(
             logits_nV.index_select(0, rows_m),
             temperatures_m.unsqueeze(1),
             top_k_m.long().unsqueeze(1),
             top_p_m.unsqueeze(1) if any(each.top_p for each in own) else None,
+            min_p_m.unsqueeze(1) if any(each.min_p for each in own) else None,
         )
         yield rows_m, allowed, points_m
 
 
 def _allowed(
-    logits_mV: Tensor, temperatures_m1: Tensor, top_k_m1: Tensor, top_p_m1: Tensor | None
+    logits_mV: Tensor,
+    temperatures_m1: Tensor,
+    top_k_m1: Tensor,
+    top_p_m1: Tensor | None,
+    min_p_m1: Tensor | None,
 ) -> _Allowed:
     """The tokens that the parameters of each row allow to be drawn."""
     logits_mV, ids_mV = logits_mV.double().sort(dim=-1, descending=True, stable=True)
     # Relative to the largest, so that the division does not overflow at any temperature.
     logits_mV = (logits_mV - logits_mV[:, :1]).div_(temperatures_m1)
+    if min_p_m1 is not None:
+        counts_m1 = (logits_mV.exp() >= min_p_m1).sum(dim=-1, keepdim=True)
+        top_k_m1 = torch.minimum(top_k_m1, counts_m1)
     ranks_V = torch.arange(logits_mV.shape[1], device=logits_mV.device)
     logits_mV.masked_fill_(ranks_V >= top_k_m1, -torch.inf)
     if top_p_m1 is None:
@@ -128,8 +191,8 @@ def raw_log_probs(logits_nV: Tensor) -> Tensor:
 
 
 def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log-probabilities [n, V], fp32, with which each row is drawn by its `params`: tempered,
-    truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
+    """Log-probabilities [n, V], fp32, with which each row (from `adjust`) is drawn by its `params`:
+    tempered, truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
     log_probs_nV = logits_nV.new_full(logits_nV.shape, -torch.inf, dtype=torch.float32)
     log_probs_nV.scatter_(1, logits_nV.argmax(dim=-1, keepdim=True), 0.0)
     rows = (row for row, own in enumerate(params) if not own.is_greedy)

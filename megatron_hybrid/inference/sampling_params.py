@@ -3,24 +3,30 @@
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+import numpy as np
 
 from megatron_hybrid.validation import check_text, is_int, is_number
 
 logger = logging.getLogger(__name__)
 
-_OURS = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "num_tokens_to_generate": 30}
+_OURS = {
+    **{"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "num_tokens_to_generate": 30, "min_tokens": 0},
+}
 """Defaults where the model has none."""
-_ROW_FIELDS = ("temperature", "top_k", "top_p")
+_ROW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Fields for drawing a token from a row of logits."""
 _IN_GENERATION_CONFIG = {
-    **{name: name for name in _ROW_FIELDS},
+    **{name: name for name in (*_ROW_FIELDS, "repetition_penalty")},
     "max_new_tokens": "num_tokens_to_generate",
+    "min_new_tokens": "min_tokens",
 }
 """Names in generation_config.json, and ours."""
-_NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "num_beams": 1}
+_NEUTRAL = {"num_beams": 1}
 """Unsupported fields of generation_config.json, with the value that has no effect."""
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -28,6 +34,7 @@ _ELSEWHERE = {
         "use num_tokens_to_generate",
     ),
     **dict.fromkeys(("stop", "stop_strings"), "use stop_words"),
+    "min_new_tokens": "use min_tokens",
     "eos_token_id": "use termination_id, or stop_token_ids for several",
     "ignore_eos": "use ignore_termination",
     "include_stop_str_in_output": "use detokenize_stop_sequence",
@@ -39,6 +46,14 @@ _ELSEWHERE = {
     "cache_salt": "use the argument salt of generate() and add_request()",
 }
 """Names in other libraries, and the remedy here."""
+_FLOATS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_INTS = (
+    *("top_k", "num_tokens_to_generate", "min_tokens", "seed", "top_n_logprobs"),
+    "termination_id",
+)
 
 
 def _names_fields(init):
@@ -59,11 +74,16 @@ def _names_fields(init):
 class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
 
-    If `temperature`, `top_k`, `top_p` or `num_tokens_to_generate` is None, the model's value counts
-    (`temperature`, `top_k`, `top_p` and `max_new_tokens` of its generation_config.json, which
-    `load_pretrained` reads with the tokenizer), or else ours: 1.0, 0, 0.0, 30. A model with
-    `do_sample: false` is greedy for requests that give none of the first three; for the others its
+    If `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `num_tokens_to_generate` or
+    `min_tokens` is None, the model's value counts (of its generation_config.json, which
+    `load_pretrained` reads with the tokenizer; the last two are `max_new_tokens` and
+    `min_new_tokens` there), or else ours: 1.0, 0, 0.0, 0.0, 1.0, 30, 0. A model with
+    `do_sample: false` is greedy for requests that give none of the first four; for the others its
     values of these have no effect.
+
+    A row of logits is changed in this order, for greedy requests too: `logit_bias`,
+    `repetition_penalty`, `frequency_penalty` and `presence_penalty`; then come `temperature`,
+    `min_p`, `top_k`, `top_p`.
 
     Raises:
         ValueError: a field has an illegal value; the message names it and the limit.
@@ -79,9 +99,28 @@ class SamplingParams:
     top_p: float | None = None
     """Keep the smallest set of tokens whose probability reaches top_p; 0 keeps all."""
 
+    min_p: float | None = None
+    """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+
+    repetition_penalty: float | None = None
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones. Keskar
+    et al. (2019), "CTRL". 1 changes nothing."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer. In [-2, 2], as OpenAI defines it."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer has it. In [-2, 2]."""
+
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of tokens, by their ids; in [-100, 100]."""
+
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
     prompt alone (to warm the cache, or to score it)."""
+
+    min_tokens: int | None = None
+    """The answer has so many tokens before a stop token can end it; stop words still do."""
 
     seed: int | None = None
     """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
@@ -120,14 +159,14 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"SamplingParams: {message}")
 
-        for name in ("temperature", "top_p"):
+        for name in _FLOATS:
             value = getattr(self, name)
             if is_number(value):
                 try:
                     setattr(self, name, float(value))
                 except OverflowError:  # an int
                     setattr(self, name, math.inf)
-        for name in ("top_k", "num_tokens_to_generate", "seed", "top_n_logprobs", "termination_id"):
+        for name in _INTS:
             value = getattr(self, name)
             if is_int(value):
                 setattr(self, name, int(value))
@@ -149,9 +188,36 @@ class SamplingParams:
             f"top_p must lie in [0, 1] (0 keeps all tokens), got {self.top_p!r}",
         )
         check(
+            self.min_p is None or (isinstance(self.min_p, float) and 0 <= self.min_p <= 1),
+            f"min_p must lie in [0, 1] (0 keeps all tokens), got {self.min_p!r}",
+        )
+        penalty = self.repetition_penalty
+        check(
+            penalty is None
+            or (isinstance(penalty, float) and math.isfinite(penalty) and penalty > 0),
+            f"repetition_penalty must be a finite number > 0 (1 is none), got {penalty!r}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            check(
+                isinstance(value, float) and -2 <= value <= 2,
+                f"{name} must lie in [-2, 2] (0 is none), got {value!r}",
+            )
+        self._check_logit_bias(check)
+        check(
             self.num_tokens_to_generate is None
             or (is_int(self.num_tokens_to_generate) and self.num_tokens_to_generate >= 0),
             f"num_tokens_to_generate must be an int >= 0, got {self.num_tokens_to_generate!r}",
+        )
+        check(
+            self.min_tokens is None or (is_int(self.min_tokens) and self.min_tokens >= 0),
+            f"min_tokens must be an int >= 0, got {self.min_tokens!r}",
+        )
+        limit = self.num_tokens_to_generate
+        check(
+            None in (limit, self.min_tokens) or self.min_tokens <= limit,
+            f"min_tokens={self.min_tokens} exceeds num_tokens_to_generate={limit}: raise the "
+            "latter, or lower the former",
         )
         check(
             self.seed is None or (is_int(self.seed) and self.seed >= 0),
@@ -193,6 +259,20 @@ class SamplingParams:
             f"termination_id must be an int or None, got {self.termination_id!r}",
         )
 
+    def _check_logit_bias(self, check: Callable[[bool, str], None]) -> None:
+        biases = {} if self.logit_bias is None else self.logit_bias
+        check(
+            isinstance(biases, Mapping),
+            f"logit_bias must be a mapping of token ids to numbers, got {biases!r}",
+        )
+        for token, bias in biases.items():
+            check(is_int(token), f"logit_bias must have ints as token ids, got {token!r}")
+            check(
+                is_number(bias) and -100 <= bias <= 100,
+                f"logit_bias must lie in [-100, 100], got {bias!r} for token {token}",
+            )
+        self.logit_bias = {int(token): float(bias) for token, bias in biases.items()}
+
     def resolved(self, model: "SamplingParams | None" = None) -> "SamplingParams":
         """Return a checked copy without None in the fields that have defaults.
 
@@ -209,11 +289,22 @@ class SamplingParams:
             if value is None and model and not (asked and model.is_greedy and name in _ROW_FIELDS):
                 value = getattr(model, name)
             values[name] = ours if value is None else value
+        if self.min_tokens is None:  # the model's must not fail a request for fewer
+            values["min_tokens"] = min(values["min_tokens"], values["num_tokens_to_generate"])
         return replace(self, **values)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalises_answer(self) -> bool:
+        """Whether the logits depend on the number of times that the answer has a token."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def penalises_repetition(self) -> bool:
+        return self.repetition_penalty != 1
 
     @property
     def needs_prompt_logits(self) -> bool:
@@ -269,6 +360,16 @@ class Draw:
     seed: int
     sample_index: int
     position: int  # absolute position of the token to be drawn
+    prompt_tokens: np.ndarray | None = None
+    """int32: the distinct ones, if `params.penalises_repetition`."""
+    answer_tokens: np.ndarray | None = None
+    """int32 [generated tokens], if the params penalise any."""
+    banned: tuple[int, ...] = ()
+    """Tokens that may not be drawn: stop tokens before `min_tokens`."""
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.answer_tokens is not None or self.params.logit_bias or self.banned)
 
 
 @dataclass(frozen=True, slots=True)

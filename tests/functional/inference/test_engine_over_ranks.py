@@ -59,7 +59,14 @@ def answers(engine):
 
 def sampled_in_a_crowd(engine):
     """Sampled answers in a pool that is too small for all of them."""
-    params = SamplingParams(num_tokens_to_generate=40, seed=7, temperature=0.8, top_p=0.9)
+    params = SamplingParams(
+        num_tokens_to_generate=40,
+        seed=7,
+        temperature=0.8,
+        top_p=0.9,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+    )
     results = engine.generate([BASE[start : start + 30] for start in (0, 40, 80)], params, n=2)
     return [sample.generated_tokens for result in results for sample in result.samples]
 

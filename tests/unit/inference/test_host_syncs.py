@@ -42,7 +42,15 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
         greedy(4),
         SamplingParams(seed=1, num_tokens_to_generate=4, return_log_probs=True, top_n_logprobs=2),
         SamplingParams(top_k=9, top_p=0.8, temperature=0.7, num_tokens_to_generate=3),
-        greedy(3, return_log_probs=True, skip_prompt_log_probs=True),
+        SamplingParams(
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.5,
+            logit_bias={4: 2},
+            min_tokens=2,
+            stop_token_ids=[5],
+            num_tokens_to_generate=3,
+        ),
     )
     for turn in range(2):  # then from states, and without a forward
         requests = [

@@ -119,6 +119,9 @@ def drawn_alone(logits_V: torch.Tensor, draw: Draw) -> int:
     if own.is_greedy:
         return order[0]
     kept = order[: own.top_k or len(order)]
+    top = torch.tensor(logits[order[0]], dtype=torch.float64)
+    ratios = ((logits_V.double() - top) / own.temperature).exp().tolist()
+    kept = [token for token in kept if ratios[token] >= own.min_p]
 
     def cumulative() -> list[float]:
         row = torch.tensor([logits[token] for token in kept], dtype=torch.float64)
@@ -137,6 +140,7 @@ PARAMS = st.builds(
     temperature=st.sampled_from([0.0, 1e-3, 0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 1000]),
     top_p=st.sampled_from([0.0, 0.0, 1e-9, 0.3, 0.5, 0.75, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
 ).map(SamplingParams.resolved)
 
 
@@ -255,6 +259,8 @@ def test_the_request_goes_before_the_model_and_the_model_before_us(fields, gener
         ("temperature", -1, r"has temperature=-1: "),
         ("top_k", 2.5, r"has top_k=2.5: .*must be an int >= 0"),
         ("top_p", 7, r"has top_p=7: .*must lie in \[0, 1\]"),
+        ("min_p", -1, r"has min_p=-1: .*must lie in \[0, 1\]"),
+        ("repetition_penalty", 0, r"has repetition_penalty=0: .*must be a finite number > 0"),
         ("max_new_tokens", -3, r"has max_new_tokens=-3: .*must be an int >= 0"),
         ("max_new_tokens", [3], r"has max_new_tokens=\[3\]: "),
         ("do_sample", "no", r"has do_sample='no': it must be true or false"),
@@ -266,11 +272,27 @@ def test_a_bad_value_of_the_model_is_named_with_its_file(name, value, message):
 
 
 def test_what_a_model_asks_for_and_does_not_get_is_logged(caplog):
-    model_defaults({"repetition_penalty": 1.0, "num_beams": 1, "min_p": None})
+    model_defaults({"repetition_penalty": 1.05, "num_beams": 1, "min_p": None})
     assert not caplog.messages
-    model_defaults({"repetition_penalty": 1.05})
+    model_defaults({"num_beams": 4})
     (message,) = caplog.messages
-    assert "repetition_penalty=1.05, which is not supported" in message
+    assert "num_beams=4, which is not supported" in message
+
+
+def test_a_greedy_model_keeps_its_repetition_penalty_and_drops_min_p():
+    model = model_defaults({"do_sample": False, "repetition_penalty": 1.2, "min_p": 0.1})
+    held = SamplingParams().resolved(model)
+    assert (held.top_k, held.repetition_penalty, held.min_p) == (1, 1.2, 0.0)
+    assert SamplingParams(min_p=0.3).resolved(model).top_k == 0
+    assert SamplingParams(repetition_penalty=1).resolved(model).repetition_penalty == 1.0
+
+
+def test_min_tokens_of_the_model_do_not_fail_a_request_for_fewer():
+    model = model_defaults({"min_new_tokens": 8})
+    assert SamplingParams().resolved(model).min_tokens == 8
+    assert SamplingParams(num_tokens_to_generate=3).resolved(model).min_tokens == 3
+    with pytest.raises(ValueError, match="min_tokens=50 exceeds num_tokens_to_generate=30"):
+        SamplingParams(min_tokens=50).resolved(model)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +301,7 @@ def test_what_a_model_asks_for_and_does_not_get_is_logged(caplog):
         ("max_tokens", "no field 'max_tokens': use num_tokens_to_generate$"),
         ("max_new_tokens", "use num_tokens_to_generate$"),
         ("stop", "use stop_words$"),
+        ("min_new_tokens", "use min_tokens$"),
         ("eos_token_id", "use termination_id, or stop_token_ids for several$"),
         ("n", "'n': it is an argument of generate"),
         ("temprature", "'temprature': its fields are temperature, top_k, .*, add_BOS$"),

@@ -1,0 +1,239 @@
+"""Biases, penalties and bans: each against its definition elsewhere, and in answers of the engine
+that neither cache, batch, preemption nor samples may change."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import full_logits, random_tokens, tiny_engine, tiny_model
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.sampling import adjust, processed_log_probs
+from megatron_hybrid.inference.sampling_params import SamplingParams
+
+MODEL = tiny_model()
+PROMPT = random_tokens(20)
+COUNT = 24
+
+
+def draw_of(prompt, answer, stop_ids=(), **fields):
+    """The draw of a request's next token."""
+    tokens = np.array([*prompt, *answer], np.int32)
+    params = SamplingParams(**fields).resolved()
+    stops = frozenset(stop_ids)
+    return Request(
+        0, tokens, len(prompt), params, seed=1, stop_ids=stops, num_tokens=len(tokens)
+    ).draw()
+
+
+def rows_of(seed: int, count: int = 1, vocab_size: int = 50) -> torch.Tensor:
+    return torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+TOKENS = st.lists(st.integers(0, 49), max_size=30)
+PROMPTS = st.lists(st.integers(0, 49), min_size=1, max_size=30)
+
+
+@given(PROMPTS, TOKENS, st.floats(0.1, 5), st.integers(0, 1000))
+def test_the_repetition_penalty_is_that_of_transformers(prompt, answer, penalty, seed):
+    logits = rows_of(seed)
+    given_ = adjust(logits, [draw_of(prompt, answer, repetition_penalty=penalty)])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([[*prompt, *answer]]), logits)
+    torch.testing.assert_close(given_, expected, rtol=1e-6, atol=0)
+
+
+@given(PROMPTS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 1000))
+def test_presence_and_frequency_penalties_are_those_of_openai(
+    prompt, answer, presence, frequency, seed
+):
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence; c counts in the answer."""
+    logits = rows_of(seed)
+    draw = draw_of(prompt, answer, presence_penalty=presence, frequency_penalty=frequency)
+    expected = [
+        mu - answer.count(j) * frequency - float(answer.count(j) > 0) * presence
+        for j, mu in enumerate(logits[0].tolist())
+    ]
+    torch.testing.assert_close(
+        adjust(logits, [draw])[0], torch.tensor(expected), rtol=1e-5, atol=1e-5
+    )
+
+
+@given(st.dictionaries(st.integers(0, 49), st.floats(-100, 100), min_size=1), st.integers(0, 1000))
+def test_a_logit_bias_is_added_as_in_transformers(biases, seed):
+    logits = rows_of(seed)
+    expected = SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])
+    expected = expected(torch.tensor([[0]]), logits)
+    given_ = adjust(logits, [draw_of([0], [], logit_bias=biases)])
+    torch.testing.assert_close(given_, expected, rtol=1e-6, atol=1e-6)
+
+
+@given(PROMPTS, TOKENS, st.integers(0, 30), st.sets(st.integers(0, 49), min_size=1))
+def test_stop_tokens_are_banned_before_min_tokens_as_in_transformers(
+    prompt, answer, min_tokens, stops
+):
+    logits = rows_of(3)
+    given_ = adjust(logits, [draw_of(prompt, answer, stops, min_tokens=min_tokens)])
+    expected = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(stops))
+    assert torch.equal(given_, expected(torch.tensor([[*prompt, *answer]]), logits))
+
+
+@given(st.floats(0.001, 1), st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 1000))
+def test_min_p_keeps_what_it_keeps_in_transformers(min_p, temperature, seed):
+    logits = rows_of(seed).double()
+    expected = MinPLogitsWarper(min_p)(torch.tensor([[0]]), logits / temperature)
+    params = SamplingParams(min_p=min_p, temperature=temperature).resolved()
+    given_ = processed_log_probs(logits.float(), [params])
+    expected = expected.log_softmax(-1).float()
+    torch.testing.assert_close(given_, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_min_p_counts_before_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+    def kept(**fields):
+        rows = processed_log_probs(logits, [SamplingParams(**fields).resolved()])
+        return int(rows.isfinite().sum())
+
+    assert kept(min_p=0.2) == 3 and kept(min_p=1.0) == 1
+    assert kept(min_p=0.2, top_k=2) == 2 and kept(min_p=0.5, top_k=3) == 2
+    # Of three with mass 0.95 the first two have 0.842; of all four they would have 0.8.
+    assert kept(top_p=0.82) == 3 and kept(min_p=0.2, top_p=0.82) == 2
+
+
+KINDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, -1.5, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7]),
+        "logit_bias": st.dictionaries(st.integers(0, 49), st.integers(-100, 100), max_size=3),
+        "min_tokens": st.sampled_from([0, 4, 20]),
+    },
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(PROMPTS, TOKENS, KINDS), min_size=1, max_size=6), st.integers(0, 100))
+def test_rows_that_are_adjusted_together_are_those_adjusted_alone(kinds, seed):
+    draws = [draw_of(prompt, answer, (7, 9), **kind) for prompt, answer, kind in kinds]
+    logits = rows_of(seed, len(draws)).bfloat16()
+    before = logits.clone()
+    together = adjust(logits, draws)
+    assert torch.equal(logits, before)
+    for row, draw in enumerate(draws):
+        assert torch.equal(together[row].float(), adjust(logits[row][None], [draw])[0].float())
+        if not draw.changes_logits:
+            assert torch.equal(together[row], logits[row].to(together.dtype))
+
+
+def test_a_step_in_which_no_row_asks_costs_nothing():
+    logits = rows_of(0, 2)
+    draws = [draw_of([1, 2], [3], (7,), top_k=3, min_p=0.1), draw_of([1], [2], (7,), seed=4)]
+    assert adjust(logits, draws) is logits
+    assert all(draw.prompt_tokens is draw.answer_tokens is None for draw in draws)
+
+
+def test_a_draw_is_plain_data():
+    draw = draw_of([1, 2, 1], [3, 3], (7,), repetition_penalty=1.2, min_tokens=9)
+    other = pickle.loads(pickle.dumps(draw))
+    assert torch.equal(adjust(rows_of(1), [draw]), adjust(rows_of(1), [other]))
+    assert draw.prompt_tokens.tolist() == [1, 2] and draw.answer_tokens.tolist() == [3, 3]
+
+
+# In the engine -----------------------------------------------------------------------------------
+
+STOP = 11
+ALL = dict(
+    repetition_penalty=1.15,
+    presence_penalty=0.4,
+    frequency_penalty=0.6,
+    logit_bias={3: 5.0, STOP: 4.0},
+    min_tokens=9,
+    min_p=0.02,
+    termination_id=STOP,
+    num_tokens_to_generate=COUNT,
+)
+
+
+def reference_answer(prompt: list[int], fields: dict) -> list[int]:
+    """The greedy answer, from full forward passes and the definitions."""
+    answer = []
+    while len(answer) < fields["num_tokens_to_generate"]:
+        row = full_logits(MODEL, [*prompt, *answer])[-1].double().tolist()
+        for token, bias in fields["logit_bias"].items():
+            row[token] += bias
+        for token in {*prompt, *answer}:
+            factor = fields["repetition_penalty"]
+            row[token] *= 1 / factor if row[token] > 0 else factor
+        for token in set(answer):
+            row[token] -= answer.count(token) * fields["frequency_penalty"]
+            row[token] -= fields["presence_penalty"]
+        if len(answer) < fields["min_tokens"]:
+            row[STOP] = -np.inf
+        token = int(np.argmax(row))
+        if token == STOP:
+            break
+        answer.append(token)
+    return answer
+
+
+def test_greedy_answers_are_those_of_the_definitions():
+    prompts = [random_tokens(length, seed=length) for length in (5, 20, 60)]
+    results = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1, **ALL))
+    expected = [reference_answer(prompt, ALL) for prompt in prompts]
+    assert [result.generated_tokens for result in results] == expected
+    assert any(len(tokens) < COUNT for tokens in expected)  # STOP ends some, not before 9
+    assert all(len(tokens) >= 9 for tokens in expected)
+    plain = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1))
+    assert all(p.generated_tokens[:9] != e[:9] for p, e in zip(plain, expected))
+
+
+@pytest.mark.parametrize("mode", ["off", "restore"])
+def test_answers_are_the_same_in_chunks_from_the_cache_and_as_samples(mode):
+    params = SamplingParams(seed=5, **ALL)
+    alone = tiny_engine(MODEL, prefix_caching="off", max_requests=3)
+    expected = [s.generated_tokens for s in alone.generate([PROMPT], params, n=3)[0].samples]
+    assert len(set(map(tuple, expected))) == 3
+    engine = tiny_engine(MODEL, prefix_caching=mode, max_tokens=7)
+    others = [random_tokens(length, seed=length) for length in (5, 31)]
+    for _ in range(2):  # in the second round from the cache
+        results = engine.generate([*others, PROMPT], params, n=[1, 1, 3])
+        assert [s.generated_tokens for s in results[2].samples] == expected
+
+
+def test_answers_are_the_same_across_preemption():
+    params = SamplingParams(seed=5, **{**ALL, "num_tokens_to_generate": 40, "min_tokens": 40})
+    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
+    alone = tiny_engine(MODEL, prefix_caching="off")
+    expected = [alone.generate([prompt], params)[0].generated_tokens for prompt in prompts]
+    spec = alone.cache.spec
+    pages = 6 + 5 * sum(spec.pages_per_block)  # for one request, and not for two
+    engine = tiny_engine(MODEL, cache_bytes=pages * spec.page_bytes, max_tokens=32)
+    results = engine.generate(prompts, params)
+    assert engine.stats()["preemptions"] > 0
+    assert [result.generated_tokens for result in results] == expected
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
+    fields = dict(logit_bias={3: 100.0}, num_tokens_to_generate=2, seed=1)
+    params = SamplingParams(**fields, return_log_probs=True, skip_prompt_log_probs=True)
+    (result,) = tiny_engine(MODEL, logprobs_mode=mode).generate([PROMPT], params)
+    assert result.generated_tokens == [3, 3]
+    raw = full_logits(MODEL, [*PROMPT, 3, 3]).log_softmax(-1)[-3:-1, 3].tolist()
+    expected = raw if mode == "raw_logprobs" else [0.0, 0.0]
+    assert result.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_bias_of_a_token_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"logit_bias has token 97, outside of .* \[0, 97\)"):
+        tiny_engine(MODEL).add_request(PROMPT, SamplingParams(logit_bias={97: 1.0}))
