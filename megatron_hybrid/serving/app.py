@@ -111,6 +111,8 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
         options = {
             "salt": service.salt_of(state.key, fields.cache_salt),
             "cache_breakpoints": fields.cache_breakpoints or (),
+            "n": fields.n,
+            "priority": fields.priority,
         }
         is_chat = isinstance(fields, ChatFields)
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{ticket.request_id}"
@@ -123,7 +125,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
             await _is_thinking(service, fields),
         )
         if not fields.stream:
-            work = service.generate_all(ticket, prompts, params, n=fields.n, **options)
+            work = service.generate_all(ticket, prompts, params, **options)
             return JSONResponse(answer.whole(await until_gone(request.receive, work)))
         streams = await _queued(service, prompts, params, options)
         return _EventStream(_events(service, ticket, answer, streams), streams, undo.pop_all())
@@ -213,15 +215,16 @@ async def _events(
     """The server-sent events of a stream. An error after the first is an event, too."""
     options = answer.fields.stream_options
     try:
-        for index, stream in enumerate(streams):
-            choice = GrowingChoice(answer, index)
-            for chunk in choice.begin():
+        n = answer.fields.n
+        for number, stream in enumerate(streams):
+            choices = [GrowingChoice(answer, number * n + index) for index in range(n)]
+            for chunk in (chunk for choice in choices for chunk in choice.begin()):
                 yield _event(chunk)
             async for output in service.outputs(ticket, stream):
-                for chunk in choice.add(output):
+                for chunk in choices[output.sample_index].add(output):
                     yield _event(chunk)
         if options is not None and options.include_usage:
-            yield _event(answer.usage_chunk(ticket.prefixes, ticket.num_generated))
+            yield _event(answer.usage_chunk([*ticket.prefixes.values()], ticket.num_generated))
     except ApiError as error:
         yield _event(error.body)
     yield b"data: [DONE]\n\n"

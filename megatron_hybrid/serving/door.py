@@ -93,10 +93,11 @@ class Door:
             "ms": round(seconds * 1e3, 1),
         }
         if (ticket := state.get("ticket")) is not None:
+            reports = ticket.prefixes.values()
             line |= {
-                "prompt_tokens": sum(report.prompt_tokens for report in ticket.prefixes),
+                "prompt_tokens": sum(report.prompt_tokens for report in reports),
                 "completion_tokens": ticket.num_generated,
-                "prefix": [prefix_block(report) for report in ticket.prefixes],
+                "prefix": [prefix_block(report) for report in reports],
             }
             if ticket.first_token_seconds is not None:
                 line["first_token_ms"] = round(ticket.first_token_seconds * 1e3, 1)

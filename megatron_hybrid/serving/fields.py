@@ -12,22 +12,15 @@ from megatron_hybrid.serving.errors import ApiError
 UNSUPPORTED: dict[str, tuple] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -59,6 +52,12 @@ class GenerationFields(Fields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Positive = 1
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -70,6 +69,7 @@ class GenerationFields(Fields):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_breakpoints: list[int] | None = None
     return_token_ids: bool = False
+    priority: int = 0
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
     def check(self) -> None:
@@ -84,10 +84,6 @@ class GenerationFields(Fields):
                 )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options need stream=true", "stream_options")
-        if self.stream and self.n > 1:
-            raise ApiError(
-                400, f"n is {self.n}, and a stream has one answer: leave out stream or n", "n"
-            )
 
 
 class CompletionFields(GenerationFields):

@@ -121,6 +121,12 @@ def sampling_params(
             temperature=fields.temperature,
             top_k=None if fields.top_k is None else max(0, fields.top_k),  # vLLM: -1 keeps all
             top_p=fields.top_p,
+            min_p=fields.min_p,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            repetition_penalty=fields.repetition_penalty,
+            logit_bias=fields.logit_bias or None,
+            min_tokens=fields.min_tokens,
             seed=fields.seed,
             num_tokens_to_generate=max_tokens,
             stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,

@@ -58,7 +58,8 @@ class Ticket:
     key: str
     task: asyncio.Task | None = None
     is_aborted: bool = False
-    prefixes: list[PrefixReport] = field(default_factory=list)
+    prefixes: dict[int, PrefixReport] = field(default_factory=dict)
+    """Of each prompt, by the id of its first sample."""
     num_generated: int = 0
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -67,12 +68,13 @@ class Ticket:
         """Take note of what a step added."""
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.began
-            self.prefixes.append(output.report)
+        if output.sample_index == 0:
+            self.prefixes[output.request_id] = output.report
         self.num_generated += len(output.tokens)
 
     def count_all(self, results: Sequence[GenerationResult]) -> None:
         """Take note of whole answers."""
-        self.prefixes = [result.prefix for result in results]
+        self.prefixes = {result.request_id: result.prefix for result in results}
         samples = [sample for result in results for sample in result.samples]
         self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
         times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]

@@ -100,6 +100,29 @@ def test_samples_and_several_prompts_have_an_index_each(client):
     assert found.usage.completion_tokens == 64
 
 
+def test_a_stream_of_samples_has_the_texts_of_whole_answers(client):
+    fields = {"prompt": [PROMPT, "The wolf"], "n": 2, "temperature": 1.0, "seed": 3}
+    texts = dict.fromkeys(range(4), "")
+    ends = []
+    for chunk in complete(client, stream=True, **fields):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        ends += [choice.index] * (choice.finish_reason is not None)
+    assert list(texts.values()) == [choice.text for choice in complete(client, **fields).choices]
+    assert sorted(ends) == [0, 1, 2, 3]
+
+
+def test_penalties_and_biases_reach_the_engine(client, server, greedy_text):
+    tokens = server.service.tokenizer.tokenize(greedy_text, add_special_tokens=False)
+    assert complete(client, logit_bias={str(tokens[0]): -100}).choices[0].text != greedy_text
+    repeated = complete(client, max_tokens=200).choices[0].text.split()
+    penalised = complete(
+        client, max_tokens=200, frequency_penalty=2.0, presence_penalty=2.0
+    ).choices[0]
+    words = penalised.text.split()
+    assert len(set(words)) / len(words) > len(set(repeated)) / len(repeated)
+
+
 def test_a_stop_string_ends_an_answer(client, greedy_text):
     stop = greedy_text[len(greedy_text) // 2 :][:3]
     found = complete(client, stop=[stop, "never said"]).choices[0]
@@ -155,11 +178,13 @@ def test_models(client):
         ({"max_tokens": 5000}, "messages"),
         ({"n": 0}, "n"),
         ({"n": 9}, "n"),
-        ({"n": 2, "stream": True}, "n"),
         ({"extra_body": {"cache_breakpoints": [10**6]}}, "cache_breakpoints"),
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
         ({"extra_body": {"tool_choice": "required"}}, "tool_choice"),
-        ({"extra_body": {"logit_bias": {"3": 5}}}, "logit_bias"),
+        ({"extra_body": {"best_of": 3}}, "best_of"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"3": 500}}, "logit_bias"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
     ids=str,

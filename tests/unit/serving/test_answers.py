@@ -30,7 +30,7 @@ def result_of(text, reason):
 
 
 def output_of(text, reason=None):
-    return RequestOutput(0, [1], text, reason, REPORT, 0, None)
+    return RequestOutput(0, 0, [1], text, reason, REPORT, 0, None)
 
 
 def test_a_tool_call_is_openai_s(tokenizer):
