@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
 from megatron_hybrid.serving.parsing import AnswerParser, Content, Part, Reasoning, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -57,6 +59,7 @@ class Answer:
     model: str
     has_thoughts: bool = False
     is_thinking: bool = False
+    end_mark: ClassVar[bytes] = b"data: [DONE]\n\n"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -120,10 +123,26 @@ class Answer:
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         return {**self.head(of_chunk=True), "choices": [choice]}
 
-    def usage_chunk(self, prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
-        """The last chunk before [DONE], if asked for."""
+    def growing(self, number: int) -> list[GrowingChoice]:
+        """What takes the outputs of one prompt's stream, by sample. number: of the prompt."""
+        n = self.fields.n
+        return [GrowingChoice(self, number * n + index) for index in range(n)]
+
+    def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
+        """The chunks at the end: the usage, if asked for."""
+        options = self.fields.stream_options
+        if options is None or not options.include_usage:
+            return []
         counts = usage(prefixes, num_generated)
-        return {**self.head(of_chunk=True), "choices": [], "usage": counts}
+        return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
+
+    def error(self, error: ApiError) -> Json:
+        """The chunk of a failure."""
+        return error.body
+
+    def encode(self, chunk: Json) -> bytes:
+        """A server-sent event."""
+        return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
 
     # Log-probabilities -------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.answers import Answer, GrowingChoice
+from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
@@ -35,6 +34,7 @@ from megatron_hybrid.serving.rendering import (
     completion_prompts,
     sampling_params,
 )
+from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.service import Service, Ticket, until_gone
 from megatron_hybrid.version import __version__
 
@@ -94,12 +94,40 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(fields: ChatFields, request: Request):
         return await _generate(service, request, fields)
 
+    @app.post("/v1/responses")
+    async def responses(fields: ResponseFields, request: Request):
+        return await _respond(service, request, fields)
+
     @app.post("/abort")
     async def abort(fields: AbortFields, request: Request) -> Json:
         return {"aborted": service.abort(fields.request_id, request.state.key)}
 
 
 async def _generate(service: Service, request: Request, fields: GenerationFields):
+    def make(id: str, *thoughts: bool) -> Answer:
+        kind = "chatcmpl" if isinstance(fields, ChatFields) else "cmpl"
+        name = service.config.model_name
+        return Answer(service.tokenizer, fields, f"{kind}-{id}", name, *thoughts)
+
+    return await _answer(service, request, fields, make)
+
+
+async def _respond(service: Service, request: Request, fields: ResponseFields):
+    chat = fields.to_chat()
+
+    def make(id: str, *thoughts: bool) -> ResponseAnswer:
+        return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
+
+    return await _answer(service, request, chat, make)
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    fields: GenerationFields,
+    make: Callable[..., Answer | ResponseAnswer],
+):
+    """A whole answer, or a stream. make: (id, has_thoughts, is_thinking) -> its form."""
     service.check_model(fields.model)
     fields.check()
     state = request.state
@@ -114,16 +142,8 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
             "n": fields.n,
             "priority": fields.priority,
         }
-        is_chat = isinstance(fields, ChatFields)
-        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{ticket.request_id}"
-        answer = Answer(
-            service.tokenizer,
-            fields,
-            name,
-            service.config.model_name,
-            service.has_thoughts,
-            await _is_thinking(service, fields),
-        )
+        is_thinking = await _is_thinking(service, fields)
+        answer = make(ticket.request_id, service.has_thoughts, is_thinking)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             return JSONResponse(answer.whole(await until_gone(request.receive, work)))
@@ -210,28 +230,26 @@ async def _queued(
 
 
 async def _events(
-    service: Service, ticket: Ticket, answer: Answer, streams: list[AsyncStream]
+    service: Service,
+    ticket: Ticket,
+    answer: Answer | ResponseAnswer,
+    streams: list[AsyncStream],
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
-    options = answer.fields.stream_options
     try:
-        n = answer.fields.n
         for number, stream in enumerate(streams):
-            choices = [GrowingChoice(answer, number * n + index) for index in range(n)]
+            choices = answer.growing(number)
             for chunk in (chunk for choice in choices for chunk in choice.begin()):
-                yield _event(chunk)
+                yield answer.encode(chunk)
             async for output in service.outputs(ticket, stream):
                 for chunk in choices[output.sample_index].add(output):
-                    yield _event(chunk)
-        if options is not None and options.include_usage:
-            yield _event(answer.usage_chunk([*ticket.prefixes.values()], ticket.num_generated))
+                    yield answer.encode(chunk)
+        for chunk in answer.last([*ticket.prefixes.values()], ticket.num_generated):
+            yield answer.encode(chunk)
     except ApiError as error:
-        yield _event(error.body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+        yield answer.encode(answer.error(error))
+    if answer.end_mark:
+        yield answer.end_mark
 
 
 # Tokens ------------------------------------------------------------------------------------------

@@ -2,16 +2,12 @@
 
 import pytest
 from http_server import DEMO
+from model_answers import CALL, TOOLS, output_of, result_of
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from test_parsing import CALL, TOOLS
 
-from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import Answer, GrowingChoice
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.text.tokenizer import Tokenizer
-
-REPORT = PrefixReport(10, 8, 6, MissReason.STATE_EVICTED)
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +19,6 @@ def answer_of(tokenizer, **options):
     messages = [{"role": "user", "content": "?"}]
     fields = ChatFields(messages=messages, tools=TOOLS, **options)
     return Answer(tokenizer, fields, "chatcmpl-1", "demo", has_thoughts=True)
-
-
-def result_of(text, reason):
-    return GenerationResult(0, [1] * 10, [1, 2], text, reason, REPORT)
-
-
-def output_of(text, reason=None):
-    return RequestOutput(0, 0, [1], text, reason, REPORT, 0, None)
 
 
 def test_a_tool_call_is_openai_s(tokenizer):

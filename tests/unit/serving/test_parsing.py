@@ -5,20 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_answers import CALL, TOOLS
 
 from megatron_hybrid.serving.parsing import AnswerParser, Content, Reasoning, ToolCall
 
-
-def function(name, **properties):
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-TOOLS = [
-    function("weather", city={"type": "string"}, days={"type": "integer"}),
-    function("time"),
-]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź", "days": 3}}\n</tool_call>'
 XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"

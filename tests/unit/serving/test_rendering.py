@@ -2,7 +2,7 @@
 
 import pytest
 from http_server import DEMO
-from test_parsing import TOOLS
+from model_answers import TOOLS
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields

@@ -1,0 +1,334 @@
+"""/v1/responses without stored state: its bodies as chats, and answers to chats as its bodies.
+
+An answer's output is a list of items: reasoning, a message, calls of functions, as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.serving.answers import Json, prefix_block
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.fields import ChatFields, Fields, Function
+from megatron_hybrid.serving.parsing import AnswerParser, Part, Reasoning, ToolCall
+
+UNSUPPORTED = {
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "previous_response_id": (),
+    "prompt": (),
+}
+"""Fields without an effect here -> values that ask for nothing, beside null."""
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class FlatTool(Function):
+    """A function, as this route has it."""
+
+    type: Literal["function"]
+
+
+class ResponseFields(Fields):
+    """Body of /v1/responses."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool = False
+    metadata: dict[str, Any] | None = None
+
+    def to_chat(self) -> ChatFields:
+        """The same as a chat.
+
+        Raises:
+            ApiError: an item that no chat has.
+        """
+        extra = dict(self.model_extra or {})
+        for name, harmless in UNSUPPORTED.items():
+            value = extra.pop(name, None)
+            if value is not None and value not in harmless:
+                text = f"{name} is not supported: this server keeps no responses"
+                raise ApiError(400, text, name, "unsupported_parameter")
+        form = (self.text or {}).get("format") or {"type": "text"}
+        if form != {"type": "text"}:
+            raise ApiError(400, f"text.format {form} is not supported", "text")
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+            for tool in self.tools or ()
+        ]
+        return ChatFields(
+            **{name: value for name, value in extra.items() if name in _SHARED},
+            model=self.model,
+            messages=list(self._messages()),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=tools or None,
+            tool_choice=self.tool_choice,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
+            stream=self.stream,
+        )
+
+    def _messages(self) -> Iterator[Json]:
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        if not self.input:
+            raise ApiError(400, "input is empty: give a text, or one item", "input")
+        for item in self.input:
+            yield from _messages_of(item)
+
+
+_SHARED = (
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority"),
+    *("cache_breakpoints", "request_id", "chat_template_kwargs", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
+)
+"""Fields of chats that this route takes, too."""
+
+
+def _messages_of(item: Json) -> Iterator[Json]:
+    kind = item.get("type", "message")
+    if kind == "message":
+        yield {"role": item.get("role"), "content": _text_of(item.get("content"))}
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        yield {"role": "assistant", "tool_calls": [call]}
+    elif kind == "function_call_output":
+        said = _text_of(item.get("output"))
+        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": said}
+    elif kind != "reasoning":  # which templates leave out of past turns
+        raise ApiError(
+            400, f"an item of input has the type {kind!r}, which is not supported", "input"
+        )
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
+            raise ApiError(400, f"a part of input is no text: {part!r:.80}", "input")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+class ResponseAnswer:
+    """The answer to one request of this route, whole or as events. See `Answer`.
+
+    Args:
+        fields: of the request.
+        chat: the same as a chat.
+        id: of the request.
+        model: the served name.
+        has_thoughts, is_thinking: see `AnswerParser`.
+    """
+
+    end_mark = b""
+
+    def __init__(
+        self,
+        fields: ResponseFields,
+        chat: ChatFields,
+        id: str,
+        model: str,
+        has_thoughts: bool,
+        is_thinking: bool,
+    ):
+        self._fields, self._id, self._model = fields, id, model
+        self._parser = AnswerParser(chat.callable_tools, has_thoughts, is_thinking)
+        self._created = time.time()
+        self._items: list[Json] = []
+        self._open: type[Part] | None = None  # the kind of the last item, while it grows
+        self._num_events = 0
+        self._reason = ""
+
+    def whole(self, results: Sequence[GenerationResult]) -> Json:
+        """The body. results: one."""
+        (result,) = results
+        self._grow(result.generated_text or "", result.finish_reason)
+        return self._body(self._status, [result.prefix], len(result.generated_tokens))
+
+    def growing(self, number: int) -> list[ResponseAnswer]:
+        """What takes the outputs of a stream: see `Answer.growing`."""
+        return [self]
+
+    def begin(self) -> list[Json]:
+        """The events before the first output."""
+        body = self._body("in_progress", [], 0)
+        return [
+            self._event(f"response.{kind}", response=body) for kind in ("created", "in_progress")
+        ]
+
+    def add(self, output: RequestOutput) -> list[Json]:
+        """The events of what a step added."""
+        return self._grow(output.text, output.finish_reason)
+
+    def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
+        """The events at the end."""
+        body = self._body(self._status, prefixes, num_generated)
+        return [self._event(f"response.{self._status}", response=body)]
+
+    def error(self, error: ApiError) -> Json:
+        """The event of a failure."""
+        about = {"code": error.code, "message": str(error), "param": error.param}
+        return self._event("error", **about)
+
+    def encode(self, event: Json) -> bytes:
+        """A server-sent event."""
+        data = json.dumps(event, ensure_ascii=False)
+        return f"event: {event['type']}\ndata: {data}\n\n".encode()
+
+    # Items -------------------------------------------------------------------------------------
+
+    def _grow(self, text: str, reason: str | None) -> list[Json]:
+        parts = self._parser.add(text)
+        if reason is not None:
+            parts += self._parser.end()
+            self._reason = reason
+        events = [event for part in parts for event in self._add(part)]
+        return events + (self._close() if reason is not None else [])
+
+    def _add(self, part: Part) -> Iterator[Json]:
+        if self._open is not type(part):
+            yield from self._close()
+        if isinstance(part, ToolCall):
+            yield from self._call(part)
+            return
+        if self._open is None:
+            yield from self._begin_item(type(part))
+        item = self._items[-1]
+        item["content"][0]["text"] += part.text
+        if isinstance(part, Reasoning):
+            yield self._event("response.reasoning_text.delta", **self._place, delta=part.text)
+        else:
+            given = {"delta": part.text, "logprobs": []}
+            yield self._event("response.output_text.delta", **self._place, **given)
+
+    def _begin_item(self, kind: type[Part]) -> Iterator[Json]:
+        self._open = kind
+        number = len(self._items)
+        item: Json = {"id": f"{self._id}-{number}", "status": "in_progress", "content": []}
+        if kind is Reasoning:
+            item |= {"type": "reasoning", "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        else:
+            item |= {"type": "message", "role": "assistant"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.output_item.added", output_index=number, item=dict(item))
+        self._items.append({**item, "content": [part]})
+        yield self._event("response.content_part.added", **self._place, part=dict(part))
+
+    def _close(self) -> list[Json]:
+        if self._open is None:
+            return []
+        item, kind = self._items[-1], self._open
+        item["status"] = "completed" if self._reason != "length" else "incomplete"
+        (part,) = item["content"]
+        name = "reasoning_text" if kind is Reasoning else "output_text"
+        extra = {} if kind is Reasoning else {"logprobs": []}
+        self._open = None
+        return [
+            self._event(f"response.{name}.done", **self._place, text=part["text"], **extra),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
+        ]
+
+    def _call(self, call: ToolCall) -> Iterator[Json]:
+        number = len(self._items)
+        item = {
+            "id": f"{self._id}-{number}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        self._items.append(item)
+        place = {"output_index": number, "item_id": item["id"]}
+        yield self._event(
+            "response.output_item.added",
+            output_index=number,
+            item={**item, "arguments": "", "status": "in_progress"},
+        )
+        kind = "response.function_call_arguments"
+        yield self._event(f"{kind}.delta", **place, delta=call.arguments)
+        yield self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=number, item=item)
+
+    @property
+    def _place(self) -> Json:
+        number = len(self._items) - 1
+        return {
+            "output_index": number,
+            "item_id": self._items[number]["id"],
+            "content_index": 0,
+        }
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _body(self, status: str, prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
+        fields = self._fields
+        usage = None
+        if prefixes:
+            (report,) = prefixes
+            usage = {
+                "input_tokens": report.prompt_tokens,
+                "input_tokens_details": {
+                    "cached_tokens": report.skipped_tokens,
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": num_generated,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": report.prompt_tokens + num_generated,
+                "prefix": prefix_block(report),
+            }
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata or {},
+            "model": self._model,
+            "output": list(self._items),
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": fields.temperature,
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": [
+                {"strict": False, "description": None, **tool.model_dump()}
+                for tool in fields.tools or ()
+            ],
+            "top_p": fields.top_p,
+            "usage": usage,
+        }

@@ -1,0 +1,116 @@
+"""/v1/responses as the `openai` package sees it."""
+
+import openai
+import pytest
+from http_server import running_server
+from model_answers import CALL, REPORT, output_of, result_of
+
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def client():
+    with running_server() as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def respond(client, **fields):
+    given = {"input": "Once upon a time there was", "max_output_tokens": 12, "temperature": 0}
+    return client.responses.create(model="demo", **{**given, **fields})
+
+
+def test_a_response_says_what_a_chat_says(client):
+    found = respond(client)
+    messages = [{"role": "user", "content": "Once upon a time there was"}]
+    chat = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=12, temperature=0
+    )
+    assert found.output_text == chat.choices[0].message.content != ""
+    assert found.status == "incomplete"
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.usage.output_tokens == 12
+    again = respond(client).usage
+    assert again.input_tokens_details.cached_tokens == again.input_tokens
+
+
+def test_a_stream_builds_the_same_response(client):
+    whole, text, numbers = respond(client), "", []
+    for event in respond(client, stream=True):
+        numbers.append(event.sequence_number)
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert numbers == list(range(len(numbers)))
+    assert text == whole.output_text
+    assert event.type == "response.incomplete" and event.response.output_text == text
+    stop = {"extra_body": {"stop": " "}}
+    with client.responses.stream(model="demo", input="Once upon a time", **stop) as stream:
+        assert stream.get_final_response().status == "completed"
+
+
+def test_turns_are_items(client):
+    first = respond(client)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Once upon a time there was"}]},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "rain"},
+    ]
+    usage = respond(client, input=items, instructions="Be brief").usage
+    assert usage.input_tokens > first.usage.total_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+    ids=str,
+)
+def test_what_needs_more_is_refused(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as raised:
+        respond(client, **fields)
+    assert raised.value.param == param
+
+
+def answer():
+    fields = ResponseFields(input="?", tools=[TOOL])
+    return ResponseAnswer(fields, fields.to_chat(), "resp_1", "demo", True, False)
+
+
+def test_calls_and_reasoning_are_items_of_their_own():
+    text = f"<think>well</think>Let me see.\n{CALL}"
+    whole = answer().whole([result_of(text, "stop")])
+    reasoning, message, call = whole["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "well")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (call["type"], call["name"], whole["status"]) == (
+        "function_call",
+        "weather",
+        "completed",
+    )
+    growing = answer()
+    events = growing.begin()
+    for letter in text:
+        events += growing.add(output_of(letter))
+    events += growing.add(output_of("", "stop")) + growing.last([REPORT], 2)
+    final = events[-1]["response"]
+    for items in (final["output"], whole["output"]):
+        items[2]["call_id"] = "any"
+    assert final["output"] == whole["output"] and final["usage"] == whole["usage"]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
+    assert kinds.count("function_call_arguments.done") == 1
+
+
+def test_an_error_in_a_stream_is_an_event():
+    event = answer().error(ApiError(500, "it broke"))
+    assert (event["type"], event["message"]) == ("error", "it broke")
+    assert answer().encode(event).startswith(b"event: error\ndata: {")
