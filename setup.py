@@ -49,7 +49,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
-        "serve": ["fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2"],
+        "serve": ["fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "xgrammar>=0.2"],
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -60,6 +60,7 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
             *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "openai>=3", "httpx>=0.28"),
+            "xgrammar>=0.2",
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
     from megatron_hybrid.ranks import RankError
+    from megatron_hybrid.text.guide import Guide
 
 __all__ = [
     "AsyncEngine",
@@ -39,6 +40,7 @@ __all__ = [
     "EngineBusyError",
     "EngineSuspendedError",
     "GenerationResult",
+    "Guide",
     "HybridConfig",
     "HybridModel",
     "InferenceConfig",
@@ -66,6 +68,7 @@ _MODULES = {
     "EngineBusyError": "inference.exclusive",
     "EngineSuspendedError": "inference.exclusive",
     "GenerationResult": "inference.request",
+    "Guide": "text.guide",
     "HybridConfig": "models.config.hybrid_config",
     "HybridModel": "models.hybrid_model",
     "InferenceConfig": "inference.config",

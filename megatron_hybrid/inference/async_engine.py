@@ -19,6 +19,7 @@ from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.text.guide import Guide
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -84,7 +85,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         added: the job that queues the request.
     """
 
-    def __init__(self, call: _Call, added: Future[None]):
+    def __init__(self, call: _Call, added: Future[None] | asyncio.Task[None]):
         self._call = call
         self._added = added
         self._is_over = False
@@ -185,6 +186,7 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        guide: Guide | None = None,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
@@ -206,7 +208,8 @@ class AsyncEngine:
             "priority": priority,
         }
         try:
-            await self._run(self._add, call, prompt, params, **options)
+            await self._compile(guide)
+            await self._run(self._add, call, prompt, params, guide=guide, **options)
             return await call.get()
         except BaseException:
             call.abandon()
@@ -217,6 +220,7 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        guide: Guide | None = None,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
@@ -237,7 +241,10 @@ class AsyncEngine:
             "n": n,
             "priority": priority,
         }
-        return AsyncStream(call, self._submit(partial(self._add, call, prompt, params, **options)))
+        add = partial(self._add, call, prompt, params, guide=guide, **options)
+        if guide is None:
+            return AsyncStream(call, self._submit(add))
+        return AsyncStream(call, asyncio.create_task(self._add_guided(guide, add)))
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
@@ -257,6 +264,15 @@ class AsyncEngine:
 
     async def __aexit__(self, *error) -> None:
         await self.close()
+
+    async def _compile(self, guide: Guide | None) -> None:
+        """Compile a guide in a thread of its own, so that no step waits for it."""
+        if guide is not None:
+            await asyncio.to_thread(self._engine.request_builder.check_guide, guide)
+
+    async def _add_guided(self, guide: Guide, add: Callable[[], None]) -> None:
+        await self._compile(guide)
+        await self._run(add)
 
     async def _run(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.wrap_future(self._submit(partial(job, *args, **kwargs)))

@@ -61,6 +61,7 @@ from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.ranks import Ranks, ranks_of
+from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
@@ -245,6 +246,7 @@ class DynamicInferenceEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        guide: Guide | None = None,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
@@ -259,6 +261,8 @@ class DynamicInferenceEngine:
                 junctions with other chats. With tools or template variables, pass both results of
                 `tokenizer.chat_prompt` as prompt and `cache_breakpoints`.
             params: sampling parameters; default `SamplingParams()`, the model's defaults or ours.
+            guide: what the answer may look like (JSON, a regex, one of some texts). Stop tokens may
+                come only where it may end; where nothing else can follow, it ends with "stop".
             salt: prefixes are shared only between requests of equal salt (tenants, adapters).
             cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
                 such as the end of a system prompt; at most 4,096.
@@ -270,10 +274,13 @@ class DynamicInferenceEngine:
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
+            ImportError: a guide needs xgrammar.
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("add_request")
-        samples = self.request_builder.build(prompt, params, salt, cache_breakpoints, n, priority)
+        samples = self.request_builder.build(
+            prompt, params, salt, cache_breakpoints, n, priority, guide
+        )
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
@@ -518,6 +525,7 @@ class DynamicInferenceEngine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        guide: Guide | Sequence[Guide | None] | None = None,
         salt: str | Sequence[str] = "",
         cache_breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         n: int | Sequence[int] = 1,
@@ -556,6 +564,7 @@ class DynamicInferenceEngine:
             ),
             spread(n, count, "n", is_int),
             spread(priority, count, "priority", is_int),
+            spread(guide, count, "guide", lambda g: g is None or isinstance(g, Guide)),
         )
         self._refuse_inside_step("generate")
         self._refuse_suspended("generate")
@@ -587,6 +596,7 @@ class DynamicInferenceEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        guide: Guide | None = None,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         priority: int = 0,
@@ -604,7 +614,7 @@ class DynamicInferenceEngine:
         """
         self._refuse_closed("stream")
         (request,) = self.request_builder.build(
-            prompt, params, salt, cache_breakpoints, 1, priority
+            prompt, params, salt, cache_breakpoints, 1, priority, guide
         )
         self.output.write_text_of(request)
         request.unread = deque()

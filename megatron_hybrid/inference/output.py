@@ -38,7 +38,7 @@ class OutputProcessor:
             if params.top_n_logprobs:
                 request.top_n_logprobs.append(sampled.top_log_probs)
         try:
-            stops = stops or self._ends_with_stop_word(request)
+            stops = stops or self._ends_with_stop_word(request) or request.follow_guide()
         except Exception as error:
             request.mark_failed(error)
             return True

@@ -30,6 +30,7 @@ from megatron_hybrid.inference.routing.router import Router
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import use_device_of
 from megatron_hybrid.ranks import leaders_of, ranks_of
+from megatron_hybrid.text.guide import Guide
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,7 @@ class Front:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        guide: Guide | None = None,
         salt: str = "",
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
@@ -239,7 +241,9 @@ class Front:
                     if self._error is None
                     else f"a replica has failed ({self._error}): end the job"
                 ) from self._error
-            samples = self._builder.build(prompt, params, salt, cache_breakpoints, n, priority)
+            samples = self._builder.build(
+                prompt, params, salt, cache_breakpoints, n, priority, guide
+            )
             spec = RequestSpec.of(samples)
             route = self.router.choose(np.asarray(spec.tokens, dtype=np.int32), salt)
             number = spec.first_id

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
+from megatron_hybrid.text.guide import Guide, GuideMatcher
 
 if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
@@ -123,6 +124,8 @@ class Request:
     cache_breakpoints: tuple[int, ...] = ()
     message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    guide: Guide | None = None
+    matcher: GuideMatcher | None = None  # of the guide
     sample_index: int = 0
     priority: int = 0  # lower ones start first
     origin: object = None  # the `RequestBuilder` of its engine
@@ -225,7 +228,10 @@ class Request:
 
     def draw(self) -> Draw:
         """The draw of the next token."""
-        params = self.params
+        params, matcher = self.params, self.matcher
+        # Where a guide is over, nothing but a stop token could be drawn.
+        is_over = self.follow_guide()
+        is_too_short = self.num_generated < params.min_tokens and not is_over
         repeats = params.penalises_repetition
         penalises = repeats or params.penalises_answer
         return Draw(
@@ -235,8 +241,21 @@ class Request:
             self.num_tokens,
             self._distinct_prompt_tokens if repeats else None,
             self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
-            tuple(self.stop_ids) if self.num_generated < params.min_tokens else (),
+            tuple(self.stop_ids) if is_too_short else (),
+            None if matcher is None else matcher.allowed,
         )
+
+    def follow_guide(self) -> bool:
+        """Let the guide's matcher, if there is one, see all generated tokens. Returns whether the
+        answer is complete.
+
+        Raises:
+            ValueError: no token of the tokenizer can follow.
+        """
+        if self.matcher is None:
+            return False
+        self.matcher.add(self.generated_from(self.matcher.num_tokens))
+        return self.matcher.is_over
 
     def result(self) -> GenerationResult:
         """The answer so far; final once `done`."""

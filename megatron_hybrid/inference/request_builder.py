@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -11,6 +12,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
+from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.validation import check_text, is_int
 
 
@@ -43,6 +45,7 @@ class RequestSpec:
     max_tokens: int
     """Of prompt and answer together."""
     params: SamplingParams
+    guide: Guide | None
     seed: int
     salt: str
     cache_breakpoints: tuple[int, ...]
@@ -60,6 +63,7 @@ class RequestSpec:
             first.tokens[: first.num_prompt_tokens],
             len(first.tokens),
             first.params,
+            first.guide,
             first.seed,
             first.salt,
             first.cache_breakpoints,
@@ -116,6 +120,7 @@ class RequestBuilder:
         cache_breakpoints: Sequence[int],
         n: int,
         priority: int = 0,
+        guide: Guide | None = None,
     ) -> list[Request]:
         """Build the n samples of one prompt; the first one has the others as siblings.
 
@@ -142,6 +147,9 @@ class RequestBuilder:
             raise TypeError(f"priority must be an int (lower ones start first), got {priority!r}")
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
+        if guide is not None:
+            self.check_guide(guide)
+            self._guides.matcher(guide, stop_ids)  # raises if there is no such answer
 
         first_id, self.next_id = self.next_id, self.next_id + int(n)
         seed = params.seed
@@ -153,6 +161,7 @@ class RequestBuilder:
                 tokens,
                 total,
                 params,
+                guide,
                 seed,
                 salt,
                 breakpoints,
@@ -170,12 +179,17 @@ class RequestBuilder:
         for index in range(spec.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)
             buffer[: len(spec.tokens)] = spec.tokens
+            matcher = None
+            if spec.guide is not None:
+                matcher = self._guides.matcher(spec.guide, spec.stop_ids)
             samples.append(
                 Request(
                     request_id=spec.first_id + index,
                     tokens=buffer,
                     num_prompt_tokens=len(spec.tokens),
                     params=spec.params,
+                    guide=spec.guide,
+                    matcher=matcher,
                     seed=spec.seed,
                     salt=spec.salt,
                     cache_breakpoints=spec.cache_breakpoints,
@@ -201,6 +215,26 @@ class RequestBuilder:
             )
         # A checked copy: the caller may have changed fields, and may change them later.
         return params.resolved(self._model_defaults)
+
+    def check_guide(self, guide: Guide) -> None:
+        """Compile a guide, which makes its first request fast. Any thread may do so.
+
+        Raises:
+            TypeError, ValueError: it cannot be kept to.
+            ImportError: xgrammar is missing.
+        """
+        if not isinstance(guide, Guide):
+            raise TypeError(f"guide must be a Guide or None, got {type(guide).__name__}")
+        self._guides.compile(guide)
+
+    @cached_property
+    def _guides(self) -> GuideCompiler:
+        if not hasattr(self.tokenizer, "token_bytes"):
+            raise TypeError(
+                f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
+                "has none: use the one of load_pretrained"
+            )
+        return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""
@@ -385,6 +419,7 @@ _EXPECTED = {
     "params": "SamplingParams",
     "salt": "a str",
     "cache_breakpoints": "a sequence of positions",
+    "guide": "a Guide",
     "n": "an int",
     "priority": "an int",
 }

@@ -5,7 +5,8 @@ without generator state. So preemption, chunks and batches do not change a reque
 ranks of a tensor-parallel job draw the same tokens without communication.
 
 All rows are drawn on their device, without waiting for it: `to_host` is the one wait of a step.
-Shape letters: n rows, m of them that are not greedy, V tokens of the vocabulary, c most likely.
+Shape letters: n rows, m of them together, g of those guided, V tokens of the vocabulary, c most
+likely, B bytes of a bit for each token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 from megatron_hybrid.ops.to_device import to_device
@@ -40,7 +42,7 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
 
 
 def adjust(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Change logits [n, V] by the biases, penalties and bans of their draws.
+    """Change logits [n, V] by the guides, biases, penalties and bans of their draws.
 
     Returns:
         fp32 [n, V]; the given tensor itself, unchanged in any case, if no draw asks for a change.
@@ -65,6 +67,15 @@ def _adjusted(logits_mV: Tensor, draws: Sequence[Draw]) -> Tensor:
         return to_device(flat, device) if len(flat) else None
 
     m, V = logits_mV.shape
+    if guided := [row for row, draw in enumerate(draws) if draw.allowed is not None]:
+        words = np.stack([draws[row].allowed for row in guided]).astype("<i4", copy=False)
+        bytes_gB1 = to_device(words.view(np.uint8), device, torch.uint8).unsqueeze(2)
+        shifts_8 = torch.arange(8, dtype=torch.uint8, device=device)
+        bits = ((bytes_gB1 >> shifts_8) & 1).flatten(1)
+        ruled_out_gV = pad(bits, (0, V - bits.shape[1])) == 0
+        guided_g = to_device(guided, device)
+        guided_gV = logits_mV.index_select(0, guided_g).masked_fill_(ruled_out_gV, -torch.inf)
+        logits_mV.index_copy_(0, guided_g, guided_gV)
     if (biased := places([list(own.logit_bias) for own in params])) is not None:
         biases = [bias for own in params for bias in own.logit_bias.values()]
         logits_mV.view(-1).index_add_(0, biased, to_device(biases, device, torch.float32))

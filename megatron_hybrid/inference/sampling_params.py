@@ -366,10 +366,13 @@ class Draw:
     """int32 [generated tokens], if the params penalise any."""
     banned: tuple[int, ...] = ()
     """Tokens that may not be drawn: stop tokens before `min_tokens`."""
+    allowed: np.ndarray | None = None
+    """As `GuideMatcher.allowed`; None: all."""
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.answer_tokens is not None or self.params.logit_bias or self.banned)
+        needs_data = self.answer_tokens is not None or self.allowed is not None
+        return bool(needs_data or self.params.logit_bias or self.banned)
 
 
 @dataclass(frozen=True, slots=True)

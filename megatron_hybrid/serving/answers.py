@@ -188,7 +188,7 @@ class Answer:
         return (self._entry(token, value) for token, value in top.items())
 
     def _entry(self, token: int, value: float) -> Json:
-        written = self.tokenizer.token_bytes(token)
+        written = self.tokenizer.shown_bytes(token)
         return {
             "token": written.decode(errors="replace"),
             "logprob": max(value, -9999.0),  # JSON has no infinity
@@ -196,7 +196,7 @@ class Answer:
         }
 
     def _name(self, token: int) -> str:
-        return self.tokenizer.token_bytes(token).decode(errors="replace")
+        return self.tokenizer.shown_bytes(token).decode(errors="replace")
 
 
 class GrowingChoice:

@@ -278,7 +278,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeFields) -> Json:
         tokens = await tokens_of(fields)
-        names = [service.tokenizer.token_bytes(t).decode(errors="replace") for t in tokens]
+        names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
         return {
             "count": len(tokens),
             "max_model_len": service.engine_config.max_sequence_length,

@@ -32,19 +32,18 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 # Its tokens tell apart tokenizers with the same vocabulary.
 _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 
+# Byte-level tokens are written with printable characters: those of Latin-1 stand for themselves,
+# the other bytes for U+0100 and on. A token of byte fallback is named after its byte.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
+}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
 # Sources of a tokenizer for `transformers` without tokenizer.json.
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with: a printable byte is the character
-    of its number, the others follow from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_letters()
 
 
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
@@ -221,19 +220,37 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token in a text, which may be a part of a character; of a special token
-        those of its name."""
-        name = self._tokenizer.id_to_token(token)
-        if name is None:
-            return b""
-        if (text := self.detokenize([token])) and "\ufffd" not in text:
-            return text.encode()
-        if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
-            return bytes.fromhex(fallback[1])
-        if all(letter in _BYTE_OF_LETTER for letter in name):
-            return bytes(_BYTE_OF_LETTER[letter] for letter in name)
-        return name.encode()
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Bytes that each token adds to a text; none for special tokens, which `detokenize` leaves
+        out, and for ids that are no tokens.
+
+        Raises:
+            ValueError: the tokenizer has a decoder that is not known here, such as WordPiece.
+        """
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        steps = decoder.get("decoders", [decoder])
+        kinds = {step.get("type") for step in steps}
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise ValueError(
+                f"the bytes of this tokenizer's tokens are unknown: its decoder is {names}; those "
+                "known are ByteLevel, ByteFallback and Metaspace"
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = [b""] * self.vocab_size
+        for text, token in self._tokenizer.get_vocab().items():
+            if token not in added or not added[token].special:
+                found[token] = _decoded(text, steps)
+        return found
+
+    def shown_bytes(self, token: int) -> bytes:
+        """What to show of a token: its bytes in a text, or the name of a special one."""
+        try:
+            written = self.token_bytes[token]
+        except ValueError:
+            written = self.detokenize([token]).encode()
+        return written or (self._tokenizer.id_to_token(token) or "").encode()
 
     @property
     def chat_template(self) -> str | None:
@@ -403,6 +420,21 @@ class Tokenizer:
 
 
 # Files -------------------------------------------------------------------------------------------
+
+
+def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """Bytes of one token's text, by the steps of a decoder."""
+    for step in steps:
+        kind = step.get("type")
+        if kind == "ByteLevel" and all(character in _BYTE_OF for character in text):
+            return bytes(_BYTE_OF[character] for character in text)
+        if kind == "ByteFallback" and (byte := _BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        if kind == "Replace" and "String" in step["pattern"]:
+            text = text.replace(step["pattern"]["String"], step["content"])
+        if kind == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+    return text.encode()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 that neither cache, batch, preemption nor samples may change."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import full_logits, random_tokens, tiny_engine, tiny_model
@@ -125,14 +127,30 @@ KINDS = st.fixed_dictionaries(
 @given(st.lists(st.tuples(PROMPTS, TOKENS, KINDS), min_size=1, max_size=6), st.integers(0, 100))
 def test_rows_that_are_adjusted_together_are_those_adjusted_alone(kinds, seed):
     draws = [draw_of(prompt, answer, (7, 9), **kind) for prompt, answer, kind in kinds]
+    allowed = np.random.default_rng(seed).integers(-(2**31), 2**31, (len(draws), 2), np.int32)
+    for index in range(0, len(draws), 2):
+        draws[index] = replace(draws[index], allowed=allowed[index])
     logits = rows_of(seed, len(draws)).bfloat16()
     before = logits.clone()
-    together = adjust(logits, draws)
+    with no_host_syncs():
+        together = adjust(logits, draws)
     assert torch.equal(logits, before)
     for row, draw in enumerate(draws):
         assert torch.equal(together[row].float(), adjust(logits[row][None], [draw])[0].float())
         if not draw.changes_logits:
             assert torch.equal(together[row], logits[row].to(together.dtype))
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64, 70])
+def test_tokens_whose_bit_is_not_set_are_ruled_out(vocab_size):
+    """Also those of a model's padded columns, for which there is no bit."""
+    logits = rows_of(0, 2, vocab_size)
+    words = np.array([0b1001, -(2**31)], np.int32)
+    given_ = adjust(logits, [draw_of([1], []), replace(draw_of([1], []), allowed=words)])
+    expected = torch.full((vocab_size,), -torch.inf)
+    kept = [token for token in (0, 3, 63) if token < vocab_size]
+    expected[kept] = logits[1, kept]
+    assert torch.equal(given_, torch.stack([logits[0], expected]))
 
 
 def test_a_step_in_which_no_row_asks_costs_nothing():

@@ -28,29 +28,6 @@ TEXTS = [
 ]
 
 
-def byte_fallback() -> Tokenizer:
-    """Single bytes, and a few letters, as sentencepiece has them."""
-    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "\u2581"]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-    inner.normalizer = normalizers.Replace(" ", "\u2581")
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    inner.decoder = decoders.Sequence(steps)
-    return Tokenizer(inner)
-
-
-@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-def test_the_bytes_of_tokens_are_those_of_the_text(trained, kind):
-    byte_level = Tokenizer(tokenizers.Tokenizer.from_str(trained))
-    tokenizer = byte_level if kind == "byte level" else byte_fallback()
-    for text in ("Hello, world", "  two  spaces\n", "Zażółć 漢字 🙂", "a b"):
-        tokens = tokenizer.tokenize(text)
-        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
-    if kind == "byte level":
-        assert tokenizer.token_bytes(tokenizer.tokenize(EOS)[0]) == EOS.encode()
-        assert tokenizer.token_bytes(10**6) == b""
-
-
 @pytest.fixture(scope="session")
 def trained():
     """tokenizer.json of a byte-level BPE tokenizer, as text."""
@@ -192,6 +169,57 @@ def test_vocab_size_counts_up_to_the_highest_id():
     inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     assert Tokenizer(inner).vocab_size == 8
     assert Tokenizer(tokenizers.Tokenizer(models.BPE())).vocab_size == 0
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "decoder"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+        (
+            pre_tokenizers.Metaspace(),
+            decoders.Sequence(
+                [
+                    decoders.Replace("▁", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 1, 0),
+                ]
+            ),
+        ),
+        (pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    ],
+)
+def test_the_bytes_of_tokens_make_up_the_text(pre_tokenizer, decoder):
+    is_byte_level = isinstance(decoder, decoders.ByteLevel)
+    if is_byte_level:
+        pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefé", "<", "0", "x"]
+    pieces += ["ab"]
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    model = models.BPE(vocab, [("a", "b")], byte_fallback=not is_byte_level)
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer, inner.decoder = pre_tokenizer, decoder
+    inner.add_tokens([tokenizers.AddedToken("<tool>"), tokenizers.AddedToken("naïve 漢")])
+    inner.add_special_tokens([EOS])
+    tokenizer = Tokenizer(inner)
+    texts = ["abc é ab", "ab<tool>naïve 漢 cab", "a b"]
+    if is_byte_level or "ByteFallback" in str(decoder):
+        texts.append("漢字 🙂 ~")
+    for text in texts:
+        ids = tokenizer.tokenize(text)
+        data = b"".join(tokenizer.token_bytes[token] for token in [*ids, vocab["a"]])
+        assert data.decode().lstrip() == tokenizer.detokenize([*ids, vocab["a"]]).lstrip()
+        assert data.decode().lstrip() == text + "a"
+    assert tokenizer.token_bytes[inner.token_to_id(EOS)] == b""
+    assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+
+
+def test_the_bytes_of_tokens_of_an_unknown_decoder_are_not_guessed():
+    inner = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    inner.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="its decoder is WordPiece; those known are ByteLevel"):
+        Tokenizer(inner).token_bytes  # noqa: B018
 
 
 def test_bos(write, trained):

@@ -1,0 +1,352 @@
+"""Guided answers: what a guide allows, token by token, whatever cache, batch, preemption and failed
+steps do."""
+
+import asyncio
+import json
+import pickle
+import re
+import threading
+from functools import partial
+
+import pytest
+from differential import InjectedError, failing_forward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import full_logits, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.request_builder import RequestBuilder, RequestSpec
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.guide import Guide
+
+WORDS = (b"ab", b'{"', b'":', b"yes", b"no ", b"\xc3\xa9t", b"12", b", ")
+PIECES = [*(bytes([byte]) for byte in range(256)), b"", *WORDS]
+VOCAB_SIZE = 272  # padded
+MODEL = tiny_model("M*-", vocab_size=VOCAB_SIZE)
+PROMPT = random_tokens(20)
+WORD = Guide.regex("([a-c]{2}|été|yes|no )( [0-9]{1,3}){2,4}")
+
+
+class Tokenizer:
+    """Bytes, some words, and ids without a text."""
+
+    eod = 256
+    token_bytes = PIECES
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, ids) -> str:
+        return b"".join(PIECES[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def engine_of(**fields):
+    return tiny_engine(MODEL, Tokenizer(), **fields)
+
+
+def sampled(**fields) -> SamplingParams:
+    return SamplingParams(**{"num_tokens_to_generate": 60, "seed": 3, **fields})
+
+
+def test_greedy_is_the_argmax_of_the_tokens_that_are_allowed():
+    texts = [b"yes sir", b"yesterday", b"nothing", b"no 12, 12", b"abab", b"aab"]
+    guide = Guide.choices([text.decode() for text in texts])
+    for seed in range(6):
+        prompt = random_tokens(12, seed=seed)
+        expected, answer = [], b""
+        while True:
+            row = full_logits(MODEL, [*prompt, *expected])[-1]
+            allowed = [
+                token
+                for token, piece in enumerate(PIECES)
+                if piece and any(text.startswith(answer + piece) for text in texts)
+            ]
+            if not allowed:
+                break
+            expected.append(max(allowed, key=lambda token: row[token].item()))
+            answer += PIECES[expected[-1]]
+        (result,) = engine_of().generate([prompt], sampled(top_k=1), guide=guide)
+        assert result.generated_tokens == expected and result.finish_reason == "stop"
+        assert result.generated_text.encode() == answer
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-f]{3}\d", r"(yes|no ){1,3}!?", r"\w{2,4}(, \w{2}){0,2}", r"(.|\n){5}é"]
+)
+def test_answers_match_a_regex(pattern):
+    engine = engine_of()
+    prompts = [random_tokens(9, seed=seed) for seed in range(4)]
+    results = engine.generate(prompts, sampled(), guide=Guide.regex(pattern))
+    for result in results:
+        assert result.finish_reason == "stop"
+        assert re.fullmatch(pattern, result.generated_text, re.DOTALL | re.ASCII)
+    assert len({result.generated_text for result in results}) > 1
+
+
+# JSON --------------------------------------------------------------------------------------------
+
+LEAVES = st.sampled_from(
+    [
+        {"type": "null"},
+        {"type": "boolean"},
+        {"type": "integer", "minimum": -20, "maximum": 300},
+        {"type": "string", "maxLength": 4},
+        {"type": "string", "pattern": "^[a-c]{1,3}$"},
+        {"enum": ["red", 7, None, "été"]},
+        {"const": [1, "two"]},
+    ]
+)
+
+
+def arrays(inner):
+    return st.builds(
+        lambda items, low, more: {
+            "type": "array",
+            "items": items,
+            "minItems": low,
+            "maxItems": low + more,
+        },
+        inner,
+        st.integers(0, 1),
+        st.integers(0, 1),
+    )
+
+
+def objects(inner):
+    return st.builds(
+        lambda properties, required: {
+            "type": "object",
+            "properties": properties,
+            "required": [name for name in properties if name in required],
+            "additionalProperties": False,
+        },
+        st.dictionaries(st.sampled_from(["a", "b c", 'q"', "é"]), inner, min_size=1, max_size=2),
+        st.sets(st.sampled_from(["a", "b c"])),
+    )
+
+
+def unions(inner):
+    return st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts})
+
+
+SCHEMAS = st.recursive(
+    LEAVES, lambda inner: arrays(inner) | objects(inner) | unions(inner), max_leaves=4
+)
+
+
+def fits(value, schema: dict) -> bool:
+    """Whether a JSON value fits one of these schemas."""
+    if "anyOf" in schema:
+        return any(fits(value, part) for part in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        options = schema.get("enum", [schema.get("const")])
+        return any(type(value) is type(each) and value == each for each in options)
+    kinds = {
+        "null": type(None),
+        "boolean": bool,
+        "integer": int,
+        "string": str,
+        "array": list,
+        "object": dict,
+    }
+    if type(value) is not kinds[schema["type"]]:
+        return False
+    if isinstance(value, str):
+        is_short = len(value) <= schema.get("maxLength", len(value))
+        return is_short and re.search(schema.get("pattern", ""), value) is not None
+    if isinstance(value, list):
+        has_size = schema["minItems"] <= len(value) <= schema["maxItems"]
+        return has_size and all(fits(item, schema["items"]) for item in value)
+    if isinstance(value, dict):
+        names, properties = value.keys(), schema["properties"]
+        if not set(schema["required"]) <= names <= properties.keys():
+            return False
+        return all(fits(value[name], properties[name]) for name in names)
+    return schema.get("minimum", -1) <= (value or 0) <= schema.get("maximum", 1)
+
+
+ENGINE = engine_of(max_requests=16)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(SCHEMAS, min_size=4, max_size=4), st.integers(0, 1000))
+def test_answers_fit_their_json_schemas(schemas, seed):
+    guides = list(map(Guide.json_schema, schemas))
+    # Whitespace, of which a random model likes to write 32 in a row, is made unlikely.
+    unlikely = {ord(space): -50 for space in " \n\t\r"}
+    params = sampled(num_tokens_to_generate=300, seed=seed, logit_bias=unlikely)
+    results = ENGINE.generate([PROMPT] * 4, params, guide=guides, n=2)
+    for schema, result in zip(schemas, results):
+        for sample in result.samples:
+            assert sample.finish_reason == "stop", sample.generated_text
+            assert fits(json.loads(sample.generated_text), schema)
+
+
+def test_a_cut_answer_is_the_beginning_of_an_allowed_one():
+    (result,) = engine_of().generate([PROMPT], sampled(num_tokens_to_generate=3), guide=WORD)
+    assert result.finish_reason == "length"
+    (whole,) = engine_of().generate([PROMPT], sampled(), guide=WORD)
+    assert whole.generated_tokens[:3] == result.generated_tokens
+
+
+# What must not change an answer ------------------------------------------------------------------
+
+
+def answers_of(result) -> list[list[int]]:
+    return [sample.generated_tokens for sample in result.samples]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Three samples, each alone and without a cache."""
+    engine = engine_of(prefix_caching="off")
+    samples = answers_of(engine.generate([PROMPT], sampled(), guide=WORD, n=3)[0])
+    assert len(set(map(tuple, samples))) == 3
+    return samples
+
+
+@pytest.mark.parametrize("mode", ["off", "memory_only", "restore"])
+def test_answers_are_the_same_in_chunks_from_the_cache_and_in_a_crowd(mode, expected):
+    engine = engine_of(prefix_caching=mode, max_tokens=7)
+    others = [random_tokens(length, seed=length) for length in (5, 31)]
+    for _ in range(2):  # in the second round from the cache
+        results = engine.generate(
+            [*others, PROMPT], sampled(), guide=[None, Guide.regex("[a-z]*"), WORD], n=[1, 1, 3]
+        )
+        assert answers_of(results[2]) == expected
+    if mode == "restore":
+        assert results[2].prefix.skipped_tokens >= len(PROMPT) - 1
+
+
+def test_guided_answers_are_cached_and_matched_like_others():
+    engine = engine_of()
+    (first,) = engine.generate([PROMPT], sampled(), guide=WORD)
+    turn = [*PROMPT, *first.generated_tokens]
+    (second,) = engine.generate([[*turn, 1, 2, 3]], sampled(), guide=WORD)
+    assert second.prefix.skipped_tokens >= len(turn) - 1
+
+
+def test_answers_are_the_same_across_preemption():
+    guide = Guide.regex("[a-z ]{70}")
+    params = sampled(num_tokens_to_generate=40)
+    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
+    alone = engine_of(prefix_caching="off")
+    wanted = [answers_of(alone.generate([p], params, guide=guide)[0]) for p in prompts]
+    spec = engine_of().cache.spec
+    pages = 6 + 5 * sum(spec.pages_per_block)  # for one request, and not for two
+    engine = engine_of(cache_bytes=pages * spec.page_bytes, max_tokens=32)
+    results = engine.generate(prompts, params, guide=guide)
+    assert engine.stats()["preemptions"] > 0
+    assert list(map(answers_of, results)) == wanted
+
+
+def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
+    engine = engine_of()
+    request = engine.add_request(PROMPT, sampled(), guide=WORD, n=3)
+    for count in range(200):
+        if request.closed and all(sample.closed for sample in request.samples):
+            break
+        if count % 3 == 2:
+            with failing_forward(engine), pytest.raises(InjectedError):
+                engine.step()
+        if count == 4:
+            engine.update_weights()
+        engine.step()
+    assert [sample.generated_tokens for sample in request.samples] == expected
+
+
+def test_another_process_makes_the_same_answers_of_the_spec(expected):
+    first, other = engine_of(), engine_of()
+    samples = first.request_builder.build(PROMPT, sampled(), "", (), 3, WORD)
+    spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
+    request = other.add_spec(spec)
+    while other.has_work:
+        other.step()
+    assert [sample.generated_tokens for sample in request.samples] == expected
+
+
+# Ends --------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_an_answer_only_where_the_guide_may_end():
+    engine = engine_of()
+    likely = sampled(logit_bias={256: 100}, top_k=1)
+    (result,) = engine.generate([PROMPT], likely, guide=Guide.regex("a{3}b*"))
+    assert (result.generated_text, result.finish_reason) == ("aaa", "stop")
+    (result,) = engine.generate([PROMPT], likely, guide=Guide.regex("(yes)?"), n=1)
+    assert (result.generated_text, result.finish_reason) == ("", "stop")
+    params = sampled(logit_bias={256: 100}, top_k=1, ignore_termination=True)
+    (result,) = engine.generate([PROMPT], params, guide=Guide.regex("a{3}b?"))
+    assert (result.generated_text, result.finish_reason) == ("aaab", "stop")
+
+
+def test_min_tokens_hold_until_the_guide_is_over():
+    params = sampled(logit_bias={256: 100}, min_tokens=5)
+    results = engine_of().generate(
+        [PROMPT] * 3, params, guide=list(map(Guide.regex, ("a{2}b*", "a{2}", "")))
+    )
+    assert [len(result.generated_tokens) for result in results] == [5, 2, 0]
+    assert {result.finish_reason for result in results} == {"stop"}
+
+
+def test_an_answer_that_the_tokenizer_cannot_go_on_with_ends_with_an_error():
+    tokenizer = Tokenizer()
+    tokenizer.token_bytes = [b"a", b"b"]
+    engine = tiny_engine(MODEL, tokenizer)
+    stuck, other = engine.generate(
+        [PROMPT] * 2, sampled(), guide=[Guide.regex("aé"), Guide.regex("ab")]
+    )
+    assert stuck.finish_reason == "error" and "relax it" in stuck.error
+    assert other.generated_tokens == [0, 1]
+
+
+# The door ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("guide", "error", "message"),
+    [
+        ("a", TypeError, "guide must be a Guide or None, got str"),
+        (Guide.regex("(a"), ValueError, "regex cannot be used"),
+    ],
+)
+def test_a_bad_guide_changes_nothing(guide, error, message):
+    engine = engine_of()
+    with pytest.raises(error, match=message):
+        engine.add_request(PROMPT, guide=guide)
+    assert engine.request_builder.next_id == 0 and not engine.has_work
+
+
+def test_a_guide_needs_a_tokenizer_with_token_bytes():
+    with pytest.raises(TypeError, match="needs a tokenizer with token_bytes, and NoneType has"):
+        tiny_engine(MODEL).add_request(PROMPT, guide=WORD)
+
+
+def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
+    threads, check = [], RequestBuilder.check_guide
+
+    def checked(self, guide):
+        threads.append(threading.current_thread().name)
+        check(self, guide)
+
+    monkeypatch.setattr(RequestBuilder, "check_guide", checked)
+    config = InferenceConfig(
+        cache_bytes=4 << 20, max_requests=8, max_tokens=512, max_sequence_length=1024
+    )
+
+    async def run():
+        async with AsyncEngine(MODEL, Tokenizer(), config) as engine:
+            generate = partial(engine.generate, PROMPT, sampled())
+            results = await asyncio.gather(generate(guide=WORD, n=3), generate())
+            stream = engine.stream(PROMPT, sampled(), guide=WORD)
+            streamed = [token async for output in stream for token in output.tokens]
+            with pytest.raises(ValueError, match="cannot be used"):
+                await generate(guide=Guide.regex("(a"))
+            with pytest.raises(ValueError, match="cannot be used"):
+                await anext(engine.stream(PROMPT, guide=Guide.regex("(a")))
+            return answers_of(results[0]), streamed
+
+    answers, streamed = asyncio.run(run())
+    assert answers == expected and streamed == expected[0]
+    assert any("async-engine" not in name for name in threads)

@@ -1,0 +1,264 @@
+"""Guides: a token is allowed if and only if an answer that the guide allows can go on with it, and
+a stop token where the answer may end."""
+
+import json
+import pickle
+import re
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid.text.guide import Guide, GuideCompiler
+
+EOS = 256
+PIECES = [*(bytes([byte]) for byte in range(256)), b"", b"ab", b'{"', b"yes", b"\xc3\xa9t", b"no "]
+VOCAB_SIZE = 300  # padded
+COMPILER = GuideCompiler(PIECES, VOCAB_SIZE)
+
+
+def allowed_tokens(matcher) -> set[int]:
+    bits = np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def reached(guide: Guide, text: bytes, stops=(EOS,)):
+    """The matcher behind a text, byte by byte; ValueError if it does not allow one."""
+    matcher = COMPILER.matcher(guide, stops)
+    for byte in text:
+        if byte not in allowed_tokens(matcher):
+            raise ValueError(f"{byte} is not allowed")
+        matcher.add([byte])
+    return matcher
+
+
+def accepts(guide: Guide, text: str) -> bool:
+    """Whether a text is a whole answer."""
+    try:
+        return EOS in allowed_tokens(reached(guide, text.encode()))
+    except ValueError:
+        return False
+
+
+def digits(*counts: int) -> list[str]:
+    return ["".join(each) for count in counts for each in product("012", repeat=count)]
+
+
+@pytest.mark.parametrize(
+    ("guide", "texts"),
+    [
+        (Guide.choices(["yes", "yellow", "no"]), ["yes", "yellow", "no"]),
+        (Guide.regex("(a|été)[0-2]{1,2}"), [a + b for a in ("a", "été") for b in digits(1, 2)]),
+        (Guide.regex("(ab)?(yes|no )?"), ["", "ab", "yes", "no ", "abyes", "abno "]),
+        *(
+            (Guide.choices(texts), texts)
+            for texts in (['a"b', "\\n", "\n\t", "é😀", "\x01\x7f", "ab" * 3, "'", "a|b"],)
+        ),
+        (Guide.json_schema({"enum": ["yes", 1, None, {"a": []}]}), ['"yes"', "1", "null"]),
+    ],
+)
+def test_allowed_are_the_tokens_that_some_answer_goes_on_with(guide, texts):
+    whole = [text.encode() for text in texts]
+    for text in whole:
+        for end in range(len(text) + 1):
+            before = text[:end]
+            expected = {
+                token
+                for token, piece in enumerate(PIECES)
+                if piece and any(each.startswith(before + piece) for each in whole)
+            }
+            given_ = allowed_tokens(reached(guide, before))
+            if guide.kind == "json_schema":  # of objects we do not list all spellings
+                assert expected <= given_ and (EOS in given_) == (before in whole)
+                continue
+            assert given_ == expected | ({EOS} if before in whole else set())
+
+
+def test_a_stop_token_is_allowed_where_the_answer_may_end_and_only_there():
+    guide = Guide.regex("ab*")
+    assert allowed_tokens(reached(guide, b"", (7, EOS))) == {ord("a"), 257}
+    assert allowed_tokens(reached(guide, b"a", (7, EOS))) == {ord("b"), 7, EOS}
+    # One that has a text of its own is no text here.
+    assert allowed_tokens(reached(guide, b"", (257,))) == {ord("a")}
+    assert allowed_tokens(reached(guide, b"a", (ord("b"),))) == {ord("b")}
+    assert allowed_tokens(reached(guide, b"a", ())) == {ord("b")}
+
+
+def test_a_guide_is_over_where_nothing_but_the_end_can_follow():
+    for guide, text in (
+        (Guide.choices(["yes", "yes!"]), "yes!"),
+        (Guide.regex("a{2}"), "aa"),
+        (Guide.json_object(), '{"a": [1, {"b": null}]}'),
+    ):
+        cuts = [reached(guide, text.encode()[:end], ()).is_over for end in range(len(text) + 1)]
+        assert cuts == [False] * len(text) + [True]
+
+
+def test_padded_ids_and_special_tokens_are_never_allowed():
+    any_text = Guide.regex(r"(.|\n)*")
+    assert max(allowed_tokens(reached(any_text, b"", (EOS,)))) < len(PIECES)
+    assert EOS not in allowed_tokens(reached(any_text, b"", ()))
+
+
+def test_matchers_of_one_guide_are_independent_and_catch_up():
+    guide = Guide.choices(["yes", "no"])
+    first, second = COMPILER.matcher(guide, (EOS,)), COMPILER.matcher(guide, (EOS,))
+    first.add(list(b"y"))
+    first.add(list(b"es"))
+    assert (first.num_tokens, second.num_tokens) == (3, 0)
+    second.add([259])  # "yes" as one token
+    assert np.array_equal(first.allowed, second.allowed) and second.is_over
+    with pytest.raises(ValueError, match="does not allow token 120 here"):
+        COMPILER.matcher(guide, (EOS,)).add([ord("x")])
+
+
+def test_a_guide_that_no_token_can_begin_is_refused():
+    lacking = GuideCompiler([b"a", b"b", b""], 8)
+    lacking.matcher(Guide.regex("a|é"), (2,))
+    for guide in (Guide.regex("é"), Guide.json_object()):
+        with pytest.raises(ValueError, match="no token of this tokenizer can begin"):
+            lacking.matcher(guide, (2,))
+    with pytest.raises(ValueError, match="no token of this tokenizer behind the answer so far"):
+        lacking.matcher(Guide.regex("aé"), (2,)).add([0])
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\d{3}-[a-z]+", r"\w+\s?", "[^a]", "a.b", "^ab$", r"(?:a|b){2,3}", r"\W\D\S", "é+"]
+)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_regex_is_that_of_python(pattern, data):
+    compiled = re.compile(pattern, re.DOTALL | re.ASCII)
+    text = data.draw(
+        st.one_of(st.from_regex(compiled, fullmatch=True), st.text("ab1-é \n.^$", max_size=5))
+    )
+    assert accepts(Guide.regex(pattern), text) == bool(compiled.fullmatch(text))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=8,
+    ),
+    st.sampled_from([None, 2]),
+)
+def test_a_json_object_is_any_of_them(value, indent):
+    for text in (json.dumps(value, indent=indent, ensure_ascii=bool(indent)),):
+        assert accepts(Guide.json_object(), text) == isinstance(value, dict)
+        assert not accepts(Guide.json_object(), text + "x")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 3},
+        {"type": "string", "minLength": 1},
+        {"type": "string", "pattern": r"^\W|\s|.|[^a]$"},
+        {"type": "object", "patternProperties": {"^.$": {}}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"maxLength": 2}},
+    ],
+)
+def test_what_json_escapes_comes_escaped_or_not_at_all(schema):
+    text = '"%s"' if schema["type"] == "string" else '{"%s": 1}'
+    guide = Guide.json_schema(schema)
+    wrong = [chr(byte) for byte in (*range(32), ord('"'), ord("\\"))]
+    assert not [character for character in wrong if accepts(guide, text % character)]
+    assert accepts(guide, text % "é")
+
+
+def test_whitespace_is_limited():
+    assert accepts(Guide.json_object(), '{"a":' + " " * 32 + "1}")
+    assert not accepts(Guide.json_object(), '{"a":' + " " * 33 + "1}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "'uniqueItems'"),
+        ({"type": "array", "contains": {"type": "integer"}}, "'contains'"),
+        ({"properties": {"a": {"not": {"type": "null"}}}}, "'not' is not supported: leave it out"),
+        ({"$defs": {"x": {"if": {}}}, "$ref": "#/$defs/x"}, "'if'"),
+        ({"anyOf": [{"type": "null"}], "minimum": 3}, "'minimum' beside 'anyOf'"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "'allOf' of several"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "'maxLength' beside 'pattern'"),
+        ({"type": "string", "pattern": '^"$'}, """'"' in the pattern|" in the pattern"""),
+        ({"type": "string", "pattern": r"^a\\b$"}, "in the pattern"),
+        ({"type": "object", "patternProperties": {"^\\n$": {}}}, "in the pattern"),
+        ({"type": "string", "format": "json-pointer"}, "the format 'json-pointer'"),
+        ({"type": "object", "required": ["a"]}, "'a' is required and not in 'properties'"),
+        ({"items": 5}, None),
+        ({"properties": {"a": 5}}, "must be an object or a bool, got 5"),
+        ("{", "bad JSON schema"),
+        ({"a": {1, 2}}, "bad JSON schema"),
+        ({"minimum": float("nan")}, "bad JSON schema"),
+        ({"type": "objec"}, "json_schema cannot be used: Unsupported type"),
+        (False, "cannot be used"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_to_is_refused(schema, message):
+    with pytest.raises(ValueError, match=message):
+        COMPILER.compile(Guide.json_schema(schema))
+
+
+def test_a_schema_of_pydantic_is_taken():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Inner(pydantic.BaseModel):
+        kind: str = pydantic.Field(pattern="^[a-z]{2}$")
+        size: int | None = None
+
+    class Outer(pydantic.BaseModel):
+        """An answer."""
+
+        inner: Inner = pydantic.Field(description="of it")
+        tags: list[str] = pydantic.Field(max_length=2)
+
+    guide = Guide.json_schema(Outer.model_json_schema())
+    text = Outer(inner=Inner(kind="ab", size=3), tags=["x"]).model_dump_json()
+    assert accepts(guide, text)
+    assert not accepts(guide, text.replace("ab", "AB"))
+    assert not accepts(guide, '{"inner":{"kind":"ab"}}')
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Guide.choices([]), ValueError, "one or more non-empty strings"),
+        (lambda: Guide.choices("yes"), ValueError, "one or more non-empty strings"),
+        (lambda: Guide.choices(["a", ""]), ValueError, "one or more non-empty strings"),
+        (lambda: Guide.choices(["a", 1]), ValueError, "one or more non-empty strings"),
+        (lambda: Guide.choices(["\ud800"]), ValueError, "guide's choices has .*half of a char"),
+        (lambda: Guide.regex(5), TypeError, "needs a str, got int"),
+        (lambda: Guide.regex("(a"), ValueError, "regex cannot be used: Regex parsing error"),
+        (lambda: Guide.regex("(?=a)b"), ValueError, "Lookahead is not supported"),
+    ],
+)
+def test_bad_guides(make, error, message):
+    with pytest.raises(error, match=message):
+        COMPILER.compile(make())
+
+
+def test_a_schema_nested_too_deeply_is_refused():
+    schema = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Guide.json_schema(schema)
+
+
+def test_a_guide_is_plain_data():
+    for guide in (Guide.json_schema({"type": "null"}), Guide.regex("a"), Guide.choices(["a"])):
+        other = pickle.loads(pickle.dumps(guide))
+        assert other == guide and hash(other) == hash(guide)
+
+
+def test_without_xgrammar_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ImportError, match=r"need xgrammar: pip install '\.\[serve\]'"):
+        GuideCompiler(PIECES, VOCAB_SIZE)
