@@ -258,7 +258,7 @@ def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
 
 def test_another_process_makes_the_same_answers_of_the_spec(expected):
     first, other = engine_of(), engine_of()
-    samples = first.request_builder.build(PROMPT, sampled(), "", (), 3, WORD)
+    samples = first.request_builder.build(PROMPT, sampled(), "", (), 3, guide=WORD)
     spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
     request = other.add_spec(spec)
     while other.has_work:
