@@ -18,9 +18,11 @@ import numpy as np
 
 from megatron_hybrid.validation import check_text
 
-MAX_WHITESPACE = 32
+MAX_WHITESPACE = 16
 """Most spaces and newlines in a row between two parts of a JSON answer. Without a limit a model may
 write nothing else until its answer is full."""
+MAX_DEPTH = 64
+"""Most schemas inside of each other; the time to compile them grows with the square, or faster."""
 CACHE_BYTES = 256 << 20
 """Of compiled grammars that a compiler keeps."""
 
@@ -107,20 +109,25 @@ class Guide:
 
 
 def _parts_of(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all schemas in it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, bool):
-            continue
-        if not isinstance(part, Mapping):
-            raise ValueError(f"a schema must be an object or a bool, got {part!r}")
-        yield part
-        for name in _SCHEMAS_BY_NAME:
-            waiting += part.get(name, {}).values() if isinstance(part.get(name), Mapping) else ()
-        for name in _LISTS_OF_SCHEMAS:
-            waiting += part[name] if isinstance(part.get(name), list) else ()
-        waiting += [part[name] for name in _SINGLE_SCHEMAS if isinstance(part.get(name), Mapping)]
+    """The schema and all schemas in it, outer ones first."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it has more than {MAX_DEPTH} schemas inside of each other")
+        inner = []
+        for part in level:
+            if isinstance(part, bool):
+                continue
+            if not isinstance(part, Mapping):
+                raise ValueError(f"a schema must be an object or a bool, got {part!r}")
+            yield part
+            for name in _SCHEMAS_BY_NAME:
+                inner += part[name].values() if isinstance(part.get(name), Mapping) else ()
+            for name in _LISTS_OF_SCHEMAS:
+                inner += part[name] if isinstance(part.get(name), list) else ()
+            inner += [part[name] for name in _SINGLE_SCHEMAS if isinstance(part.get(name), Mapping)]
+        level = inner
 
 
 def _check_schema(part: Mapping[str, Any]) -> None:
@@ -145,6 +152,8 @@ def _check_schema(part: Mapping[str, Any]) -> None:
             refuse(f"{found[0]} in the pattern {pattern!r}")
     if part.get("format") in _UNSUPPORTED_FORMATS:
         refuse(f"the format {part['format']!r}")
+    if not str(part.get("$ref", "#")).startswith("#"):
+        refuse(f"a '$ref' out of the schema, {part['$ref']!r},")
     required = part.get("required")
     if isinstance(required, list):
         for name in required:

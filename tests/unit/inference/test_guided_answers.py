@@ -173,7 +173,7 @@ ENGINE = engine_of(max_requests=16)
 @given(st.lists(SCHEMAS, min_size=4, max_size=4), st.integers(0, 1000))
 def test_answers_fit_their_json_schemas(schemas, seed):
     guides = list(map(Guide.json_schema, schemas))
-    # Whitespace, of which a random model likes to write 32 in a row, is made unlikely.
+    # Whitespace, of which a random model likes to write 16 in a row, is made unlikely.
     unlikely = {ord(space): -50 for space in " \n\t\r"}
     params = sampled(num_tokens_to_generate=300, seed=seed, logit_bias=unlikely)
     results = ENGINE.generate([PROMPT] * 4, params, guide=guides, n=2)
