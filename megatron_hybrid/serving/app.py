@@ -32,6 +32,7 @@ from megatron_hybrid.serving.rendering import (
     begins_in_thought,
     chat_prompt,
     completion_prompts,
+    guide_of,
     sampling_params,
 )
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -135,14 +136,16 @@ async def _answer(
     with ExitStack() as undo:
         ticket = state.ticket = undo.enter_context(service.admitted(request_id, state.key))
         prompts = await _prompts(service, fields)
-        params = _params(service, fields, prompts)
+        params, guide = _params(service, fields, prompts), guide_of(fields)
         options = {
             "salt": service.salt_of(state.key, fields.cache_salt),
             "cache_breakpoints": fields.cache_breakpoints or (),
             "n": fields.n,
             "priority": fields.priority,
+            "guide": guide,
         }
-        is_thinking = await _is_thinking(service, fields)
+        # A guided answer begins with what the guide asks for.
+        is_thinking = guide is None and await _is_thinking(service, fields)
         answer = make(ticket.request_id, service.has_thoughts, is_thinking)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)

@@ -68,6 +68,8 @@ def refusal_of(error: Exception) -> ApiError:
     found = found or re.match(r"(n|salt|cache_breakpoints)\b", text)
     if found:
         param = _API_NAMES.get(found[1], found[1])
+    elif "guide" in text:
+        param = "response_format"
     elif "max_sequence_length" in text or "cache_bytes" in text:
         param, code = "messages", "context_length_exceeded"
     return ApiError(400, text, param, code)

@@ -18,11 +18,10 @@ UNSUPPORTED: dict[str, tuple] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "web_search_options": (),
 }
@@ -39,6 +38,32 @@ class StreamOptions(Fields):
     """Of a stream."""
 
     include_usage: bool = False
+
+
+class JsonSchema(Fields):
+    """In a `response_format`."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+FORMATS = ("text", "json_object", "json_schema")
+
+
+class ResponseFormat(Fields):
+    """As in OpenAI's API."""
+
+    type: Literal[FORMATS]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """As in vLLM's API: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -64,6 +89,8 @@ class GenerationFields(Fields):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
@@ -149,14 +176,26 @@ class ChatFields(GenerationFields):
         """Functions that the answer may call."""
         return [] if self.tool_choice == "none" else self.shown_tools or []
 
+    @property
+    def required_tools(self) -> list[Function]:
+        """Functions of which the answer has to call one; none: it is free."""
+        functions = [tool.function for tool in self.tools or ()]
+        if self.tool_choice == "required":
+            return functions
+        if not isinstance(self.tool_choice, dict):
+            return []
+        named = self.tool_choice.get("function", self.tool_choice)  # flat in /v1/responses
+        return [function for function in functions if function.name == named.get("name")]
+
     def check(self) -> None:
         super().check()
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             raise ApiError(
                 400,
-                f"tool_choice is {self.tool_choice!r}; this server knows 'none' and 'auto'",
+                f"tool_choice is {self.tool_choice!r}, and tools are "
+                f"{[tool.function.name for tool in self.tools or ()]}: name one of them, or say "
+                "'auto', 'required' or 'none'",
                 "tool_choice",
-                "unsupported_parameter",
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.inference.request_builder import RenderedChat, check_messages
@@ -11,6 +12,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import ChatFields, CompletionFields, GenerationFields
 from megatron_hybrid.serving.parsing import THINK
+from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -99,6 +101,61 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
     if not all(map(len, found)):
         raise ApiError(400, "a prompt is empty: give at least one token", "prompt")
     return found
+
+
+def guide_of(fields: GenerationFields) -> Guide | None:
+    """What the answer may look like.
+
+    Raises:
+        ApiError: a schema or a regex that cannot be kept to, or several wishes at a time.
+    """
+    wishes = list(_wishes(fields))
+    if len(wishes) > 1:
+        names = " and ".join(name for name, _ in wishes)
+        raise ApiError(400, f"{names} both say what the answer looks like: give one", wishes[1][0])
+    for name, make in wishes:
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"{name}: {error}", name) from error
+    return None
+
+
+def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]]]:
+    """Fields that ask for a guide, and what makes it."""
+    form, wanted = fields.response_format, fields.structured_outputs
+    if form is not None and form.type == "json_object":
+        yield "response_format", Guide.json_object
+    if form is not None and form.type == "json_schema":
+        schema = True if form.json_schema is None else form.json_schema.schema_
+        yield "response_format", partial(Guide.json_schema, schema)
+    if wanted is not None:
+        makers = {
+            "json_": Guide.json_schema,
+            "regex": Guide.regex,
+            "choice": Guide.choices,
+            "json_object": lambda value: Guide.json_object(),
+        }
+        for name, make in makers.items():
+            if value := getattr(wanted, name):
+                yield "structured_outputs", partial(make, value)
+    if isinstance(fields, ChatFields) and (functions := fields.required_tools):
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"enum": [function.name]},
+                    "arguments": {"type": "object", **function.parameters},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for function in functions
+        ]
+        yield (
+            "tool_choice",
+            partial(Guide.json_schema, calls[0] if len(calls) == 1 else {"anyOf": calls}),
+        )
 
 
 def sampling_params(

@@ -16,7 +16,7 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import Json, prefix_block
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import ChatFields, Fields, Function
+from megatron_hybrid.serving.fields import FORMATS, ChatFields, Fields, Function
 from megatron_hybrid.serving.parsing import AnswerParser, Part, Reasoning, ToolCall
 
 UNSUPPORTED = {
@@ -64,13 +64,15 @@ class ResponseFields(Fields):
             if value is not None and value not in harmless:
                 text = f"{name} is not supported: this server keeps no responses"
                 raise ApiError(400, text, name, "unsupported_parameter")
-        form = (self.text or {}).get("format") or {"type": "text"}
-        if form != {"type": "text"}:
-            raise ApiError(400, f"text.format {form} is not supported", "text")
+        form = dict((self.text or {}).get("format") or {"type": "text"})
+        if form.get("type") == "json_schema":  # flat here
+            form["json_schema"] = {"schema": form.get("schema", True)}
         tools = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
             for tool in self.tools or ()
         ]
+        if form.get("type") not in FORMATS:
+            raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
         return ChatFields(
             **{name: value for name, value in extra.items() if name in _SHARED},
             model=self.model,
@@ -80,6 +82,7 @@ class ResponseFields(Fields):
             top_p=self.top_p,
             tools=tools or None,
             tool_choice=self.tool_choice,
+            response_format=form,
             reasoning_effort=(self.reasoning or {}).get("effort"),
             stream=self.stream,
         )

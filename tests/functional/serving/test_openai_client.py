@@ -1,8 +1,12 @@
 """The server as the `openai` package sees it."""
 
+import json
 import math
+import re
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from http_server import running_server
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -170,6 +174,78 @@ def test_models(client):
         client.models.retrieve("other")
 
 
+def schema(of_answer):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": of_answer}}
+
+
+class Animal(pydantic.BaseModel):
+    name: Literal["fox", "owl"]
+    legs: int = pydantic.Field(ge=2, le=4)
+
+
+def test_an_answer_is_parsed_into_a_model(client):
+    messages = [{"role": "user", "content": PROMPT}]
+    found = client.chat.completions.parse(
+        model="demo", messages=messages, response_format=Animal, max_tokens=200
+    )
+    assert isinstance(found.choices[0].message.parsed, Animal)
+    again = client.responses.parse(
+        model="demo", input=PROMPT, text_format=Animal, max_output_tokens=200
+    )
+    assert isinstance(again.output_parsed, Animal)
+
+
+def test_a_guided_answer_is_cached_and_streamed_like_others(client):
+    form = {"response_format": schema({"enum": ["north", "south"]}), "max_tokens": 50}
+    first, second = chat(client, **form), chat(client, **form)
+    assert first.choices[0].message.content in ('"north"', '"south"')
+    assert first.choices[0].finish_reason == "stop"
+    assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens
+    streamed = [chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True, **form)]
+    assert "".join(streamed) == first.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json_object": True}, r"\{.*"),  # the model never comes to an end
+    ],
+)
+def test_structured_outputs(client, wanted, pattern):
+    given = {"extra_body": {"structured_outputs": wanted}, "max_tokens": 300, "temperature": 1.0}
+    text = complete(client, seed=1, **given).choices[0].text
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_tool_call_can_be_required(client, named, stream):
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Kyoto", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name in ("weather", "map")
+    ]
+    choice = {"type": "function", "function": {"name": "map"}} if named else "required"
+    found = chat(client, tools=tools, tool_choice=choice, max_tokens=250, stream=stream)
+    if stream:
+        chunks = list(found)
+        (call,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        (call,), reason = found.choices[0].message.tool_calls, found.choices[0].finish_reason
+    assert call.function.name in (["map"] if named else ["weather", "map"])
+    assert json.loads(call.function.arguments)["city"] in ("Kyoto", "Oslo")
+    assert reason == "tool_calls"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -181,6 +257,9 @@ def test_models(client):
         ({"extra_body": {"cache_breakpoints": [10**6]}}, "cache_breakpoints"),
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
         ({"extra_body": {"tool_choice": "required"}}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": schema({"not": {}})}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "response_format"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"3": 500}}, "logit_bias"),

@@ -68,7 +68,7 @@ def test_turns_are_items(client):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
     ],
