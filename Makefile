@@ -48,7 +48,8 @@ help:
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
-	@echo "make soak          100,000 steps with failing allocations; under an hour"
+	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps with"
+	@echo "                   failing allocations, under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -109,6 +110,7 @@ gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 
 # 100,000 engine steps, of which every other one meets failing allocations; under an hour.
 soak: $(VENV)/.installed-test
+	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
 
 test-newest:
