@@ -143,6 +143,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(command=_serve)
 
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model, and see what each turn reuses",
+        formatter_class=_Formatter,
+    )
+    _add_engine(chat, as_option=False)
+    chat.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
+    chat.add_argument("--temperature", type=float, help=f"0 is greedy {default} 1)")
+    chat.add_argument("--chat-template", metavar="FILE", help="in place of the model's")
+    chat.set_defaults(command=_chat)
+
     convert = commands.add_parser(
         "convert",
         help="between checkpoints of ours, Hugging Face's and Megatron-LM's (torch_dist)",
@@ -362,6 +373,19 @@ def _load(folder: str):
     return model, tokenizer
 
 
+def _load_for_chats(options: argparse.Namespace):
+    """Model and tokenizer, with the template that was asked for; the demo model has none."""
+    from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
+
+    model, tokenizer = _load(options.model)
+    if options.chat_template:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.set_chat_template(source, options.chat_template)
+    elif options.model == "demo":
+        tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    return model, tokenizer
+
+
 def _demo(options: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -426,7 +450,6 @@ def _serve(options: argparse.Namespace) -> int:
         from megatron_hybrid.serving.run import log_json_lines, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
-    from megatron_hybrid.serving.rendering import PLAIN_TEMPLATE
     from megatron_hybrid.serving.service import ServingConfig
 
     config = _inference_config(options, max_requests=options.max_requests)
@@ -443,13 +466,22 @@ def _serve(options: argparse.Namespace) -> int:
         drain_seconds=options.shutdown_timeout,
     )
     log_json_lines()
-    model, tokenizer = _load(options.model)
-    if options.chat_template:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
-        tokenizer.set_chat_template(source, options.chat_template)
-    elif options.model == "demo":
-        tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    model, tokenizer = _load_for_chats(options)
     asyncio.run(serve(model, tokenizer, config, serving, options.host, options.port))
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.sampling_params import SamplingParams
+    from megatron_hybrid.tools.chat import chat, typed_lines
+
+    params = SamplingParams(temperature=options.temperature, num_tokens_to_generate=options.tokens)
+    config = _inference_config(options)
+    with DynamicInferenceEngine(*_load_for_chats(options), config) as engine:
+        chat(engine, typed_lines(), params, lambda text: print(text, end="", flush=True))
+        if options.cache_dir:
+            engine.save_cache()
     return 0
 
 

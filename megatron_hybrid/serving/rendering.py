@@ -15,9 +15,6 @@ from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-"""Of models that were trained on text alone: they continue what is said."""
-
 
 def chat_prompt(
     tokenizer: Tokenizer,

@@ -17,8 +17,8 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.app import create_app
-from megatron_hybrid.serving.rendering import PLAIN_TEMPLATE
 from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,30 @@ def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_pa
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": "hot"}')
     assert cli.main(arguments) == 2
     assert "generation_config.json of the model has temperature='hot'" in capsys.readouterr().err
+
+
+def test_a_chat_reuses_its_turns(capsys, monkeypatch):
+    lines = iter(["Once upon a time there was a king.", "", "And then?"])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert cli.main(["chat", "--tokens", "12", "--temperature", "0", "--cache-mib", "32"]) == 0
+    found = re.findall(r"\[(\d+) prompt tokens, (\d+) skipped", capsys.readouterr().out)
+    (first, none), (second, skipped) = ([int(n) for n in turn] for turn in found)
+    assert none == 0 < first < skipped < second
+
+
+def test_a_conversation_goes_on_after_a_question_that_is_too_long(capsys, monkeypatch):
+    lines = ["Once upon a time", "long " * 200, "short"]
+    monkeypatch.setattr("megatron_hybrid.tools.chat.typed_lines", lambda: iter(lines))
+    assert cli.main(["chat", "--tokens", "5", "--context", "100", "--cache-mib", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "max_sequence_length" in text and text.count("prompt tokens, ") == 2
 
 
 def test_explain_after_the_prompts_before_it(folder, capsys):

@@ -15,7 +15,7 @@ _ssd_scan.register(
     kernel_backend(
         "mcore",
         "megatron_hybrid.ops.ssd.mcore",
-        TRITON | {"megatron.core.ssm.ops.intermediate_extraction": "megatron-core 0.19 or newer"},
+        TRITON | {"megatron.core.ssm.ops.intermediate_extraction": "megatron-core>=0.19"},
         priority=10,
     )
 )
