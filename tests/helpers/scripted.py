@@ -30,6 +30,10 @@ class ByteTokenizer:
     bos = 95
     vocab_size = VOCAB_SIZE
 
+    @property
+    def token_bytes(self) -> list[bytes]:
+        return list(map(piece, range(VOCAB_SIZE)))
+
     def tokenize(self, text: str) -> list[int]:
         ids = []
         data = text.encode()

@@ -1,6 +1,7 @@
 """One engine over several ranks on gloo: the first rank leads, the others follow. Its answers,
 log-probabilities and skipped tokens are those of one rank, in every layout."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
+from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -15,6 +17,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.text.guide import Guide
 
 MODEL = dict(
     layer_pattern="MG*S|E*W-",
@@ -42,6 +45,7 @@ PROMPTS = [
     BASE[:100] + random_tokens(20, seed=3),
 ]
 LOGGED = greedy(4, return_log_probs=True, skip_prompt_log_probs=True)
+GUIDE = Guide.regex("[a-f]{40}")
 CHUNKS = {"chunked": 64, "whole": 1024}
 CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
 
@@ -68,6 +72,14 @@ def sampled_in_a_crowd(engine):
         frequency_penalty=0.3,
     )
     results = engine.generate([BASE[start : start + 30] for start in (0, 40, 80)], params, n=2)
+    return [sample.generated_tokens for result in results for sample in result.samples]
+
+
+def guided(engine):
+    """Guided answers beside others, in a small pool."""
+    params = SamplingParams(num_tokens_to_generate=40, seed=7, ignore_termination=True)
+    prompts = [BASE[start : start + 30] for start in (0, 40, 80)]
+    results = engine.generate(prompts, params, guide=[GUIDE, None, GUIDE], n=2)
     return [sample.generated_tokens for result in results for sample in result.samples]
 
 
@@ -115,6 +127,7 @@ def jobs(folder, page_bytes):
     found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in CASES}
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
+    found["guided"] = crowd, guided
     tiers = make_config(host_cache_bytes=60 * page_bytes, cache_dir=folder)
     found["tiers"] = tiers, from_tiers
     found["warm start"] = tiers, from_tiers
@@ -137,7 +150,9 @@ def run_rank(rank, size, name, folder):
     load_checkpoint(model, folder)
     given = {}
     for job, (settings, work) in jobs(f"{folder}/{name}.cache", page_bytes_of(model)).items():
-        with DynamicInferenceEngine(model, None, settings) as engine:
+        with DynamicInferenceEngine(
+            model, ByteTokenizer() if work is guided else None, settings
+        ) as engine:
             if work is from_tiers:  # all ranks make the same calls
                 given[job] = work(engine)
             elif rank == 0:
@@ -168,7 +183,9 @@ def alone(folder):
     model = tiny_model(**MODEL)
     given = {}
     for job, (settings, work) in jobs(f"{folder}/alone.cache", page_bytes_of(model)).items():
-        with DynamicInferenceEngine(model, None, settings) as engine:
+        with DynamicInferenceEngine(
+            model, ByteTokenizer() if work is guided else None, settings
+        ) as engine:
             given[job] = work(engine)
     return given
 
@@ -201,6 +218,12 @@ def test_ranks_answer_and_skip_as_one(by_rank, alone, mode, cut):
 def test_ranks_draw_as_one_under_preemption(by_rank, alone):
     assert by_rank[0]["crowd"] == alone["crowd"]
     assert by_rank[0]["crowd: counts"]["preemptions"] > 0
+
+
+def test_ranks_guide_as_one(by_rank, alone):
+    assert by_rank[0]["guided"] == alone["guided"]
+    texts = [ByteTokenizer().detokenize(tokens) for tokens in alone["guided"]]
+    assert all(re.fullmatch("[a-f]{40}", text) for text in texts[:2] + texts[4:])
 
 
 @pytest.mark.parametrize("job", ["tiers", "warm start"])
