@@ -45,6 +45,7 @@ TOKENS = st.lists(st.integers(0, 49), max_size=30)
 PROMPTS = st.lists(st.integers(0, 49), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(PROMPTS, TOKENS, st.floats(0.1, 5), st.integers(0, 1000))
 def test_the_repetition_penalty_is_that_of_transformers(prompt, answer, penalty, seed):
     logits = rows_of(seed)
@@ -53,6 +54,7 @@ def test_the_repetition_penalty_is_that_of_transformers(prompt, answer, penalty,
     torch.testing.assert_close(given_, expected, rtol=1e-6, atol=0)
 
 
+@settings(deadline=None)
 @given(PROMPTS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 1000))
 def test_presence_and_frequency_penalties_are_those_of_openai(
     prompt, answer, presence, frequency, seed
@@ -69,6 +71,7 @@ def test_presence_and_frequency_penalties_are_those_of_openai(
     )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 49), st.floats(-100, 100), min_size=1), st.integers(0, 1000))
 def test_a_logit_bias_is_added_as_in_transformers(biases, seed):
     logits = rows_of(seed)
@@ -78,6 +81,7 @@ def test_a_logit_bias_is_added_as_in_transformers(biases, seed):
     torch.testing.assert_close(given_, expected, rtol=1e-6, atol=1e-6)
 
 
+@settings(deadline=None)
 @given(PROMPTS, TOKENS, st.integers(0, 30), st.sets(st.integers(0, 49), min_size=1))
 def test_stop_tokens_are_banned_before_min_tokens_as_in_transformers(
     prompt, answer, min_tokens, stops
@@ -88,6 +92,7 @@ def test_stop_tokens_are_banned_before_min_tokens_as_in_transformers(
     assert torch.equal(given_, expected(torch.tensor([[*prompt, *answer]]), logits))
 
 
+@settings(deadline=None)
 @given(st.floats(0.001, 1), st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 1000))
 def test_min_p_keeps_what_it_keeps_in_transformers(min_p, temperature, seed):
     logits = rows_of(seed).double()
@@ -123,7 +128,7 @@ KINDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(PROMPTS, TOKENS, KINDS), min_size=1, max_size=6), st.integers(0, 100))
 def test_rows_that_are_adjusted_together_are_those_adjusted_alone(kinds, seed):
     draws = [draw_of(prompt, answer, (7, 9), **kind) for prompt, answer, kind in kinds]
