@@ -148,9 +148,10 @@ class AsyncEngine:
     """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run in one batch.
 
     Coroutines of several event loops in several threads may use one AsyncEngine. A cancelled
-    coroutine, or a closed or dropped stream, cancels its own request only. If a step fails, the
-    admitted requests get its error; later ones are served. `stats`, `explain` and so on are the
-    engine's methods as coroutines, and run between two steps.
+    coroutine, or a closed or dropped stream, cancels its own request only. If a step fails, its
+    requests start again from what is cached: no output is lost, repeated or changed. A request that
+    three failed steps in a row are due to gets the error of the third, and the others go on.
+    `stats`, `explain` and so on are the engine's methods as coroutines, and run between two steps.
 
     `close` it, or use `async with`. Otherwise the program's exit ends it after the running step.
 
@@ -198,7 +199,8 @@ class AsyncEngine:
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
             RuntimeError: this engine is closed, or was closed before the answer was complete.
-            Exception: the error of a failed step.
+            Exception: the error of the third step that failed with this request, see
+                `DynamicInferenceEngine.take_failed`; or of one that no request can go on after.
         """
         call = _Call(streams=False, abandoned=self._abandoned)
         options = {
@@ -348,17 +350,16 @@ class AsyncEngine:
                 self._answered[call] = None
 
     def _fail(self, error: BaseException) -> None:
-        """End the admitted calls with the error of a step, or the oldest call if none was admitted:
-        every failed step ends at least one. All unanswered requests are back in the queue."""
-        calls = [call for call in self._live_calls() if call not in self._answered]
-        if not calls:
-            logger.error("a step failed with nobody waiting for it", exc_info=error)
-        admitted = [
-            call
-            for call in calls
-            if any(sample.report is not None and not sample.closed for sample in call.samples)
-        ]
-        for call in admitted or calls[:1]:
+        """End the calls that the error of a step is for. All others are back in the queue."""
+        failed = [request.request_id for request in self._engine.take_failed()]
+        calls = dict.fromkeys(self._calls[number] for number in failed if number in self._calls)
+        logger.error(
+            "a step failed: of %d requests %d get its error, the others go on from what is cached",
+            len(self._live_calls()),
+            len(calls),
+            exc_info=error,
+        )
+        for call in calls:
             self._cancel(call, error)
 
     def _end(self, call: _Call, item: object) -> None:

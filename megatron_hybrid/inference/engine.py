@@ -132,6 +132,7 @@ class DynamicInferenceEngine:
         self._weights = WeightWatch(model)
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
+        self._failed: list[Request] | None = None  # to cancel after a step that raised
         self._is_stepping = False
         self._num_decided_by_memory = errors.num_decided_by_memory
         self.is_suspended = self.is_closed = False
@@ -320,7 +321,9 @@ class DynamicInferenceEngine:
 
         If anything raises (such as a lack of memory for the forward), the running requests are
         queued again and start from the cache, which loses nothing; the next step returns outputs
-        that were ready by then, too. Ctrl-C takes effect after the step.
+        that were ready by then, too. After two such steps in a row they start one at a time; after
+        the third, `take_failed` tells which request makes steps fail. Ctrl-C takes effect after the
+        step.
 
         Raises:
             RuntimeError: the model is in training mode, or the engine is suspended, or a step of it
@@ -328,6 +331,7 @@ class DynamicInferenceEngine:
             RankFailedError: another rank has failed or ended.
         """
         self._refuse_inside_step("step")
+        self._failed = None
         self._refuse_suspended("step")
         if self.model.training:
             raise RuntimeError(
@@ -341,7 +345,7 @@ class DynamicInferenceEngine:
                 self._step()
                 self._check_decisions()
             except BaseException as error:
-                self.scheduler.abort()
+                self._failed = self.scheduler.fail()
                 if not isinstance(error, RestoreFailedError):  # which all ranks raise
                     self._control.report(error)
                 raise
@@ -355,6 +359,27 @@ class DynamicInferenceEngine:
         """Return the outputs that a failed step left, which the next one returns otherwise."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    @exclusive
+    def take_failed(self) -> list[Request]:
+        """Requests and samples to be cancelled after a step that raised, since the next ones would
+        raise, too; all others go on with the next step, which answers them as if nothing had
+        happened. Call it once after such a step.
+
+        They are those that three failed steps in a row are blamed on, in which they did not get on
+        (no token was added, nothing new of the prompt was computed), and those whose output could
+        not be made. If the step was refused, it is the first one, so that something changes; if a
+        rank has failed, all.
+        """
+        failed, self._failed = self._failed, None
+        # While other ranks follow, what is cancelled stays until they are told.
+        gone = {sample for request in list(self._abandoned) for sample in request.samples}
+        everyone = {*self.scheduler.running, *self.scheduler.waiting} - gone
+        if self._control.has_failed:
+            return list(everyone)
+        if failed is None:
+            return sorted(everyone, key=lambda request: request.request_id)[:1]
+        return failed
 
     def _check_decisions(self) -> None:
         """Raise MemoryError if a lack of memory has changed a decision, which other ranks have made
@@ -387,10 +412,16 @@ class DynamicInferenceEngine:
             )
 
     def _make_outputs(self) -> None:
-        while self._changed:
-            request = next(iter(self._changed))
-            self._outputs.append(self.output.take(request))
-            del self._changed[request]
+        """Outputs that cannot be made are made by the next step."""
+        changed, self._changed = self._changed, {}
+        for request in changed:
+            try:
+                self._outputs.append(self.output.take(request))
+            except BaseException as error:
+                self._changed[request], failure = None, error
+        if self._changed:
+            self._failed = [*(self._failed or ()), *self._changed]
+            raise failure
 
     def _step(self) -> None:
         if self._begin_step():
@@ -418,13 +449,17 @@ class DynamicInferenceEngine:
             if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
-        self._move()
+        self._run_moves()
+
+    def _run_moves(self) -> None:
+        """Execute the moves that are due before the next step."""
+        if plan := self.scheduler.schedule_moves():
+            self.scheduler.complete(plan, self.runner.run(plan))
 
     def _move(self) -> None:
-        """Execute the moves that are due before the next step."""
+        """`_run_moves` between two steps."""
         try:
-            if plan := self.scheduler.schedule_moves():
-                self.scheduler.complete(plan, self.runner.run(plan))
+            self._run_moves()
         except BaseException as error:
             self.scheduler.abort()
             self._control.report(error)
@@ -1038,6 +1073,8 @@ class DynamicInferenceEngine:
             "forward_tokens": self.scheduler.num_forward_tokens,
             "prefill_tokens": self.scheduler.num_prefill_tokens,
             "preemptions": self.scheduler.num_preemptions,
+            "step_failures": self.scheduler.num_failures,
+            "request_restarts": self.scheduler.num_restarts,
             "weight_changes": self.epoch,
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),

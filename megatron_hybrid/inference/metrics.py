@@ -30,6 +30,9 @@ COUNTERS = {
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "prefill_tokens": "Of these, tokens of prefills: of prompts, and of answers computed again.",
     "preemptions": "Running requests that gave up their pages for others.",
+    "step_failures": "Steps that raised an error.",
+    "request_restarts": "Running requests that began again from what is cached, for a failed step "
+    "or for other weights.",
     "rank_bytes": "Bytes sent to other ranks of the model, its own collectives left out.",
     "weight_changes": "Times that the weights had changed and all that was cached was dropped.",
     "fetches": "Prefixes that were fetched from host memory or the disk.",
@@ -73,7 +76,7 @@ _LOST_HELP = "Prompt tokens that were known, or in the making, and computed agai
 
 
 _GROUPS = {
-    "requests": ("requests", "leases", "preemptions", "refused", "held_back", "parked"),
+    "requests": ("request", "leases", "preemptions", "refused", "held_back", "parked"),
     "tokens": (
         "prompt_",
         "shared_",
@@ -81,7 +84,7 @@ _GROUPS = {
         "fetched_",
         "forward_",
         "prefill_",
-        "steps",
+        "step",
         "rank_",
     ),
     "lost tokens": (_LOST,),

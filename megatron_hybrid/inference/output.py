@@ -8,7 +8,7 @@ from megatron_hybrid.inference.sampling_params import Sampled
 
 class OutputProcessor:
     """Appends drawn tokens to requests, and decides when these are answered. If the tokenizer
-    fails on a request's text, only this request ends.
+    fails on a request's text, also with a panic of native code, only this request ends.
 
     Args:
         tokenizer: for text and stop strings; None: ids only.
@@ -39,7 +39,8 @@ class OutputProcessor:
                 request.top_n_logprobs.append(sampled.top_log_probs)
         try:
             stops = stops or self._ends_with_stop_word(request) or request.follow_guide()
-        except Exception as error:
+        except BaseException as error:
+            _raise_interrupt(error)
             request.mark_failed(error)
             return True
         if stops:
@@ -55,7 +56,8 @@ class OutputProcessor:
             return
         try:
             request.generated_text = self._text(request)
-        except Exception as error:
+        except BaseException as error:
+            _raise_interrupt(error)
             request.mark_failed(error)
 
     def write_text_of(self, request: Request) -> None:
@@ -94,7 +96,8 @@ class OutputProcessor:
             return ""
         try:
             return self._growing[request].add(tokens)
-        except Exception:  # of the tokenizer; the result has its message
+        except BaseException as error:  # of the tokenizer; the result has its message
+            _raise_interrupt(error)
             return ""
 
     def _ends_with_stop_word(self, request: Request) -> bool:
@@ -130,6 +133,12 @@ class OutputProcessor:
         start, word = min(found)
         keep = request.params.detokenize_stop_sequence
         return text[: start + len(word)] if keep else text[:start]
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise an error that is none of a tokenizer."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
 
 
 class GrowingText:

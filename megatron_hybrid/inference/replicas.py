@@ -169,9 +169,9 @@ class Replicas:
         prefilled = [i for i, r in running.items() if i in new and r.num_generated == 1]
         answered = [i for i, r in running.items() if all(sample.closed for sample in r.samples)]
         results = [running.pop(number).result() for number in answered]
-        if error is not None:  # those that the step ran get it, or the first one
-            ran = [i for i, request in running.items() if request.report is not None]
-            for number in ran or list(running)[:1]:
+        if error is not None:
+            ended = set(self.engine.take_failed())
+            for number in [i for i, r in running.items() if not ended.isdisjoint(r.samples)]:
                 self.engine.cancel(running.pop(number))
                 failed[number] = error
         news = _News(self._index.delta(), prefilled, results, {})

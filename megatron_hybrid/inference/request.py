@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
 
 _WIDTH = 80
+MAX_FAILURES = 3
+"""Failed steps in a row after which a request that did not get on fails with the last one."""
 
 
 class RequestStatus(StrEnum):
@@ -142,6 +144,8 @@ class Request:
     lacks_memory: bool = False  # to restore a state: all of the prompt is computed
     parked_tokens: int = 0  # computed before the preemption, with bytes in host memory
     num_preemptions: int = 0
+    num_failures: int = 0  # failed steps that it was blamed for, in a row
+    failed_at: tuple[int, int] = (0, 0)  # furthest (num_tokens, num_computed) at one of them
     lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
@@ -188,7 +192,23 @@ class Request:
         self.finish_reason = reason
         self.finished_at = time.perf_counter()
 
-    def mark_failed(self, error: Exception) -> None:
+    @property
+    def got_on(self) -> bool:
+        """Whether it is further than at any failed step that it was blamed for."""
+        return (self.num_tokens, self.num_computed) > self.failed_at
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what makes steps fail: two in a row did, and it has not got on."""
+        return self.num_failures >= MAX_FAILURES - 1 and not (self.done or self.got_on)
+
+    def note_failure(self) -> None:
+        """Blame it for a failed step."""
+        if self.got_on:
+            self.num_failures, self.failed_at = 0, (self.num_tokens, self.num_computed)
+        self.num_failures += 1
+
+    def mark_failed(self, error: BaseException) -> None:
         """End the request with the tokenizer's error for its text."""
         self.error = f"{type(error).__name__}: {error}"
         if self.finish_reason != "cancelled":

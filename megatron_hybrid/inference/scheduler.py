@@ -22,7 +22,7 @@ from megatron_hybrid.errors import (
     note_decided_by_memory,
     optional_decision,
 )
-from megatron_hybrid.inference.request import Request, RequestStatus
+from megatron_hybrid.inference.request import MAX_FAILURES, Request, RequestStatus
 from megatron_hybrid.inference.step_draft import Chunk, StepDraft, copies_of, tables_of
 from megatron_hybrid.inference.step_plan import Park, Restore, StepPlan, StepResult, Unpark
 from megatron_hybrid.inference.waiting_queue import WaitingQueue
@@ -73,7 +73,11 @@ class Scheduler:
         self._draft = StepDraft()  # of the current plan
         self._next = StepDraft()  # of the next plan
         self._num_plans = 0
+        self._admitting: Request | None = None
+        self._suspects: dict[Request, None] = {}  # of what made steps fail
         self.num_preemptions = 0
+        self.num_restarts = 0
+        self.num_failures = 0
         self.num_forward_tokens = 0
         self.num_prefill_tokens = 0
 
@@ -95,8 +99,9 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
-        blocked, num_coming, last_priority = False, 0, math.inf
+        blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
+            self._admitting = request
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(draft) > 0
             can_start = can_start and request.priority <= last_priority
@@ -112,6 +117,8 @@ class Scheduler:
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
             else:
                 blocked = not can_start or not self._admit(draft, request)
+                blocked = blocked or request in self._suspects
+        self._admitting = None
         self.fetches.poll()
         self._reserve_checkpoints(draft)
         return draft.plan(self._num_plans, self.fetches.take_loads())
@@ -128,6 +135,13 @@ class Scheduler:
 
     def _budget(self, draft: StepDraft) -> int:
         return self.max_tokens - draft.num_tokens
+
+    def _tests_a_suspect(self) -> bool:
+        """Whether a request runs that two failed steps are blamed on. None starts beside it: if the
+        next step fails, too, it was this one."""
+        if self._suspects:
+            self._suspects = {request: None for request in self._suspects if request.is_suspect}
+        return any(request.lease is not None for request in self._suspects)
 
     def _plan_work(self, draft: StepDraft, request: Request) -> None:
         """Add as many of the request's next tokens to the plan as the budget allows."""
@@ -432,17 +446,39 @@ class Scheduler:
                 self.waiting.put_first(sibling)
         return started
 
+    def fail(self) -> list[Request]:
+        """Roll back a failed step (`abort`), and blame it: on the request that was being admitted,
+        or else on the suspect that ran, or else on all that ran, or else on the first in line.
+
+        Two steps in a row that fail may have any cause, so all requests start again together. Then
+        they start one at a time, so that the third one tells which of them it is. Returns the
+        requests that were blamed for `MAX_FAILURES` in a row, to be cancelled.
+        """
+        self.num_failures += 1
+        running = [request for request in self.running if not request.done]
+        blamed = [request for request in running if request in self._suspects]
+        blamed = blamed or running or list(islice(self.waiting, 1))
+        if self._admitting is not None:
+            blamed = [self._admitting]
+        for request in blamed:
+            request.note_failure()
+            if request.is_suspect:
+                self._suspects[request] = None
+        self.abort()
+        return [request for request in blamed if request.num_failures >= MAX_FAILURES]
+
     def abort(self) -> None:
         """Roll back after a failed step. Its unrecorded results are dropped: pages and live slots
         may be half written. All running requests are queued again and start from the cache."""
         for request in self._draft.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
         self._next = StepDraft(drops=self._draft.drops + self._next.drops)
-        self._draft = StepDraft()
+        self._draft, self._admitting = StepDraft(), None
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
         for request in running:
+            self.num_restarts += not request.done
             self._requeue(request)
         for lease in leases:
             self.cache.release(lease)

@@ -25,12 +25,10 @@ class WaitingQueue(Collection[Request]):
 
     def discard(self, request: Request) -> None:
         """Take a request out, if it is in."""
-        try:
+        if request in self._requests:  # the ValueError of `index` would print the request
             place = self._requests.index(request)
-        except ValueError:
-            return
-        del self._requests[place]
-        self._num_back -= place < self._num_back
+            del self._requests[place]
+            self._num_back -= place < self._num_back
 
     def __contains__(self, request: object) -> bool:
         return request in self._requests

@@ -70,6 +70,8 @@ def test_what_only_grows_is_a_counter(engine):
         "prefill_tokens",
         "preemptions",
         "rank_bytes",
+        "step_failures",
+        "request_restarts",
         "weight_changes",
         "lost_tokens",
     }
