@@ -6,6 +6,7 @@ about sharing and eviction, the scheduler about the tokens of each step.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from megatron_hybrid.inference.memory import (
     cache_spec_of,
     full_bytes,
 )
+from megatron_hybrid.inference.meter import ActivityLog, Meter
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
@@ -140,6 +142,8 @@ class DynamicInferenceEngine:
         self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
         self.num_steps = 0
         self.peak_pages_in_use = 0
+        self.meter = Meter()
+        self._activity = ActivityLog()
 
     def _build(
         self, model: HybridModel, tokenizer, config: InferenceConfig, undo: ExitStack
@@ -338,6 +342,9 @@ class DynamicInferenceEngine:
                 "the model is in training mode, in which answers and what is cached of them would "
                 "be noisy: call model.eval(), or update_weights() after a training step"
             )
+        began, num_steps = time.perf_counter(), self.num_steps
+        if self.ranks.is_first and self._activity.is_due(began):
+            self._activity.write(self.stats(), began)
         with interrupts_wait(), self._control.inside():
             self._is_stepping = True
             try:
@@ -352,6 +359,9 @@ class DynamicInferenceEngine:
             finally:
                 self._is_stepping = False
                 self._make_outputs()
+        self._activity.until = ended = time.perf_counter()
+        if self.num_steps > num_steps:
+            self.meter.step.observe(ended - began)
         return self.take_outputs()
 
     @exclusive
@@ -444,11 +454,13 @@ class DynamicInferenceEngine:
         if self.config.verify_ranks:
             check_equal_decisions(self.ranks, self.num_steps, self.scheduler, plan)
         result = self.runner.run(plan)
-        for request in self.scheduler.complete(plan, result):
+        owners = self.scheduler.complete(plan, result)
+        for request in owners:
             self._changed[request] = None
             if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
+        self.meter.note_tokens(owners, time.perf_counter())
         self._run_moves()
 
     def _run_moves(self) -> None:
@@ -1072,6 +1084,7 @@ class DynamicInferenceEngine:
             "steps": self.num_steps,
             "forward_tokens": self.scheduler.num_forward_tokens,
             "prefill_tokens": self.scheduler.num_prefill_tokens,
+            "generation_tokens": self.meter.num_generated,
             "preemptions": self.scheduler.num_preemptions,
             "step_failures": self.scheduler.num_failures,
             "request_restarts": self.scheduler.num_restarts,
@@ -1090,8 +1103,9 @@ class DynamicInferenceEngine:
 
     @exclusive
     def metrics(self) -> str:
-        """`stats` in the text format of Prometheus; see `inference/metrics.py`."""
-        return prometheus_text(self.stats())
+        """`stats`, and times as histograms, in the text format of Prometheus; see
+        `inference/metrics.py`."""
+        return prometheus_text(self.stats(), self.meter.histograms)
 
     def _kv_blocks_in_use(self) -> int:
         """Number of distinct KV blocks of the running requests."""

@@ -6,7 +6,10 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from textwrap import wrap
+
+from megatron_hybrid.inference.meter import BOUNDS, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP response with these metrics."""
@@ -29,6 +32,7 @@ COUNTERS = {
     "steps": "Steps that had something to do, with a forward pass or without.",
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "prefill_tokens": "Of these, tokens of prefills: of prompts, and of answers computed again.",
+    "generation_tokens": "Tokens that were drawn, stop tokens included.",
     "preemptions": "Running requests that gave up their pages for others.",
     "step_failures": "Steps that raised an error.",
     "request_restarts": "Running requests that began again from what is cached, for a failed step "
@@ -72,6 +76,32 @@ GAUGES = {
     "disk_read_bytes": "Host memory of what was read from the disk and is not yet in the pool.",
 }
 """Keys of `engine.stats()` that rise and fall."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From adding a request to its first token.",
+    "inter_token_latency_seconds": "Between two tokens of a request.",
+    "request_queue_time_seconds": "From adding a request to its first slot.",
+    "request_prefill_time_seconds": "From the first slot of a request to its first token.",
+    "step_time_seconds": "Of steps that had something to do.",
+}
+"""Keys of `Meter.histograms`."""
+VLLM_PREFIX = "vllm:"
+VLLM_NAMES = {
+    "num_requests_running": ("requests_running",),
+    "num_requests_waiting": ("requests_waiting",),
+    "kv_cache_usage_perc": ("pages_in_use", "pages"),
+    "num_preemptions": ("preemptions",),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens",),
+    "prefix_cache_queries": ("prompt_tokens",),
+    "prefix_cache_hits": ("skipped_tokens",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+    "request_queue_time_seconds": ("request_queue_time_seconds",),
+    "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+}
+"""Second names of what means the same in vLLM: ours, or the first of two by the second. Schedulers
+such as llm-d's, and dashboards, read them by name, so that they work with this engine unchanged.
+Hits are tokens that were not computed, as there."""
 _LOST_HELP = "Prompt tokens that were known, or in the making, and computed again, by reason."
 
 
@@ -84,6 +114,7 @@ _GROUPS = {
         "fetched_",
         "forward_",
         "prefill_",
+        "generation_",
         "step",
         "rank_",
     ),
@@ -120,39 +151,59 @@ class Stats(dict[str, int]):
         return "\n".join(lines).replace("\xa0", " ")
 
 
-def prometheus_text(stats: Mapping[str, int]) -> str:
-    """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key.
+def prometheus_text(
+    stats: Mapping[str, int], histograms: Mapping[str, Histogram] | None = None
+) -> str:
+    """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key, with
+    histograms, and the names of VLLM_NAMES for those that are there.
 
     Names are `megatron_hybrid_` and the key; counters end in `_total`, and `lost_tokens_<reason>`
     is one metric with the label `reason`.
 
     Raises:
-        ValueError: a key is neither in COUNTERS nor in GAUGES.
+        ValueError: a key is neither in COUNTERS nor in GAUGES nor in HISTOGRAMS.
     """
+    values: dict[str, int | Histogram] = {**stats, **(histograms or {})}
     lines: list[str] = []
-    for key, value in stats.items():
-        if key.startswith(_LOST):
-            continue
-        if key in COUNTERS:
-            lines += _metric(f"{key}_total", "counter", COUNTERS[key], {"": value})
-        elif key in GAUGES:
-            lines += _metric(key, "gauge", GAUGES[key], {"": value})
-        else:
-            raise ValueError(
-                f"no metric is declared for {key!r}: add it to COUNTERS or GAUGES in {__name__}"
-            )
+    for key, value in values.items():
+        if not key.startswith(_LOST):
+            lines += _metric(PREFIX + key, key, value)
     lost = {
         f'{{reason="{key[len(_LOST) :]}"}}': value
         for key, value in stats.items()
         if key.startswith(_LOST)
     }
     if lost:
-        lines += _metric(f"{_LOST}total", "counter", _LOST_HELP, lost)
+        lines += _lines(f"{PREFIX}{_LOST}total", "counter", _LOST_HELP, lost)
+    for name, keys in VLLM_NAMES.items():
+        if all(key in values for key in keys):
+            value = values[keys[0]]
+            if len(keys) == 2:
+                value = value / values[keys[1]]
+            lines += _metric(VLLM_PREFIX + name, keys[0], value)
     return "".join(f"{line}\n" for line in lines)
 
 
-def _metric(name: str, kind: str, text: str, samples: Mapping[str, int]) -> list[str]:
-    """Lines of one metric. samples: values by formatted labels."""
-    name = PREFIX + name
-    values = [f"{name}{labels} {value}" for labels, value in samples.items()]
+def _metric(name: str, key: str, value: float | Histogram) -> list[str]:
+    """Lines of one metric, of the kind that the key is declared as."""
+    if key in HISTOGRAMS:
+        counts = list(accumulate(value.counts))
+        bounds = (*map(str, BOUNDS), "+Inf")
+        samples = {
+            f'_bucket{{le="{bound}"}}': count for bound, count in zip(bounds, counts, strict=True)
+        }
+        samples |= {"_sum": value.sum, "_count": counts[-1]}
+        return _lines(name, "histogram", HISTOGRAMS[key], samples)
+    if key in COUNTERS:
+        return _lines(f"{name}_total", "counter", COUNTERS[key], {"": value})
+    if key in GAUGES:
+        return _lines(name, "gauge", GAUGES[key], {"": value})
+    raise ValueError(
+        f"no metric is declared for {key!r}: add it to COUNTERS, GAUGES or HISTOGRAMS in {__name__}"
+    )
+
+
+def _lines(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
+    """samples: values by what follows the name."""
+    values = [f"{name}{suffix} {value}" for suffix, value in samples.items()]
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]

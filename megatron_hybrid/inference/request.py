@@ -163,7 +163,9 @@ class Request:
     num_chars_out: int = 0
     unread: "deque[RequestOutput] | None" = None  # outputs for its stream
     added_at: float = field(default_factory=time.perf_counter)
+    started_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
 
     def __post_init__(self):
@@ -183,6 +185,10 @@ class Request:
     def closed(self) -> bool:
         """Done, and not in the engine any more."""
         return self.status is RequestStatus.FINISHED
+
+    def mark_started(self) -> None:
+        if self.started_at is None:
+            self.started_at = time.perf_counter()
 
     def mark_first_token(self) -> None:
         if self.first_token_at is None:

@@ -245,6 +245,7 @@ class Scheduler:
     def _start(self, request: Request, lease: Lease) -> None:
         request.lease = lease
         request.slot = self.free_slots.pop()
+        request.mark_started()
         insort(self.running, request, key=lambda r: r.request_id)
         request.status = RequestStatus.PREFILL
         request.waits_for = None

@@ -5,17 +5,21 @@ import re
 from dataclasses import fields
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as TheirHistogram
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import CacheStats, MissReason
-from megatron_hybrid.inference.metrics import Stats, prometheus_text
+from megatron_hybrid.inference.meter import BOUNDS, LOG_SECONDS, ActivityLog, Histogram
+from megatron_hybrid.inference.metrics import HISTOGRAMS, VLLM_NAMES, Stats, prometheus_text
 from megatron_hybrid.offload.fetch import FetchStats
 
 LINE = re.compile(
-    r"# HELP (?P<help>megatron_hybrid_[a-z_]+) [^\\\n]+\.\n"
-    r"# TYPE (?P=help) (?P<kind>counter|gauge)\n"
-    r'(?:(?P=help)(?:\{reason="[a-z_]+"\})? \d+\n)+'
+    r"# HELP (?P<help>(?:megatron_hybrid_|vllm:)[a-z_]+) [^\\\n]+\.\n"
+    r"# TYPE (?P=help) (?P<kind>counter|gauge|histogram)\n"
+    r'(?:(?P=help)(?:\{reason="[a-z_]+"\}|_bucket\{le="[^"]+"\}|_sum|_count)? [\d.e-]+\n)+'
 )
 
 
@@ -29,9 +33,12 @@ def engine():
 
 
 def parsed(text):
-    """Values by name, and label where there is one; kinds by name."""
+    """Values by name, and label where there is one; kinds by name. Without histograms and the names
+    of vLLM."""
     values, kinds = {}, {}
     for family in text_string_to_metric_families(text):
+        if family.type == "histogram" or family.name.startswith("vllm:"):
+            continue
         for sample in family.samples:
             reason = sample.labels.pop("reason", None)
             assert not sample.labels
@@ -70,6 +77,7 @@ def test_what_only_grows_is_a_counter(engine):
         "prefill_tokens",
         "preemptions",
         "rank_bytes",
+        "generation_tokens",
         "step_failures",
         "request_restarts",
         "weight_changes",
@@ -129,3 +137,95 @@ def test_every_statistic_has_its_group(engine):
 
 def test_stats_of_an_engine_that_did_nothing():
     assert str(tiny_engine(tiny_model("M*")).stats()).startswith("no prompt yet\npool ")
+
+
+def families(text):
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_a_histogram_is_that_of_the_client_library():
+    times = [0.0, 0.0004, 0.001, 0.0011, 0.02, 0.3, 0.3, 499.0, 500.0, 501.0]
+    registry, ours = CollectorRegistry(), Histogram()
+    name = "megatron_hybrid_step_time_seconds"
+    theirs = TheirHistogram(name, "Of steps.", buckets=BOUNDS, registry=registry)
+    for seconds in times:
+        theirs.observe(seconds)
+        ours.observe(seconds)
+    ours.observe(0.25, times=3)
+    for _ in range(3):
+        theirs.observe(0.25)
+
+    def samples(text):
+        return {
+            (sample.name, sample.labels.get("le")): sample.value
+            for sample in families(text)[name].samples
+            if not sample.name.endswith("_created")
+        }
+
+    expected = samples(generate_latest(registry).decode())
+    found = samples(prometheus_text({}, {"step_time_seconds": ours}))
+    assert found.keys() == expected.keys() and found == pytest.approx(expected)
+
+
+def test_histograms_count_requests_tokens_and_steps():
+    engine = tiny_engine(tiny_model("M*"))
+    prompt = random_tokens(60)
+    results = engine.generate([prompt, prompt[:30]], n=[1, 3])
+    drawn = sum(len(sample.generated_tokens) for r in results for sample in r.samples)
+    found = families(engine.metrics())
+
+    def value(name, suffix):
+        (sample,) = (s for s in found[name].samples if s.name == name + suffix)
+        return sample.value
+
+    for name in HISTOGRAMS:
+        name = f"megatron_hybrid_{name}"
+        buckets = [s.value for s in found[name].samples if s.name.endswith("_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == value(name, "_count")
+        assert value(name, "_sum") > 0
+    count = {name: value(f"megatron_hybrid_{name}", "_count") for name in HISTOGRAMS}
+    assert count["step_time_seconds"] == engine.num_steps
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time"):
+        assert count[f"{name}_seconds"] == 2
+    assert count["inter_token_latency_seconds"] == engine.stats()["generation_tokens"] - 4
+    assert engine.stats()["generation_tokens"] == drawn
+    total = {name: value(f"megatron_hybrid_{name}", "_sum") for name in HISTOGRAMS}
+    parts = total["request_queue_time_seconds"] + total["request_prefill_time_seconds"]
+    assert parts == pytest.approx(total["time_to_first_token_seconds"])
+    assert total["time_to_first_token_seconds"] == pytest.approx(
+        sum(result.time_to_first_token for result in results), abs=0.05
+    )
+
+
+def test_names_of_vllm_have_the_values_of_ours(engine):
+    found, stats = families(engine.metrics()), engine.stats()
+    for name, (key, *whole) in VLLM_NAMES.items():
+        ours = found[f"megatron_hybrid_{key}"]
+        theirs = found[f"vllm:{name}"]
+        values = [sample.value for sample in ours.samples]
+        if whole:
+            values = [stats[key] / stats[whole[0]]]
+        assert theirs.type == ours.type
+        assert [sample.value for sample in theirs.samples] == pytest.approx(values)
+    hits, queries = (
+        found[f"vllm:prefix_cache_{name}"].samples[0].value for name in ("hits", "queries")
+    )
+    assert 0 < hits < queries == 170
+
+
+def test_a_line_every_ten_seconds_while_there_is_work(caplog):
+    engine = tiny_engine(tiny_model("M*"))
+    log, stats = ActivityLog(), engine.stats()
+    assert not log.is_due(0.0)  # nobody would read it
+    with caplog.at_level("INFO", "megatron_hybrid"):
+        for step in range(25):
+            now = 100.0 + step
+            if log.is_due(now):
+                log.write(stats, now)
+                stats = {key: value + 50 for key, value in stats.items()}
+            log.until = now + 1
+        assert log.is_due(1000.0)  # after a pause: of the five seconds before it
+        log.write(stats, 1000.0)
+    assert LOG_SECONDS == 10 and len(caplog.messages) == 3
+    assert "prefill 5.0 tokens/s, decode 5.0 tokens/s; 100.0% of 50 new" in caplog.messages[0]
+    assert "prefill 10.0 tokens/s" in caplog.messages[2]
