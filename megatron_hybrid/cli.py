@@ -287,6 +287,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="what is installed, and what of it is used")
     info.set_defaults(command=_info)
+
+    grafana = commands.add_parser("grafana", help="a dashboard over the metrics, as JSON")
+    grafana.set_defaults(command=_grafana)
     return parser
 
 
@@ -590,6 +593,15 @@ def _preprocess(options: argparse.Namespace) -> int:
         f"wrote {options.output}: {made.documents:,} documents, {made.tokens:,} tokens{of_answers}"
         f"{left_out}; {made.tokens / made.seconds:,.0f} tokens/s"
     )
+    return 0
+
+
+def _grafana(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.grafana import dashboard
+
+    print(json.dumps(dashboard(), indent=2))
     return 0
 
 
