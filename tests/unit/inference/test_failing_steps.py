@@ -12,7 +12,10 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.model_runner import ModelRunner
+from megatron_hybrid.inference.rank_control import RankControl
+from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.scheduler import Scheduler
 
 MODEL = tiny_model("MG*-")
@@ -197,3 +200,36 @@ def test_a_step_without_memory_for_all_at_once_is_tried_with_fewer(monkeypatch):
     tokens, stats = serve(body)
     monkeypatch.undo()
     assert tokens == expected() and stats["step_failures"] == 2
+
+
+def test_a_restore_without_memory_restarts_its_request_alone(monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise MemoryError("no room")
+
+    async def body(engine):
+        await engine.generate(PROMPTS[3], greedy(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheMemory, "load_checkpoint", no_memory)
+            return (await engine.generate(PROMPTS[3], PARAMS[3])).generated_tokens
+
+    tokens, stats = serve(body, state_encoding="bf16")
+    assert [tokens] == expected(PROMPTS[3:4], PARAMS[3])
+    assert stats["step_failures"] == stats["request_restarts"] == 1
+
+
+def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):
+    calls = []
+
+    def failed(self):
+        calls.append(self)
+        raise RankFailedError("rank 1 has failed")
+
+    async def body(engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(RankControl, "has_failed", property(lambda self: True))
+            patch.setattr(DynamicInferenceEngine, "step", failed)
+            results = await asyncio.gather(*map(read, streams(engine)), return_exceptions=True)
+        assert [type(result) for result in results] == [RankFailedError] * 8
+
+    serve(body)
+    assert len(calls) < 8

@@ -418,6 +418,47 @@ def test_a_failed_step_leaves_all_requests_in_line():
     assert run(each) == [(0, 0, 30, True), (1, 0, 30, True)]
 
 
+def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on():
+    each = scheduler()
+    requests = [request(i, 10) for i in range(3)]
+    for one in requests:
+        each.add(one)
+    for _ in range(2):
+        assert [work.request_id for work in each.schedule().work] == [0, 1, 2]
+        assert each.fail() == []
+    each.add(request(3, 10))
+    assert [work.request_id for work in each.schedule().work] == [0]  # nobody beside it
+    assert each.fail() == requests[:1]
+    each.cancel(requests[0])
+    assert [number for number, *_ in run(each)] == [1]
+    assert [number for number, *_ in run(each)] == [1, 2]
+    assert [number for number, *_ in run(each)] == [1, 2, 3]
+    assert each.num_failures == 3 and each.num_restarts == 3 + 3 + 1
+    # Those that got on start anew.
+    each.schedule()
+    assert each.fail() == [] and len(each.schedule().work) == 3
+
+
+def test_a_failed_admission_is_blamed_on_its_request_alone(monkeypatch):
+    each, first, bad = scheduler(), request(0, 10), request(1, 20)
+    each.add(first)
+    run(each)
+    each.add(bad)
+    acquire = each.cache.acquire
+
+    def failing(tokens, *args, **options):
+        if len(tokens) == 20:
+            raise KeyError("a bug")
+        return acquire(tokens, *args, **options)
+
+    monkeypatch.setattr(each.cache, "acquire", failing)
+    for failed in ([], [], [bad]):
+        with pytest.raises(KeyError):
+            each.schedule()
+        assert each.fail() == failed
+    assert not first.num_failures and list(each.waiting) == [first, bad]
+
+
 def test_only_the_last_plan_is_completed():
     each = scheduler()
     each.add(request(0, 100))
