@@ -596,7 +596,9 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     requests = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
     engine.step()
     assert engine.offload.fetches.read_bytes > 1
-    engine.scheduler.waiting.move_to_end(requests[0])  # the other one comes first
+    waiting = engine.scheduler.waiting
+    waiting.discard(requests[0])
+    waiting.add(requests[0])  # the other one comes first
     engine.scheduler.max_waiting_looked_at = 1  # and this one is too far behind
     while engine.has_work:
         engine.step()
