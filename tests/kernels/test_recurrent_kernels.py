@@ -145,6 +145,18 @@ def test_the_backend_is_asked_before_the_reference(kernels):
 
 
 @each
+def test_inputs_may_have_any_strides(kernels):
+    layout = RaggedLayout((1, 20), (9, 5))
+    inputs, *rest = case(kernels, layout, 0)
+    spread = [torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0] for t in inputs]
+    found, expected = (
+        run(kernels, kernels.backend, given, *rest, layout, kernels.chunk_sizes[0])
+        for given in (spread, inputs)
+    )
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@each
 def test_no_call_waits_for_the_device(kernels):
     layout = RaggedLayout((1, 20, 40), (9, 5, 30), (1, 12, 50), 2)
     inputs, parameters, pool, slot_ids = case(kernels, layout, 0)

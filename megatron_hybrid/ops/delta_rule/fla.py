@@ -75,10 +75,10 @@ def run(
     scale = N**-0.5 if scale is None else scale
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, N, P), v_THP.device)
-    q_THN, k_THN, v_THP = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (q_THN, k_THN, v_THP)
-    )
-    inputs = (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    inputs = [
+        t if t.dim() == 2 or t.stride(-1) == 1 else t.contiguous()
+        for t in (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    ]
     o_THP = v_THP.new_empty(v_THP.shape)
     steps, tokens = layout.num_steps, layout.num_tokens
     if steps:
