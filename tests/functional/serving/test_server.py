@@ -123,6 +123,7 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
 
 def test_metrics_are_prometheus_s(server):
     call(server, "/v1/models")
+    call(server, "/v1/completions", {"prompt": "Once", "max_tokens": 1})
     families = {f.name: f for f in text_string_to_metric_families(call(server, "/metrics").text)}
     assert families["megatron_hybrid_prompt_tokens"].samples[0].value > 0
     samples = families["megatron_hybrid_http_responses"].samples
