@@ -280,13 +280,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeFields) -> Json:
-        tokens = await tokens_of(fields)
-        names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
+        tokens, names = await tokens_of(fields), None
+        if fields.return_token_strs:
+            names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
         return {
             "count": len(tokens),
             "max_model_len": service.engine_config.max_sequence_length,
             "tokens": tokens,
-            "token_strs": names if fields.return_token_strs else None,
+            "token_strs": names,
         }
 
     @app.post("/detokenize")
@@ -332,11 +333,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
-    async def health() -> PlainTextResponse:
-        return PlainTextResponse("", 503 if service.is_draining else 200)
-
     @app.get("/ready")
-    async def ready() -> PlainTextResponse:
+    async def health() -> PlainTextResponse:
         return PlainTextResponse("", 503 if service.is_draining else 200)
 
     @app.get("/version")
