@@ -128,11 +128,7 @@ class RequestBuilder:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
         given, params = params, self.check_params(params)
-        message_starts = ()
-        if is_chat(prompt):
-            prompt, message_starts = self._render(prompt)
-        elif isinstance(prompt, RenderedChat):
-            prompt, message_starts = prompt.tokens, prompt.message_starts
+        prompt, message_starts = self._rendered(prompt)
         tokens = self.tokens_of(prompt, params)
         if given is None or given.num_tokens_to_generate is None:  # a default may be lowered
             room = max(1, self.config.max_sequence_length - len(tokens))
@@ -238,10 +234,7 @@ class RequestBuilder:
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""
-        if is_chat(prompt):
-            prompt, _ = self._render(prompt)
-        elif isinstance(prompt, RenderedChat):
-            prompt = prompt.tokens
+        prompt, _ = self._rendered(prompt)
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)
         if isinstance(prompt, Tensor):
@@ -288,6 +281,14 @@ class RequestBuilder:
         if bos is None:
             raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
         return tokens if tokens[:1] == [bos] else [bos, *tokens]
+
+    def _rendered(self, prompt: Prompt) -> tuple[str | Sequence[int], Sequence[int]]:
+        """Text or token ids of a prompt, and its likely junctions with others if it is a chat."""
+        if is_chat(prompt):
+            return self._render(prompt)
+        if isinstance(prompt, RenderedChat):
+            return prompt.tokens, prompt.message_starts
+        return prompt, ()
 
     def _render(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
         """Token ids of a chat with the answer's header, and its likely junctions with others."""
