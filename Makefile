@@ -108,7 +108,7 @@ gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks need two, they do not run.")
 	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
 
-# 100,000 engine steps, of which every other one meets failing allocations; under an hour.
+# Clients of a server that leave, lag and err; engine steps of which every other one meets failing allocations.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/memory_fuzz.py

@@ -212,6 +212,8 @@ def test_the_bytes_of_tokens_make_up_the_text(pre_tokenizer, decoder):
         assert data.decode().lstrip() == tokenizer.detokenize([*ids, vocab["a"]]).lstrip()
         assert data.decode().lstrip() == text + "a"
     assert tokenizer.token_bytes[inner.token_to_id(EOS)] == b""
+    assert tokenizer.shown_bytes(inner.token_to_id(EOS)) == EOS.encode()
+    assert tokenizer.shown_bytes(vocab["a"]) == b"a"
     assert len(tokenizer.token_bytes) == tokenizer.vocab_size
 
 
