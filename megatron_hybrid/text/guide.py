@@ -42,6 +42,8 @@ _UNSUPPORTED_FORMATS = ("json-pointer", "relative-json-pointer")
 _NEEDS_ESCAPE = re.compile(r'"|\\[\\abcefnrtuvx0]')
 """What a pattern says of characters that JSON escapes, which xgrammar 0.2 does not."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+"""How surrogates begin, which xgrammar 0.2 takes for characters and UTF-8 has not."""
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE_SCHEMAS = (
@@ -180,10 +182,14 @@ class GuideCompiler:
             raise ImportError("guided answers need xgrammar: pip install '.[serve]'") from error
         self._xgrammar = xgrammar
         texts = list(token_bytes[:vocab_size])
-        self._text_tokens = _bits(map(bool, texts), vocab_size)
+        is_text = [bool(text) and not _SURROGATE.search(text) for text in texts]
         # Strings of limited length might have control characters otherwise.
-        in_json = (bool(text) and not _CONTROL.search(text.strip(b"\r\n")) for text in texts)
-        self._json_tokens = _bits(in_json, vocab_size)
+        in_json = [
+            is_one and not _CONTROL.search(text.strip(b"\r\n"))
+            for is_one, text in zip(is_text, texts)
+        ]
+        self._text_tokens = _Usable(is_text, texts, vocab_size)
+        self._json_tokens = _Usable(in_json, texts, vocab_size)
         info = xgrammar.TokenizerInfo(
             texts,
             xgrammar.VocabType.RAW,
@@ -234,12 +240,29 @@ class GuideCompiler:
         return matcher
 
 
-def _bits(flags: Iterable[bool], vocab_size: int) -> np.ndarray:
-    """The flags of tokens, as in `GuideMatcher.allowed`."""
-    padded = np.zeros(-(-vocab_size // 32) * 32, bool)
-    flags = np.fromiter(flags, bool)
-    padded[: len(flags)] = flags
-    return np.packbits(padded, bitorder="little").view(np.int32)
+class _Usable:
+    """The tokens that may come in any answer, as bits of `GuideMatcher.allowed`.
+
+    Args:
+        flags: of each token.
+        texts: of each token.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, flags: Sequence[bool], texts: Sequence[bytes], vocab_size: int):
+        def bits(flags: Iterable[bool]) -> np.ndarray:
+            padded = np.zeros(-(-vocab_size // 32) * 32, bool)
+            padded[: len(texts)] = list(flags)
+            return np.packbits(padded, bitorder="little").view(np.int32)
+
+        completes = (_SURROGATE.match(b"\xed" + text) for text in texts)
+        self._anywhere = bits(flags)
+        self._behind_ed = self._anywhere & ~bits(map(bool, completes))
+        self._ends_in_ed = {i for i, text in enumerate(texts) if text.endswith(b"\xed")}
+
+    def behind(self, token: int | None) -> np.ndarray:
+        """Those that may come next. token: the last one; None: there is none."""
+        return self._behind_ed if token in self._ends_in_ed else self._anywhere
 
 
 class GuideMatcher:
@@ -248,16 +271,16 @@ class GuideMatcher:
     Args:
         matcher: xgrammar's.
         stop_ids: allowed where the answer may end, and only there.
-        usable: bits of the tokens that may ever come, as in `allowed`.
+        usable: tokens that may ever come.
     """
 
-    def __init__(self, matcher: Any, stop_ids: Iterable[int], usable: np.ndarray):
+    def __init__(self, matcher: Any, stop_ids: Iterable[int], usable: _Usable):
         self._matcher = matcher
         self._stops = np.array(sorted(stop_ids), np.int64)
         self._usable = usable
         self.num_tokens = 0
         """That it has seen of the answer."""
-        self._look()
+        self._look(None)
 
     @property
     def has_stops(self) -> bool:
@@ -274,16 +297,17 @@ class GuideMatcher:
                 raise ValueError(f"the guide does not allow token {token} here")
             self.num_tokens += 1
         if tokens:
-            self._look()
+            self._look(tokens[-1])
         if self.is_stuck:
             raise ValueError(
                 "the guide allows no token of this tokenizer behind the answer so far: relax it"
             )
 
-    def _look(self) -> None:
-        allowed = np.zeros_like(self._usable)
+    def _look(self, last: int | None) -> None:
+        usable = self._usable.behind(last)
+        allowed = np.zeros_like(usable)
         self._matcher.fill_next_token_bitmask(allowed[None])
-        allowed &= self._usable  # where any text may follow, all bits are set
+        allowed &= usable  # where any text may follow, all bits are set
         words = allowed.view(np.uint32)
         stops, bits = self._stops >> 5, (1 << (self._stops & 31)).astype(np.uint32)
         np.bitwise_and.at(words, stops, ~bits)

@@ -5,7 +5,9 @@ import json
 import pickle
 import re
 import sys
+from codecs import getincrementaldecoder
 from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -101,6 +103,30 @@ def test_padded_ids_and_special_tokens_are_never_allowed():
     any_text = Guide.regex(r"(.|\n)*")
     assert max(allowed_tokens(reached(any_text, b"", (EOS,)))) < len(PIECES)
     assert EOS not in allowed_tokens(reached(any_text, b"", ()))
+
+
+@pytest.mark.parametrize(
+    "guide", [Guide.regex(r"(.|\n)*"), Guide.json_schema({"type": "string", "maxLength": 40})]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_utf8_so_surrogates_do_not_come(guide, seed):
+    """Whatever the tokens: single bytes, surrogates as a whole, and pieces of them."""
+    pieces = [*(bytes([byte]) for byte in range(256)), b"\xed\xa0", b"\xa0\x80", b"\xc3\xa9\xed"]
+    random = Random(seed)
+    compiler = GuideCompiler(pieces, len(pieces) + 9)
+    matcher, answer = compiler.matcher(guide, ()), b""
+    likely = {0xED, *range(0xA0, 0xC0), *range(256, len(pieces))}
+    num_after_ed = 0
+    for _ in range(60):
+        allowed = allowed_tokens(matcher)
+        if not allowed:
+            break
+        token = random.choice(sorted(allowed & likely) or sorted(allowed))
+        num_after_ed += answer.endswith(b"\xed")
+        matcher.add([token])
+        answer += pieces[token]
+        getincrementaldecoder("utf-8")().decode(answer)  # raises if no text can begin so
+    assert num_after_ed > 3
 
 
 def test_matchers_of_one_guide_are_independent_and_catch_up():
