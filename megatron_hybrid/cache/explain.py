@@ -69,6 +69,8 @@ class Explanation:
     elsewhere_tokens: int = 0
     """Leading tokens that are known under another salt, if less than a block is known under the own
     one. The request's own report does not say so: see `MissReason.SALT`."""
+    edge: int = 0
+    """Number of the edge that spans the last known token, see `TreeView`; 0: none is known."""
     below: tuple[str, int] | None = None
     """A tier that has more, and the tokens that would be skipped after a fetch."""
 
@@ -117,4 +119,5 @@ def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
         ),
         key=lambda position: position.position,
     )
-    return Explanation(match, path.depth, path.known, tuple(known), elsewhere_tokens)
+    edge = path.edges[-1].number if path.edges else 0
+    return Explanation(match, path.depth, path.known, tuple(known), elsewhere_tokens, edge)

@@ -43,6 +43,7 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
+from megatron_hybrid.cache.tree_view import TreeView, tier_in_pool, view_tree
 
 
 def rolled_back(operation: Callable) -> Callable:
@@ -567,6 +568,22 @@ class PrefixCache:
         refs = self.allocator.ref_counts
         found = [c for c in self._index.checkpoints() if c.pages is not None]
         return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
+
+    def view(
+        self,
+        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
+        max_edges: int = 10_000,
+        num_tokens: int = 0,
+    ) -> TreeView:
+        """The tree as it is now; see `view_tree`."""
+        edges = self._index.edges()
+        return view_tree(edges, self._tick, self.spec.page_bytes, tier_of, max_edges, num_tokens)
+
+    def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
+        """Number of the edge that spans the last known one of leading tokens (int32); 0: none is
+        known."""
+        edge, known = self._index.reach(salt, tokens)
+        return edge.number if known else 0
 
     def held_leaves(self) -> list[Edge]:
         """The edges where held KV ends, the last used one first."""

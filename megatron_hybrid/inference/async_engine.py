@@ -251,6 +251,8 @@ class AsyncEngine:
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
     explain = _in_thread(DynamicInferenceEngine.explain)
+    requests = _in_thread(DynamicInferenceEngine.requests)
+    cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)
     clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)

@@ -22,6 +22,7 @@ from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.cache.tree_view import TreeView
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
@@ -52,6 +53,7 @@ from megatron_hybrid.inference.request_builder import (
     is_chat,
     spread,
 )
+from megatron_hybrid.inference.request_view import EndedRequests, RequestView, view_request
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.stream import Stream
@@ -143,6 +145,7 @@ class DynamicInferenceEngine:
         self.num_steps = 0
         self.peak_pages_in_use = 0
         self.meter = Meter()
+        self._ended = EndedRequests()
         self._activity = ActivityLog()
 
     def _build(
@@ -460,6 +463,7 @@ class DynamicInferenceEngine:
             if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
+                self._ended.note(request)
         self.meter.note_tokens(owners, time.perf_counter())
         self._run_moves()
 
@@ -737,6 +741,7 @@ class DynamicInferenceEngine:
             self._changed.pop(request, None)
             if request.unread is not None:
                 self.output.take(request)
+            self._ended.note(request)
         self.scheduler.cancel(request)
 
     # Many ranks --------------------------------------------------------------------------------
@@ -1100,6 +1105,33 @@ class DynamicInferenceEngine:
             "rank_bytes": self._control.sent_bytes,
         }
         return Stats(counts)
+
+    @exclusive
+    def requests(self, num_tokens: int = 0) -> list[RequestView]:
+        """The requests that run, those that wait, and the last ones that ended, each group in its
+        order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
+        live = (*self.scheduler.running, *self.scheduler.waiting)
+        found = [
+            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
+            *self._ended,
+        ]
+        return [
+            replace(
+                view,
+                edge=self.cache.edge_number(tokens, salt),
+                last_tokens=tokens[: view.prompt_tokens][-num_tokens:].tolist()
+                if num_tokens
+                else [],
+            )
+            for view, tokens, salt in found
+        ]
+
+    @exclusive
+    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
+        """The tree of cached prefixes: its edges, those used last if there are more than
+        `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
+        operators, as `explain`."""
+        return self.cache.view(self.offload.tier_of, max_edges, num_tokens)
 
     @exclusive
     def metrics(self) -> str:

@@ -21,6 +21,7 @@ from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.tree_view import tier_in_pool
 from megatron_hybrid.errors import optional_decision
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.offload.fetch import Fetches
@@ -93,6 +94,14 @@ class Offload(CacheListener):
     def disk(self) -> Tier | None:
         """The disk tier."""
         return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
+
+    def tier_of(self, checkpoint: Checkpoint) -> str:
+        """Where a state is: "pool", a tier's name, or "evicted"."""
+        if checkpoint.pages is None:
+            for tier in self.tiers:
+                if checkpoint.tier_key in tier:
+                    return tier.name
+        return tier_in_pool(checkpoint)
 
     def counters(self) -> dict[str, int]:
         """Counters since the start, and the present contents of the tiers."""
@@ -199,8 +208,9 @@ class Offload(CacheListener):
         source = PoolSource(
             self._mover, rows, np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
         )
+        checkpoint.tier_key = keys.state(position)
         state = {
-            "state": keys.state(position),
+            "state": checkpoint.tier_key,
             "position": position,
             "saved_work": rebuild_work(checkpoint, checkpoint.previous(), self.spec),
             "uses": checkpoint.uses + 1,

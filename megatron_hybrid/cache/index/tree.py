@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ class Origin(NamedTuple):
 
 
 NO_ORIGIN = Origin()
+_numbers = count(1)
 
 
 class Checkpoint:
@@ -76,6 +78,7 @@ class Checkpoint:
         "refused",
         "served_by",
         "served_count",
+        "tier_key",
         "uses",
         "was_stored",
     )
@@ -88,6 +91,7 @@ class Checkpoint:
         self.pages: np.ndarray | None = None  # None: not stored
         self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False
+        self.tier_key: bytes | None = None  # of its state in the tiers below, if it was offered
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
         self.served_by = 0  # position of the state that served last in its absence; 0: none yet
@@ -141,6 +145,7 @@ class Edge:
         "last_access",
         "num_held_children",
         "num_stored",
+        "number",
         "parent",
         "queued",
         "start",
@@ -148,6 +153,7 @@ class Edge:
     )
 
     def __init__(self, parent: Edge | None, start: int, tokens: np.ndarray, pages: np.ndarray):
+        self.number = next(_numbers)
         self.parent = parent  # None: a root, or dropped
         self.children: dict[int, Edge] = {}
         self.start = start

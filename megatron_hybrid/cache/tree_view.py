@@ -1,0 +1,101 @@
+"""TreeView: the index at one moment as plain data, for pictures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+
+
+class StateView(NamedTuple):
+    """A state that is stored, or was."""
+
+    edge: int
+    """Number of the edge that spans its position."""
+    position: int
+    tier: str
+    """Where it is: "pool", "host" or "disk"; "evicted": nowhere any more."""
+    kind: str
+    """Name of its `Kind`, in small letters."""
+    uses: int
+    """Requests that it served, or would have served."""
+    num_bytes: int
+    """In the pool."""
+
+
+@dataclass(frozen=True)
+class TreeView:
+    """Lists with one item for each edge, parents first, and the states. An edge is tokens between
+    two forks; its tokens have the positions [start, end) of their prompts."""
+
+    num_edges: int
+    """Of the whole tree. Of more than were asked for, those used last are here."""
+    tick: int
+    """The present, in the unit of `last_uses`: look-ups and commits of requests."""
+    numbers: list[int] = field(default_factory=list)
+    """An edge keeps its number while it lives."""
+    parents: list[int] = field(default_factory=list)
+    """Number of the edge before it; 0: it begins a prompt."""
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    held_ends: list[int] = field(default_factory=list)
+    """KV is in the pool up to there; tokens behind are known, not held."""
+    last_uses: list[int] = field(default_factory=list)
+    first_tokens: list[list[int]] = field(default_factory=list)
+    """As many as were asked for."""
+    states: list[StateView] = field(default_factory=list)
+    """Ascending by position within an edge."""
+
+
+def tier_in_pool(checkpoint: Checkpoint) -> str:
+    """Where a state is if there is no tier below the pool."""
+    return "evicted" if checkpoint.pages is None else "pool"
+
+
+def view_tree(
+    edges: Iterable[Edge],
+    tick: int,
+    page_bytes: int,
+    tier_of: Callable[[Checkpoint], str],
+    max_edges: int,
+    num_tokens: int,
+) -> TreeView:
+    """The view of a tree.
+
+    Args:
+        edges: all of them, parents first.
+        tick: the present.
+        page_bytes: of the pool.
+        tier_of: the tier of a state, as in `StateView`.
+        max_edges: most edges of the view.
+        num_tokens: first tokens of each edge to tell.
+    """
+    found = list(edges)
+    view = TreeView(len(found), tick)
+    if len(found) > max_edges:
+        # Parents are used whenever their children are, and the sort is stable: none lacks its own.
+        found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
+    for edge in found:
+        view.numbers.append(edge.number)
+        view.parents.append(edge.parent.number if edge.parent.parent else 0)
+        view.starts.append(edge.start)
+        view.ends.append(edge.end)
+        view.held_ends.append(edge.held_end)
+        view.last_uses.append(edge.last_access)
+        if num_tokens:
+            view.first_tokens.append(edge.tokens[:num_tokens].tolist())
+        for _, checkpoint in sorted(edge.checkpoints.items()):
+            if checkpoint.was_stored or checkpoint.pages is not None:
+                view.states.append(
+                    StateView(
+                        edge.number,
+                        checkpoint.position,
+                        tier_of(checkpoint),
+                        checkpoint.kind.name.lower(),
+                        checkpoint.uses,
+                        0 if checkpoint.pages is None else checkpoint.num_pages * page_bytes,
+                    )
+                )
+    return view
