@@ -39,7 +39,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo demo-curve test door-tests kernel-tests interpreted-tests unit functional soak test-gpu gpu-tests test-newest \
+.PHONY: demo demo-curve test door-tests kernel-tests interpreted-tests test-page unit functional soak test-gpu gpu-tests test-newest \
         test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make demo-curve    trains the demo model's first 200 steps; loss as in docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
+	@echo "make test-page     the server's page in chromium, with screenshots"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps with"
 	@echo "                   failing allocations, under an hour"
@@ -75,7 +76,7 @@ demo-curve: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc-per-node 2 examples/demo_curve.py
 
 test: $(VENV)/.installed-test
-	$(PYTEST) --ignore=tests/kernels tests
+	$(PYTEST) --ignore=tests/kernels --ignore=tests/page tests
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
 	$(if $(CHOSEN),,$(MAKE) kernel-tests)
 
@@ -87,6 +88,11 @@ kernel-tests:
 
 interpreted-tests: $(VENV)/.installed-kernels
 	$(PYTEST) tests/kernels
+
+# Screenshots are in runs/page.
+test-page: $(VENV)/.installed-test $(VENV)/.installed-page
+	@command -v chromium > /dev/null || { echo "make test-page needs chromium: apt-get install chromium"; exit 1; }
+	$(BIN)/python -m pytest tests/page
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
@@ -186,7 +192,7 @@ lock:
 	for version in $(PINNED); do \
 	    echo "pip setuptools $(TORCH)" | tr " " "\n" | .venv-lock/bin/uv pip compile --quiet --upgrade \
 	        --python-version $$version --python-platform linux --no-annotate --custom-compile-command "make lock" \
-	        --extra test --extra bench --extra dev --output-file constraints/python$$version.txt setup.py - || exit 1; \
+	        --extra test --extra page --extra bench --extra dev --output-file constraints/python$$version.txt setup.py - || exit 1; \
 	done
 
 clean:

@@ -23,6 +23,7 @@ setup(
             "demo_model/*",
             "cache/README.md",
             "cache/policy/README.md",
+            "serving/page/*",
             "training/recipes/*.yaml",
         ]
     },
@@ -66,6 +67,7 @@ setup(
             *("triton>=3.6", "fla-core>=0.6,<0.7"),
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
         ],
+        "page": ["playwright>=1.49"],  # tests of the server's page; drives Debian's chromium
         "bench": ["matplotlib>=3.8"],  # plots
         "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],
     },

@@ -132,6 +132,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="among the API keys; else each of several has cached prefixes of its own",
     )
+    serve.add_argument(
+        "--show-prompts", action="store_true", help="on the page, to the operator; else lengths"
+    )
     serve.add_argument("--max-body-mib", type=int, default=16)
     serve.add_argument("--request-timeout", type=float, metavar="SECONDS")
     serve.add_argument(
@@ -329,6 +332,12 @@ def _add_engine(command: argparse.ArgumentParser, as_option: bool = True) -> Non
     command.add_argument(
         "--cache-mib", type=int, default=256, help="size of the page pool in MiB (cache_bytes)"
     )
+    command.add_argument(
+        "--host-cache-mib",
+        type=int,
+        default=0,
+        help="host memory for what the pool has no room for, in MiB (host_cache_bytes)",
+    )
     _add_state_encoding(command)
     command.add_argument(
         "--cache-dir",
@@ -352,6 +361,7 @@ def _inference_config(options: argparse.Namespace, **fields):
     return InferenceConfig(
         prefix_caching=options.mode,
         cache_bytes=options.cache_mib << 20,
+        host_cache_bytes=options.host_cache_mib << 20,
         max_sequence_length=parse_count(options.context),
         state_encoding=options.state_encoding,
         cache_dir=options.cache_dir,
@@ -446,6 +456,11 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+_DEMO_NOTE = (
+    "The demo model was trained on old books alone: it continues stories, it does not answer."
+)
+
+
 def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
@@ -460,7 +475,9 @@ def _serve(options: argparse.Namespace) -> int:
     serving = ServingConfig(
         options.served_model_name or Path(options.model).name,
         api_keys=tuple(filter(None, (*options.api_key, *keys))),
+        description=_DEMO_NOTE if options.model == "demo" else "",
         admin_keys=tuple(options.admin_key),
+        shows_prompts=options.show_prompts,
         shares_cache=options.share_cache,
         max_body_bytes=options.max_body_mib << 20,
         max_waiting=options.max_waiting,

@@ -12,7 +12,8 @@ torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Triton's interpreter is chosen for a whole process: on a GPU its tests stay out."""
-    if collection_path.name == "kernels" and config.option.markexpr == "gpu":
+    """Triton's interpreter is chosen for a whole process: on a GPU its tests stay out, and so do
+    those that need a browser."""
+    if collection_path.name in ("kernels", "page") and config.option.markexpr == "gpu":
         return True
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +28,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
+from megatron_hybrid.serving.page import add_page
 from megatron_hybrid.serving.rendering import (
     begins_in_thought,
     chat_prompt,
@@ -44,13 +45,21 @@ Json = dict[str, Any]
 
 def create_app(service: Service) -> FastAPI:
     """The application: OpenAI's routes, those around them, and those of the cache."""
-    app = FastAPI(title="megatron_hybrid", version=__version__)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.history.run())
+        yield
+        watching.cancel()
+
+    app = FastAPI(title="megatron_hybrid", version=__version__, lifespan=lifespan)
     app.add_middleware(Door, service=service)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_cache(app, service)
+    add_page(app, service)
     return app
 
 
@@ -324,6 +333,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "skipped_tokens": explanation.match.skipped_tokens,
             "known_tokens": explanation.known_tokens,
             "reason": explanation.reason and explanation.reason.value,
+            "edge": explanation.edge,
             "text": str(explanation),
         }
 
@@ -363,6 +373,7 @@ def _model(service: Service) -> Json:
         "created": service.created,
         "owned_by": "megatron_hybrid",
         "max_model_len": service.engine_config.max_sequence_length,
+        "description": service.config.description,
     }
 
 

@@ -19,8 +19,10 @@ from megatron_hybrid.serving.service import Service
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/version")
-"""Without a key."""
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/version", "/")
+"""Without a key; so are the files of the page."""
+POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
+"""What the page asks for every second: without a line in the log."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -55,7 +57,7 @@ class Door:
         try:
             try:
                 state["key"] = ""
-                if scope["path"] not in OPEN_PATHS:
+                if not (scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/")):
                     state["key"] = self._service.key_of(headers.get("authorization"))
                 limited = self._limited(headers.get("content-length", ""), receive)
             except ApiError as error:
@@ -64,7 +66,8 @@ class Door:
                 await self._app(scope, limited, named)
         finally:
             self._service.num_responses[_route(scope), status] += 1
-            self._log(scope, status, time.perf_counter() - began)
+            if scope["path"] not in POLLED_PATHS or status != 200:
+                self._log(scope, status, time.perf_counter() - began)
 
     def _limited(self, length: str, receive):
         """`receive` with the limit of the body."""

@@ -20,6 +20,7 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -33,10 +34,14 @@ class ServingConfig:
 
     model_name: str
     """In answers; requests may name it, or no model."""
+    description: str = ""
+    """Of the model, for `/v1/models` and the page."""
     api_keys: tuple[str, ...] = ()
     """Any of them opens the API; none: it is open."""
     admin_keys: tuple[str, ...] = ()
     """Of the operator, for the routes of the cache; none: these need no more than the others."""
+    shows_prompts: bool = False
+    """Whether the page shows texts of prompts to the operator, not only their lengths."""
     shares_cache: bool = False
     """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
     max_body_bytes: int = 16 << 20
@@ -105,6 +110,7 @@ class Service:
         self.created = int(time.time())
         self.has_thoughts = THINK in (tokenizer.chat_template or "")
         """Whether answers may begin with reasoning."""
+        self.history = History(engine)
         self.is_draining = False
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""

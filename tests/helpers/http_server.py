@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def demo_service(engine_fields: dict | None = None, **fields) -> Service:
     return Service(engine, tokenizer, config, ServingConfig("demo", **fields))
 
 
+def run_apart(coroutine: Coroutine):
+    """The result of a coroutine, by an event loop of its own in another thread: this one may have
+    one that runs."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
 @contextmanager
 def running_server(engine_fields: dict | None = None, **fields) -> Iterator[RunningServer]:
     """Context of a server of the demo model. fields: of `ServingConfig`."""
@@ -67,7 +75,7 @@ def running_server(engine_fields: dict | None = None, **fields) -> Iterator[Runn
         yield server
     finally:
         server.stop()
-        asyncio.run(service.close())
+        run_apart(service.close())
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:

@@ -1,0 +1,81 @@
+"""The page at `/`, and what it shows: requests, the tree of cached prefixes, the last hour."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
+
+from megatron_hybrid.serving.service import Service
+
+Json = dict[str, Any]
+FILES = Path(__file__).parent / "page"
+MAX_EDGES = 10_000
+"""Of the tree; those used last are shown."""
+_TEXT_TOKENS = 40
+"""Shown of an edge or a prompt, where prompts may be shown."""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI, service: Service) -> None:
+    """Add the page and its routes, which are the operator's; the page itself is open."""
+    num_tokens = _TEXT_TOKENS if service.config.shows_prompts else 0
+
+    @lru_cache(MAX_EDGES)  # most are asked for again after a second
+    def text_of(*tokens: int) -> str:
+        return service.tokenizer.detokenize(tokens)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(FILES / "index.html", headers=_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=FILES), "page")
+
+    @app.get("/requests")
+    async def requests(request: Request) -> Response:
+        service.check_admin(request.state.key)
+        views = await service.engine.requests(num_tokens)
+
+        def body() -> Json:
+            rows = [asdict(view) for view in views]
+            texts = [text_of(*row.pop("last_tokens")) for row in rows]
+            if num_tokens:
+                rows = [{**row, "text": text} for row, text in zip(rows, texts)]
+            return {"requests": rows}
+
+        return await _json(body)
+
+    @app.get("/cache/tree")
+    async def tree(request: Request) -> Response:
+        service.check_admin(request.state.key)
+        view = await service.engine.cache_tree(MAX_EDGES, num_tokens)
+
+        def body() -> Json:
+            columns = dict(vars(view))
+            texts = [text_of(*tokens) for tokens in columns.pop("first_tokens")]
+            return {**columns, "texts": texts} if num_tokens else columns
+
+        return await _json(body)
+
+    @app.get("/cache/history")
+    async def history(request: Request) -> Response:
+        service.check_admin(request.state.key)
+        columns = await service.history.columns()
+        return await _json(lambda: columns)
+
+
+async def _json(body: Callable[[], Json]) -> Response:
+    """A response that is made in a thread: the event loop does not wait for large ones."""
+    content = await asyncio.to_thread(lambda: json.dumps(body()))
+    return Response(content, media_type="application/json")

@@ -1,0 +1,94 @@
+// Asks the server again and again, and hands what it says to the parts of the page.
+
+import { get, setKey } from "./api.js";
+import { whenAnswered } from "./chat.js";
+import { showHistory } from "./charts.js";
+import { count, find, percent } from "./dom.js";
+import { whenExplained } from "./explain.js";
+import { selectedEdge, selectNewest, showRequests, whenSelected } from "./requests.js";
+import { lightPath, showTree } from "./tree.js";
+
+let requests = [];
+let litBy = "request"; // or "explain"
+
+async function readRequests() {
+  ({ requests } = await get("requests"));
+  showRequests(requests);
+  if (litBy === "request") lightPath(selectedEdge(requests));
+}
+
+const readTree = async () => showTree(await get("cache/tree"));
+
+async function readHistory() {
+  const columns = await get("cache/history");
+  showHistory(columns);
+  const last = (key) => columns[key].at(-1);
+  find("summary").textContent = [
+    `${count(last("requests_running"))} run, ${count(last("requests_waiting"))} wait`,
+    `${percent(last("skipped_tokens"), last("prompt_tokens"))} of ${count(last("prompt_tokens"))} prompt tokens skipped`,
+  ].join(" · ");
+}
+
+async function readModel() {
+  const [model] = (await get("v1/models")).data;
+  find("model").textContent = document.title = model.id;
+  find("note").textContent = model.description ?? "";
+  find("note").hidden = !model.description;
+}
+
+// Call a reader every few seconds while the page is seen.
+function repeat(read, seconds) {
+  const again = async () => {
+    let pause = seconds;
+    if (!document.hidden) {
+      try {
+        await read();
+        find("problem").hidden = true;
+      } catch (error) {
+        pause = 5;
+        show(error);
+      }
+    }
+    setTimeout(again, 1000 * pause);
+  };
+  again();
+}
+
+function show(error) {
+  const isKey = error.status === 401 || error.status === 403;
+  find("key-form").hidden = !isKey;
+  find("problem").textContent = error.status ? error.message : "The server does not answer.";
+  find("problem").hidden = false;
+}
+
+async function readAll() {
+  await Promise.all([readRequests(), readTree(), readHistory()]);
+}
+
+find("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  setKey(find("key").value);
+  find("key-form").hidden = find("problem").hidden = true;
+  await Promise.all([readModel(), readAll()]).catch(show);
+});
+
+whenSelected((edge) => {
+  litBy = "request";
+  lightPath(edge);
+});
+
+whenExplained(async (edge) => {
+  litBy = "explain";
+  await readTree().catch(show);
+  lightPath(edge);
+});
+
+whenAnswered(async () => {
+  await readAll().catch(show);
+  selectNewest(requests);
+});
+
+readModel().catch(show);
+repeat(readRequests, 0.7);
+repeat(readTree, 2);
+repeat(readHistory, 5);

@@ -1,0 +1,206 @@
+// The tree of cached prefixes as an icicle: left to right the tokens of prompts, top to bottom the
+// prompts. A dot is a saved state.
+
+import { bytes, count, find, words } from "./dom.js";
+
+const AXIS = 18;
+const ROW = 16;
+const MAX_HEIGHT = 460;
+const TIERS = { pool: "in the pool", host: "in host memory", disk: "on disk" };
+
+let tree = null;
+let root = 0; // the edge that fills the picture; 0: all
+let lit = 0; // the last edge of the lit path
+
+const canvas = find("tree-canvas");
+
+// Parents come first in the columns, so that one pass down and one up lay the tree out.
+export function readTree(columns) {
+  const edges = new Map();
+  const top = { number: 0, start: 0, end: 0, held: 0, children: [], states: [], parent: null };
+  edges.set(0, top);
+  columns.numbers.forEach((number, index) => {
+    const parent = edges.get(columns.parents[index]);
+    const edge = {
+      number,
+      parent,
+      start: columns.starts[index],
+      end: columns.ends[index],
+      held: columns.held_ends[index],
+      text: columns.texts?.[index],
+      children: [],
+      states: [],
+    };
+    edges.set(number, edge);
+    parent.children.push(edge);
+  });
+  for (const [number, position, tier, kind, uses, size] of columns.states) {
+    edges.get(number).states.push({ position, tier, kind, uses, size });
+  }
+  const ordered = [...edges.values()];
+  for (const edge of ordered.toReversed()) {
+    // A leaf keeps its number when it is split: children stay in their order.
+    edge.children.sort((a, b) => a.first - b.first);
+    edge.first = edge.children[0]?.first ?? edge.number;
+    edge.leaves = edge.children.reduce((sum, child) => sum + child.leaves, 0) || 1;
+    edge.depth = Math.max(edge.end, ...edge.children.map((child) => child.depth));
+  }
+  for (const edge of ordered) {
+    let row = edge.row ?? 0;
+    for (const child of edge.children) {
+      child.row = row;
+      row += child.leaves;
+    }
+  }
+  return { edges, numEdges: columns.num_edges, numStates: columns.states.length, shapes: [] };
+}
+
+export function showTree(columns) {
+  tree = readTree(columns);
+  const shown = tree.edges.size - 1;
+  const more = tree.numEdges > shown ? `, the last used ${count(shown)} are shown` : "";
+  const tokens = columns.held_ends.reduce((sum, end, i) => sum + end - columns.starts[i], 0);
+  const tiers = Object.groupBy(columns.states, ([, , tier]) => tier);
+  const states = Object.entries(TIERS)
+    .filter(([tier]) => tiers[tier])
+    .map(([tier, place]) => `${count(tiers[tier].length)} states ${place}`);
+  find("tree-summary").textContent = [
+    `${count(tree.numEdges)} pieces${more}`,
+    `KV of ${count(tokens)} tokens in the pool`,
+    ...states,
+  ].join(" · ");
+  if (!tree.edges.has(root)) root = 0;
+  drawTree();
+}
+
+export function lightPath(edge) {
+  lit = edge;
+  if (tree) drawTree();
+}
+
+export function drawTree() {
+  performance.mark("tree-begin");
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`);
+  const colors = Object.fromEntries(
+    ["held", "known", "lit", "faint", "pool", "host", "disk"].map((name) => [name, color(name)]),
+  );
+  const shown = tree.edges.get(root);
+  const width = canvas.parentElement.clientWidth;
+  const height = Math.min(MAX_HEIGHT, Math.max(3, shown.leaves) * ROW);
+  const scale = devicePixelRatio;
+  canvas.width = width * scale;
+  canvas.height = (height + AXIS) * scale;
+  canvas.style.height = `${height + AXIS}px`;
+  const draw = canvas.getContext("2d");
+  draw.scale(scale, scale);
+
+  const rowHeight = height / shown.leaves;
+  const span = Math.max(1, shown.depth - shown.start);
+  const place = (position) => 4 + ((width - 12) * (position - shown.start)) / span;
+  const path = new Set();
+  for (let edge = tree.edges.get(lit); edge; edge = edge.parent) path.add(edge);
+
+  tree.shapes = [];
+  const dots = [];
+  const stack = shown.number ? [shown] : [...shown.children];
+  while (stack.length) {
+    const edge = stack.pop();
+    stack.push(...edge.children);
+    const left = place(edge.start);
+    const right = place(edge.end);
+    const shape = {
+      edge,
+      left,
+      right: Math.max(right, left + 1),
+      top: (edge.row - (shown.row ?? 0)) * rowHeight,
+      bottom: (edge.row - (shown.row ?? 0) + edge.leaves) * rowHeight,
+    };
+    tree.shapes.push(shape);
+    const gap = rowHeight > 5 ? 1 : 0;
+    const rect = (from, to, fill) => {
+      draw.fillStyle = fill;
+      draw.fillRect(from, shape.top, Math.max(0.7, to - from - gap), shape.bottom - shape.top - gap);
+    };
+    rect(left, right, colors.known);
+    if (edge.held > edge.start) rect(left, place(edge.held), colors.held);
+    if (path.has(edge)) {
+      draw.fillStyle = colors.lit;
+      draw.fillRect(left, shape.top, Math.max(1.5, right - left - gap), Math.max(2, Math.min(4, rowHeight)));
+    }
+    for (const state of edge.states) dots.push([state, place(state.position), shape]);
+  }
+  const radius = Math.max(1, Math.min(4.5, rowHeight / 3));
+  for (const [state, x, shape] of dots) {
+    draw.beginPath();
+    draw.arc(x, Math.min(shape.top + ROW / 2, (shape.top + shape.bottom) / 2), radius, 0, 7);
+    if (state.tier === "evicted") {
+      if (radius < 2) continue;
+      draw.strokeStyle = colors.faint;
+      draw.stroke();
+    } else {
+      draw.fillStyle = colors[state.tier];
+      draw.fill();
+    }
+  }
+  drawAxis(draw, shown, span, place, height, width, colors);
+  canvas.setAttribute("aria-label", find("tree-summary").textContent);
+  find("tree-whole").hidden = !root;
+  performance.measure("tree-draw", "tree-begin");
+}
+
+function drawAxis(draw, shown, span, place, height, width, colors) {
+  const rough = span / Math.max(2, width / 110);
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
+  const step = [1, 2, 5, 10].map((digit) => digit * power).find((each) => each >= rough);
+  draw.fillStyle = colors.faint;
+  draw.font = "10px system-ui, sans-serif";
+  for (let at = Math.ceil(shown.start / step) * step; at <= shown.depth; at += step) {
+    draw.fillRect(place(at), height, 1, 4);
+    const text = count(at);
+    const left = place(at) - draw.measureText(text).width / 2;
+    draw.fillText(text, Math.min(width - draw.measureText(text).width, Math.max(0, left)), height + 15);
+  }
+}
+
+function shapeAt(event) {
+  const box = canvas.getBoundingClientRect();
+  const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+  // The deepest one: children are behind their parents in the list.
+  return tree?.shapes.findLast((s) => s.left <= x && x < s.right && s.top <= y && y < s.bottom);
+}
+
+function describe({ edge }) {
+  const held = edge.held === edge.end ? "all KV in the pool" : `KV up to ${count(edge.held)} in the pool`;
+  const states = edge.states.map(
+    ({ position, tier, kind, uses, size }) =>
+      `${count(position)} ${words(kind)} (${tier}${size ? `, ${bytes(size)}` : ""}, ${count(uses)} uses)`,
+  );
+  return [
+    `tokens ${count(edge.start)} to ${count(edge.end)}`,
+    edge.held > edge.start ? held : "known, no KV in the pool",
+    states.length ? `states at ${states.join(", ")}` : "no states",
+    ...(edge.text ? [`“${edge.text}…”`] : []),
+  ].join(" · ");
+}
+
+canvas.addEventListener("mousemove", (event) => {
+  const shape = shapeAt(event);
+  if (shape) find("tree-detail").textContent = describe(shape);
+});
+
+canvas.addEventListener("click", (event) => {
+  const shape = shapeAt(event);
+  if (!shape) return;
+  root = shape.edge.number === root ? 0 : shape.edge.number;
+  find("tree-detail").textContent = describe(shape);
+  drawTree();
+});
+
+find("tree-whole").addEventListener("click", () => {
+  root = 0;
+  drawTree();
+});
+
+new ResizeObserver(() => tree && drawTree()).observe(canvas.parentElement);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tree && drawTree());

@@ -1,0 +1,246 @@
+"""The page at `/` in a real browser, beside what the engine says."""
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+from http_server import run_apart, running_server, wait_until
+from playwright.sync_api import Page, expect
+
+SHOTS = Path("runs/page")
+STORY = "Once upon a time there lived in a small house at the edge of a dark forest an old miller. "
+SECRET = "Rumpelstiltskin"
+SLOW = 60_000
+"""Milliseconds, for answers on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(
+        {"cache_bytes": 3 << 20, "host_cache_bytes": 1 << 20}, description="It tells stories."
+    ) as server:
+        yield server
+
+
+def post(server, path: str, **body) -> dict:
+    data, head = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(server.url + path, data, head)) as answer:
+        return json.load(answer)
+
+
+def complete(server, prompt: str, max_tokens: int = 4) -> dict:
+    return post(server, "/v1/completions", prompt=prompt, max_tokens=max_tokens)
+
+
+def engine(server, name: str, *args, **kwargs):
+    """The result of a method of the server's engine."""
+    return run_apart(getattr(server.service.engine, name)(*args, **kwargs))
+
+
+def say(page: Page, text: str, turns: int) -> None:
+    """Send a message, and wait for the answer, after which there are so many items in the chat."""
+    page.fill("#chat-text", text)
+    page.press("#chat-text", "Enter")
+    expect(page.locator("#turns li")).to_have_count(turns)
+    expect(page.locator("#turns li").last.locator("small")).not_to_be_empty(timeout=SLOW)
+    expect(page.locator("#chat-send")).to_be_enabled()
+
+
+def test_an_answer_grows_and_says_what_was_reused(server, page):
+    page.goto(server.url)
+    expect(page.locator("#model")).to_have_text("demo")
+    expect(page.locator("#note")).to_have_text("It tells stories.")
+    page.evaluate(
+        """() => {
+          window.lengths = [];
+          new MutationObserver(() => lengths.push(turns.textContent.length)).observe(
+            turns, {childList: true, subtree: true, characterData: true});
+        }"""
+    )
+    say(page, STORY, 2)
+    assert len(set(page.evaluate("lengths"))) > 20  # it came in pieces
+    say(page, "And then?", 4)
+    note = page.locator("#turns li").last.locator("small").text_content()
+    skipped, prompt = map(int, re.match(r"(\d+) of (\d+) prompt tokens skipped", note).groups())
+    seen = engine(server, "requests")[0]
+    assert (skipped, prompt) == (seen.skipped_tokens, seen.prompt_tokens) and skipped > 0
+    page.click("#chat-new")
+    expect(page.locator("#turns li")).to_have_count(0)
+
+
+def test_an_answer_can_be_stopped(server, page):
+    page.goto(server.url)
+    page.fill("#max-tokens", "900")
+    page.fill("#chat-text", STORY)
+    page.press("#chat-text", "Enter")
+    expect(page.locator("#turns li").last.locator("span")).not_to_be_empty(timeout=SLOW)
+    page.click("#chat-stop")
+    expect(page.locator("#turns li").last.locator("small")).to_have_text("stopped")
+    wait_until(lambda: engine(server, "stats")["requests_running"] == 0)
+    assert engine(server, "requests")[0].status == "cancelled"
+
+
+def test_requests_are_seen_while_they_run_and_their_path_is_lit(server, page):
+    page.goto(server.url)
+    page.fill("#max-tokens", "200")
+    page.fill("#chat-text", STORY * 2)
+    page.press("#chat-text", "Enter")
+    newest = page.locator("#request-rows .row").first
+    expect(newest.locator(".text")).to_contain_text("decode", timeout=SLOW)
+    expect(page.locator("#chat-send")).to_be_enabled(timeout=SLOW)
+    expect(newest).to_have_class("row ended")
+    expect(newest).to_have_attribute("aria-pressed", "true")  # the answer's own
+    number = engine(server, "requests")[0].request_id
+    assert newest.locator("span").first.text_content() == f"#{number}"
+    lit = "() => [...document.querySelectorAll('#tree-canvas')].map((c) => c.toDataURL())[0]"
+    before = page.evaluate(lit)
+    newest.click()  # off
+    expect(newest).to_have_attribute("aria-pressed", "false")
+    assert page.evaluate(lit) != before
+
+
+def test_the_tree_grows_and_can_be_enlarged(server, page):
+    page.goto(server.url)
+    summary = page.locator("#tree-summary")
+    complete(server, f"{STORY}His name was Jack, and")
+    complete(server, f"{STORY}His daughter's name was Mary, and")
+    tree = engine(server, "cache_tree")
+    expect(summary).to_contain_text(f"{tree.num_edges} pieces")
+    stored = sum(state.tier == "pool" for state in tree.states)
+    expect(summary).to_contain_text(f"{stored} states in the pool")
+    complete(server, "A quite different beginning:")
+    expect(summary).to_contain_text(f"{engine(server, 'cache_tree').num_edges} pieces")
+    page.hover("#tree-canvas", position={"x": 8, "y": 8})
+    expect(page.locator("#tree-detail")).to_contain_text("tokens 0 to")
+    page.click("#tree-canvas", position={"x": 8, "y": 8})
+    expect(page.locator("#tree-whole")).to_be_visible()
+    page.click("#tree-whole")
+    expect(page.locator("#tree-whole")).to_be_hidden()
+
+
+def test_explain_says_what_the_engine_says(server, page):
+    page.goto(server.url)
+    complete(server, STORY)
+    prompt = f"{STORY}But his wife"
+    page.fill("#explain-text", prompt)
+    page.click("#explain-form button")
+    told = engine(server, "explain", server.service.tokenizer.tokenize(prompt))
+    expect(page.locator("#explain-answer")).to_have_text(str(told))
+    share = page.locator("#explain-bar .skipped").evaluate("e => parseFloat(e.style.width)")
+    assert share == pytest.approx(100 * told.match.skipped_tokens / told.match.prompt_tokens, 0.01)
+
+
+def test_explain_of_a_chat_s_next_message_is_of_all_its_turns(server, page):
+    page.goto(server.url)
+    say(page, STORY, 2)
+    page.fill("#explain-text", "And his wife?")
+    page.check("#explain-chat")
+    page.click("#explain-form button")
+    text = page.locator("#explain-answer")
+    expect(text).to_contain_text("prompt tokens are skipped")
+    skipped, prompt = map(int, re.match(r"(\d+) of (\d+)", text.text_content()).groups())
+    say(page, "And his wife?", 4)
+    seen = engine(server, "requests")[0]
+    assert (seen.skipped_tokens, seen.prompt_tokens) == (skipped, prompt)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_prompts_are_shown_only_if_allowed(browser, page, shows):
+    with running_server(shows_prompts=shows) as server:
+        complete(server, f"{SECRET} is my name, and")
+        bodies = []
+        page.on("response", lambda response: bodies.append(response.text()))
+        page.goto(server.url)
+        expect(page.locator("#request-rows .row")).to_have_count(1)
+        expect(page.locator("#tree-summary")).to_contain_text("pieces")
+        page.wait_for_timeout(1000)
+        assert (SECRET in page.content()) == shows == any(SECRET in body for body in bodies)
+
+
+def test_with_keys_the_page_asks_for_one(browser):
+    page = browser.new_page()  # its console tells of the refusals
+    with running_server(api_keys=("a", "b"), admin_keys=("root",)) as server:
+        page.goto(server.url)
+        expect(page.locator("#key-form")).to_be_visible()
+        page.fill("#key", "a")  # no operator: chats, and sees nothing of others
+        page.click("#key-form button")
+        expect(page.locator("#model")).to_have_text("demo")
+        expect(page.locator("#problem")).to_contain_text("admin key")
+        say(page, STORY, 2)
+        page.fill("#key", "root")
+        page.click("#key-form button")
+        expect(page.locator("#problem")).to_be_hidden()
+        expect(page.locator("#key-form")).to_be_hidden()
+        expect(page.locator("#request-rows .row")).to_have_count(1)
+    page.close()
+
+
+def synthetic_tree(num_edges: int) -> dict:
+    """A tree of as many edges, of ever more prompts that part at random places."""
+    columns = {key: [] for key in ("numbers", "parents", "starts", "ends", "held_ends")}
+    depths = {0: 0}
+    for number in range(1, num_edges + 1):
+        parent = (number * 7919) % number if number % 3 else max(0, number - 5)
+        depths[number] = depths[parent] + 20 + (number * 31) % 400
+        row = (number, parent, depths[parent], depths[number], depths[number])
+        for column, value in zip(columns.values(), row):
+            column.append(value)
+    states = [[n, depths[n], "pool", "prompt_end", 1, 4096] for n in range(1, num_edges + 1, 2)]
+    uses = [0] * num_edges
+    return {**columns, "num_edges": num_edges, "tick": 1, "last_uses": uses, "states": states}
+
+
+def test_ten_thousand_pieces_draw_in_under_100_ms(server, page):
+    body = json.dumps(synthetic_tree(10_000))
+    page.route("**/cache/tree", lambda route: route.fulfill(body=body))
+    page.goto(server.url)
+    expect(page.locator("#tree-summary")).to_contain_text("10,000 pieces")
+    page.wait_for_timeout(5000)
+    entries = page.evaluate("performance.getEntriesByName('tree-draw').map((e) => e.duration)")
+    took = sorted(entries)
+    print(f"{len(took)} draws of 10,000 pieces: {took[0]:.0f} to {took[-1]:.0f} ms")
+    assert took[len(took) // 2] < 100
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.locator("#tree").screenshot(path=SHOTS / "ten_thousand.png")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["wide", "narrow"])
+def test_nothing_is_cut_off(server, page, scheme, size):
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.goto(server.url)
+    for number in range(40):  # more than the pool has room for
+        complete(server, f"{STORY * (number % 3)}{number} times {'he ran and she sang, ' * number}")
+    say(page, STORY, 2)
+    page.fill("#explain-text", f"{STORY}{STORY}7 times he ran")
+    page.click("#explain-form button")
+    expect(page.locator("#explain-answer")).to_be_visible()
+    expect(page.locator("#lost dd").first).not_to_be_empty()
+    expect(page.locator("#evictions-now")).to_contain_text("states", timeout=10_000)
+    page.wait_for_timeout(2500)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(
+        path=SHOTS / f"{'wide' if size[0] > 800 else 'narrow'}_{scheme}.png", full_page=True
+    )
+    inside, width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert inside == width
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll('h2, label, dt, dd, button:not(.row), svg')]
+          .filter((e) => e.getClientRects().length && !e.classList.contains('unseen'))
+          .filter((e) => e.getBoundingClientRect().right > innerWidth
+                         || e.clientWidth && e.scrollWidth > e.clientWidth + 1)
+          .map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert cut == []
+
+
+def test_a_server_that_has_gone_is_told(browser):
+    page = browser.new_page()
+    with running_server() as server:
+        page.goto(server.url)
+        expect(page.locator("#summary")).not_to_be_empty()
+    expect(page.locator("#problem")).to_have_text("The server does not answer.", timeout=10_000)
+    page.close()
