@@ -137,6 +137,7 @@ demo-of-wheel: $(VENV)/.base
 	cd $(VENV) && bin/megatron-hybrid demo > demo.txt; cat demo.txt
 	@grep -q "identical outputs" $(VENV)/demo.txt
 	@cd $(VENV) && bin/python -c "import megatron_hybrid as m; print(m.__file__)" | grep "/venv/lib/.*/site-packages/"
+	@ls $(VENV)/lib/*/site-packages/megatron_hybrid/serving/page/index.html
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -1,6 +1,6 @@
 // The last hour: how much was skipped, what was lost and why, what was evicted, memory.
 
-import { bytes, count, fillBar, find, make, makeSvg, percent, words } from "./dom.js";
+import { bytes, count, counted, fillBar, find, make, makeSvg, percent, words } from "./dom.js";
 
 const BINS = 60;
 const HOUR = 3600;
@@ -88,8 +88,8 @@ function showMemory(last) {
   find("memory").replaceChildren(
     ...row("pool", pool, pages, `${percent(inUse, pages)} in use, ${percent(cached, pages)} cached`),
     ...row("states in the pool", [], 1, count(last("checkpoints"))),
-    ...row("host memory", [], 1, `${count(last("host_states"))} states, ${bytes(last("host_bytes"))}`),
-    ...row("disk", [], 1, `${count(last("disk_states"))} states, ${bytes(last("disk_bytes"))}`),
+    ...row("host memory", [], 1, `${counted(last("host_states"), "state")}, ${bytes(last("host_bytes"))}`),
+    ...row("disk", [], 1, `${counted(last("disk_states"), "state")}, ${bytes(last("disk_bytes"))}`),
   );
 }
 

@@ -22,7 +22,7 @@ function addTurn(className) {
 
 function reuse(usage) {
   const { skipped_tokens: skipped, miss_reason: reason } = usage.prefix;
-  const why = reason ? `, why not more: ${words(reason)}` : "";
+  const why = reason ? `: ${words(reason)}` : "";
   return `${count(skipped)} of ${count(usage.prompt_tokens)} prompt tokens skipped (${percent(skipped, usage.prompt_tokens)})${why}`;
 }
 
@@ -48,7 +48,7 @@ async function ask(text) {
       answer.content += delta.content ?? "";
       turn.text.textContent = answer.content.trimStart();
       if (chunk.usage) {
-        turn.note.textContent = `${reuse(chunk.usage)}, ${count(chunk.usage.completion_tokens)} new in ${((performance.now() - began) / 1000).toFixed(1)} s`;
+        turn.note.textContent = `${reuse(chunk.usage)} · ${count(chunk.usage.completion_tokens)} new in ${((performance.now() - began) / 1000).toFixed(1)} s`;
       }
       turn.item.parentElement.scrollTop = turn.item.parentElement.scrollHeight;
     }

@@ -19,7 +19,9 @@ export function makeSvg(tag, attributes, text = "") {
 
 export const count = (number) => number.toLocaleString("en");
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-export const words = (reason) => reason.replaceAll("_", " ");
+export const words = (reason) => reason.replaceAll("_", " ").replace(/^kv /, "KV ");
+
+export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 export function bytes(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -14,6 +14,9 @@ let litBy = "request"; // or "explain"
 async function readRequests() {
   ({ requests } = await get("requests"));
   showRequests(requests);
+  const live = requests.filter((request) => !request.is_ended);
+  const waiting = live.filter((request) => request.status === "waiting").length;
+  find("load").textContent = `${count(live.length - waiting)} run, ${count(waiting)} wait`;
   if (litBy === "request") lightPath(selectedEdge(requests));
 }
 
@@ -23,10 +26,8 @@ async function readHistory() {
   const columns = await get("cache/history");
   showHistory(columns);
   const last = (key) => columns[key].at(-1);
-  find("summary").textContent = [
-    `${count(last("requests_running"))} run, ${count(last("requests_waiting"))} wait`,
-    `${percent(last("skipped_tokens"), last("prompt_tokens"))} of ${count(last("prompt_tokens"))} prompt tokens skipped`,
-  ].join(" · ");
+  const [skipped, prompt] = [last("skipped_tokens"), last("prompt_tokens")];
+  find("skipped").textContent = `${percent(skipped, prompt)} of ${count(prompt)} prompt tokens skipped`;
 }
 
 async function readModel() {

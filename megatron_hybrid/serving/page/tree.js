@@ -1,7 +1,7 @@
 // The tree of cached prefixes as an icicle: left to right the tokens of prompts, top to bottom the
 // prompts. A dot is a saved state.
 
-import { bytes, count, find, words } from "./dom.js";
+import { bytes, count, counted, find, words } from "./dom.js";
 
 const AXIS = 18;
 const ROW = 16;
@@ -56,6 +56,7 @@ export function readTree(columns) {
 }
 
 export function showTree(columns) {
+  performance.mark("tree-begin");
   tree = readTree(columns);
   const shown = tree.edges.size - 1;
   const more = tree.numEdges > shown ? `, the last used ${count(shown)} are shown` : "";
@@ -63,14 +64,15 @@ export function showTree(columns) {
   const tiers = Object.groupBy(columns.states, ([, , tier]) => tier);
   const states = Object.entries(TIERS)
     .filter(([tier]) => tiers[tier])
-    .map(([tier, place]) => `${count(tiers[tier].length)} states ${place}`);
+    .map(([tier, place]) => `${counted(tiers[tier].length, "state")} ${place}`);
   find("tree-summary").textContent = [
-    `${count(tree.numEdges)} pieces${more}`,
-    `KV of ${count(tokens)} tokens in the pool`,
+    `${counted(tree.numEdges, "piece")}${more}`,
+    `KV of ${counted(tokens, "token")} in the pool`,
     ...states,
   ].join(" · ");
   if (!tree.edges.has(root)) root = 0;
   drawTree();
+  performance.measure("tree", "tree-begin");
 }
 
 export function lightPath(edge) {
@@ -79,7 +81,6 @@ export function lightPath(edge) {
 }
 
 export function drawTree() {
-  performance.mark("tree-begin");
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(`--${name}`);
   const colors = Object.fromEntries(
@@ -146,7 +147,6 @@ export function drawTree() {
   drawAxis(draw, shown, span, place, height, width, colors);
   canvas.setAttribute("aria-label", find("tree-summary").textContent);
   find("tree-whole").hidden = !root;
-  performance.measure("tree-draw", "tree-begin");
 }
 
 function drawAxis(draw, shown, span, place, height, width, colors) {
@@ -174,7 +174,7 @@ function describe({ edge }) {
   const held = edge.held === edge.end ? "all KV in the pool" : `KV up to ${count(edge.held)} in the pool`;
   const states = edge.states.map(
     ({ position, tier, kind, uses, size }) =>
-      `${count(position)} ${words(kind)} (${tier}${size ? `, ${bytes(size)}` : ""}, ${count(uses)} uses)`,
+      `${count(position)} ${words(kind)} (${tier}${size ? `, ${bytes(size)}` : ""}, ${counted(uses, "use")})`,
   );
   return [
     `tokens ${count(edge.start)} to ${count(edge.end)}`,

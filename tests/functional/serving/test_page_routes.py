@@ -1,0 +1,82 @@
+"""What the page reads: the requests, the tree and the last hour, for the operator alone."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from http_server import running_server
+
+SECRET = "Rumpelstiltskin"
+POLLED = ("/requests", "/cache/tree", "/cache/history")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        yield server
+
+
+def complete(server, prompt: str, **options) -> dict:
+    body = {"prompt": prompt, "max_tokens": 2}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, **options).json()
+
+
+def get(server, path: str, key: str = "") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.get(server.url + path, headers=headers, timeout=60)
+
+
+def engine(server, name: str):
+    return asyncio.run(getattr(server.service.engine, name)())
+
+
+def test_the_page_and_its_files_load_nothing_from_elsewhere(server):
+    page = get(server, "/")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    files = ["page/main.js", "page/style.css", "page/icon.svg"]
+    for file in files:
+        assert file in page.text
+        assert "http" not in get(server, f"/{file}").text.replace("http://www.w3.org/", "")
+    assert get(server, "/page/../app.py").status_code == 404
+    assert get(server, "/page/%2e%2e/app.py").status_code == 404
+
+
+def test_the_routes_tell_what_the_engine_tells(server):
+    usage = complete(server, f"{SECRET} is my name, and")["usage"]
+    row = get(server, "/requests").json()["requests"][0]
+    assert (row["prompt_tokens"], row["status"]) == (usage["prompt_tokens"], "length")
+    assert row["edge"] == engine(server, "requests")[0].edge > 0
+    tree, told = get(server, "/cache/tree").json(), engine(server, "cache_tree")
+    assert tree["numbers"] == told.numbers and tree["ends"] == told.ends
+    assert tree["states"] == [list(state) for state in told.states] != []
+    history, stats = get(server, "/cache/history").json(), engine(server, "stats")
+    assert len({len(column) for column in history.values()}) == 1
+    assert history["time"] == sorted(history["time"])
+    for key in history.keys() - {"time"}:
+        assert history[key][-1] == stats[key]
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_texts_of_prompts_are_shown_only_if_allowed(shows):
+    with running_server(shows_prompts=shows) as server:
+        complete(server, f"My name is {SECRET}")
+        for path in POLLED[:2]:
+            assert (SECRET in get(server, path).text) == shows
+
+
+def test_the_routes_are_the_operator_s_and_the_page_is_open():
+    with running_server(api_keys=("a", "b"), admin_keys=("root",)) as server:
+        assert get(server, "/").status_code == get(server, "/page/main.js").status_code == 200
+        for path in POLLED:
+            statuses = [get(server, path, key).status_code for key in ("", "a", "root")]
+            assert statuses == [401, 403, 200]
+
+
+def test_what_is_polled_leaves_no_lines_in_the_log_unless_it_is_refused(caplog):
+    with running_server(api_keys=("a",)) as server, caplog.at_level(logging.INFO):
+        for path in POLLED:
+            get(server, path, "a")
+        get(server, POLLED[0])
+        lines = [r.getMessage() for r in caplog.records if r.name.endswith(".access")]
+        assert len(lines) == 1 and '"status": 401' in lines[0]
