@@ -28,7 +28,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
-from megatron_hybrid.serving.page import add_page
+from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.rendering import (
     begins_in_thought,
     chat_prompt,
