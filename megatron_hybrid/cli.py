@@ -308,6 +308,12 @@ def gigabytes(text: str) -> float:
     return number
 
 
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return number
+
+
 def _add_state_encoding(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--state-encoding", default="exact", help="of cached states: exact, bf16 or int8"

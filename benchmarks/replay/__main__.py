@@ -21,7 +21,7 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import footprint
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cli import gigabytes
+from megatron_hybrid.cli import gigabytes, whole_number
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
@@ -67,12 +67,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="write the tables into this page (--full: short ones)",
     )
     return parser.parse_args(arguments)
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
-    return number
 
 
 def main(arguments: list[str] | None = None) -> None:

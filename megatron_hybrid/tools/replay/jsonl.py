@@ -18,6 +18,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,17 +59,61 @@ def load_jsonl(
         ValueError: a line is not a request, or out of order, or there is none; the message names
             file, line and remedy.
     """
+    for line in read_lines(path, limit):
+        with errors_name(line.place):
+            request = _request(line, tokenize, vocab_size)
+        yield request
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One request of a file, checked but for its prompt and its answer."""
+
+    place: str
+    """File and number of the line."""
+    row: dict[str, Any]
+    prompt_field: str
+    """Name of the field with the prompt."""
+    output_field: str | None
+    session: int | str
+    turn: int
+    arrival: float
+
+    @property
+    def prompt(self) -> Any:
+        return self.row[self.prompt_field]
+
+    @property
+    def output(self) -> Any:
+        """None: not known."""
+        return None if self.output_field is None else self.row[self.output_field]
+
+
+@contextmanager
+def errors_name(place: str) -> Iterator[None]:
+    """Context that puts a place before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def read_lines(path: str | Path, limit: int | None = None) -> Iterator[Line]:
+    """Yield the lines of a file, their texts and chats as they are.
+
+    Raises:
+        ValueError: as `load_jsonl`, but for prompts and answers.
+    """
     count = 0
     latest: dict[tuple[str, int | str | None], float] = {}
     for number, row in rows(path):
         if count == limit:
             return
-        try:
-            request = _request(row, count, tokenize, vocab_size)
-            _check_order(row, request, latest)
-            yield request
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+        place = f"{path}, line {number}"
+        with errors_name(place):
+            line = _line(place, row, count)
+            _check_order(line, latest)
+        yield line
         count += 1
     if not count:
         raise ValueError(f"{path} has no requests: write one JSON object a line, with `prompt`")
@@ -91,15 +137,13 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be read ({error.strerror}): name a JSONL file") from error
 
 
-def _check_order(
-    row: dict[str, Any], request: Request, latest: dict[tuple[str, int | str | None], float]
-) -> None:
+def _check_order(line: Line, latest: dict[tuple[str, int | str | None], float]) -> None:
     """Check that a line is in order. latest: values so far, by field and session."""
     for field, session, now, of in (
-        ("arrival", None, request.arrival, ""),
-        ("turn", request.session, request.turn, " of its session"),
+        ("arrival", None, line.arrival, ""),
+        ("turn", line.session, line.turn, " of its session"),
     ):
-        if row.get(field) is None:
+        if line.row.get(field) is None:
             continue
         before = latest.get((field, session), now)
         if now < before:
@@ -121,13 +165,13 @@ def _object(line: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: int) -> Request:
-    field, prompt = _one_of(row, PROMPT_FIELDS)
-    if field is None:
+def _line(place: str, row: dict[str, Any], index: int) -> Line:
+    prompt_field = _one_of(row, PROMPT_FIELDS)
+    if prompt_field is None:
         names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
         raise ValueError(f"there is no prompt: add one of the fields {names}")
-    if field not in ("prompt", "messages") and isinstance(prompt, str):
-        raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
+    if prompt_field not in ("prompt", "messages") and isinstance(row[prompt_field], str):
+        raise ValueError(f"`{prompt_field}` is text: give token ids, or name the field `prompt`")
     tools = row.get("tools")
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
@@ -135,10 +179,6 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
         raise ValueError(
             f"`tools` is {_shown(tools)}: give a list of JSON schemas, or leave it out"
         )
-    tokens, message_starts = _tokens(field, prompt, tokenize, vocab, tools)
-    if not len(tokens):
-        raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
-    output_field, output = _one_of(row, OUTPUT_FIELDS)
     session = row.get("session")
     if session is None:
         session = index
@@ -147,22 +187,28 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
     turn = _number(row, "turn", 0)
     if turn < 0 or turn != int(turn):
         raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
-    return Request(
-        tokens,
-        _tokens(output_field, output, tokenize, vocab)[0] if output_field else tokens[:0],
-        session,
-        int(turn),
-        float(_number(row, "arrival", index)),
-        message_starts,
-    )
+    arrival = float(_number(row, "arrival", index))
+    output_field = _one_of(row, OUTPUT_FIELDS)
+    return Line(place, row, prompt_field, output_field, session, int(turn), arrival)
 
 
-def _one_of(row: dict[str, Any], names: Sequence[str]) -> tuple[str | None, Any]:
-    """The only field of `names` that is not null, and its value."""
+def _request(line: Line, tokenize: Tokenize | None, vocab: int) -> Request:
+    field, tools = line.prompt_field, line.row.get("tools")
+    tokens, message_starts = _tokens(field, line.prompt, tokenize, vocab, tools)
+    if not len(tokens):
+        raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
+    output = tokens[:0]
+    if line.output_field is not None:
+        output, _ = _tokens(line.output_field, line.output, tokenize, vocab)
+    return Request(tokens, output, line.session, line.turn, line.arrival, message_starts)
+
+
+def _one_of(row: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The only field of `names` that is not null."""
     found = [name for name in names if row.get(name) is not None]
     if len(found) > 1:
         raise ValueError(f"both `{found[0]}` and `{found[1]}` are given: keep one of them")
-    return (found[0], row[found[0]]) if found else (None, None)
+    return found[0] if found else None
 
 
 def _tokens(
@@ -174,10 +220,9 @@ def _tokens(
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """int32 [n] of text, a chat or a list of ids; likely junctions of a chat."""
     starts: Sequence[int] = ()
-    is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
     is_answer = field in OUTPUT_FIELDS
     # An answer is no chat: rendered as one, it would end with the header of the next answer.
-    if isinstance(value, str) or (is_chat and not is_answer):
+    if isinstance(value, str) or (is_chat(value) and not is_answer):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
         check_text(f"`{field}`", json.dumps(value, ensure_ascii=False))
@@ -185,6 +230,17 @@ def _tokens(
             value, starts = tokenize(value, tools=tools, is_answer=is_answer)
         except TypeError as error:  # of a message
             raise ValueError(str(error)) from error
+    check_tokens(field, value, vocab)
+    return np.array(value, dtype=np.int32), tuple(starts)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a prompt is the messages of a chat."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def check_tokens(field: str, value: Any, vocab: int) -> None:
+    """Raise ValueError unless a field's value is a list of token ids in [0, vocab)."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"`{field}` is {_shown(value)}: give text, or a flat list of token ids")
     if value and not 0 <= min(value) <= max(value) < vocab:
@@ -193,7 +249,6 @@ def _tokens(
             f"`{field}` has the token id {wrong}, ids go from 0 to {vocab - 1}: "
             f"tokenize it with this model's tokenizer"
         )
-    return np.array(value, dtype=np.int32), tuple(starts)
 
 
 def _number(row: dict[str, Any], field: str, default: float) -> float:
