@@ -146,6 +146,56 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(command=_serve)
 
+    bench = commands.add_parser(
+        "bench-serve",
+        help="load on a server of OpenAI's API: throughput, latencies, what was skipped",
+        description="Send the requests of a file to a server, as streams. Exit status 1: some "
+        "failed. Ctrl-C prints what was measured so far.",
+        formatter_class=_Formatter,
+    )
+    bench.add_argument(
+        "prompts",
+        help="JSONL as for `profile`, with `max_tokens` and `cache_salt` in a line if wanted",
+    )
+    bench.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000")
+    bench.add_argument("--model", metavar="NAME", help="default: the first that is served")
+    bench.add_argument("--api-key", help="default: that of OPENAI_API_KEY, if any")
+    bench.add_argument(
+        "--num-prompts", type=whole_number, metavar="N", help="the first N (default: all)"
+    )
+    bench.add_argument(
+        "--request-rate",
+        type=request_rate,
+        default=math.inf,
+        metavar="RATE",
+        help="a second, at random times (Poisson); inf: as --max-concurrency allows; recorded: by "
+        "`arrival` in the file",
+    )
+    bench.add_argument(
+        "--max-concurrency",
+        type=whole_number,
+        metavar="N",
+        help="requests at a time (default: 64 at the rate inf, else any number)",
+    )
+    bench.add_argument(
+        "--output-len",
+        type=whole_number,
+        default=256,
+        metavar="N",
+        help="most tokens of an answer, where the file has no `max_tokens` and no `output` in ids",
+    )
+    bench.add_argument("--ignore-eos", action="store_true", help="answers have all these tokens")
+    bench.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    bench.add_argument(
+        "--vocab-size",
+        type=whole_number,
+        metavar="N",
+        help="token ids in the file are taken modulo N (default: sent as they are)",
+    )
+    bench.add_argument("--seed", type=int, default=0, help="of the random times")
+    bench.add_argument("--json", metavar="FILE", help="also write it, with a row for each request")
+    bench.set_defaults(command=_bench_serve)
+
     chat = commands.add_parser(
         "chat",
         help="talk to a model, and see what each turn reuses",
@@ -312,6 +362,21 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return number
+
+
+def request_rate(text: str) -> float | None:
+    """None: recorded."""
+    if text == "recorded":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:  # also NaN
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give requests a second, inf or the word recorded"
+        )
+    return rate
 
 
 def _add_state_encoding(command: argparse.ArgumentParser) -> None:
@@ -497,6 +562,46 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_serve(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.bench_serve import (
+        Server,
+        arrivals,
+        read_calls,
+        render,
+        run,
+        summarize,
+        to_dict,
+    )
+
+    if options.json:
+        _check_file("--json", options.json)
+    server = Server(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
+    calls = read_calls(
+        options.prompts,
+        options.model or server.first_model(),
+        options.num_prompts,
+        options.output_len,
+        options.ignore_eos,
+        options.temperature,
+        options.vocab_size,
+    )
+    starts = arrivals(calls, options.request_rate, options.seed)
+    concurrency = options.max_concurrency
+    if concurrency is None and options.request_rate == math.inf:
+        concurrency = 64
+    found = run(server, calls, starts, concurrency)
+    summary = summarize(found)
+    print(render(summary))
+    if options.json:
+        text = json.dumps(to_dict(found), indent=1) + "\n"
+        Path(options.json).write_text(text, encoding="utf-8")
+    if summary["unfinished"]:  # Ctrl-C
+        return 130
+    return 1 if summary["failed"] else 0
+
+
 def _chat(options: argparse.Namespace) -> int:
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -565,7 +670,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     if options.png:
         pyplot("--png")  # fail now, not after the replay
-        _check_png(options.png)
+        _check_file("--png", options.png)
     config = read_model_config(options.model)
     requests = read_requests(options.prompts, options.model, config.vocab_size)
     result = profile(requests, config, round(options.memory * GB), options.state_encoding)
@@ -575,11 +680,11 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_png(path: str) -> None:
+def _check_file(option: str, path: str) -> None:
     if path.endswith("/") or Path(path).is_dir():
-        raise ValueError(f"--png {path} is a folder: give the name of a file in it")
+        raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
     if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"--png {path}: there is no such folder; make it first")
+        raise ValueError(f"{option} {path}: there is no such folder; make it first")
 
 
 def _preprocess(options: argparse.Namespace) -> int:
