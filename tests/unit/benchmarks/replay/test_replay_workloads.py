@@ -7,8 +7,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from benchmarks.replay import traces
+from benchmarks.replay import to_jsonl, traces
 from benchmarks.replay.workloads import WORKLOADS
+from megatron_hybrid.tools.replay.jsonl import load_jsonl
 
 PUBLISHED = {  # of the requests [0, 60) with limit=60, and [1500, 1560) without a limit
     "short-classify": ("f7a95a0f8a1b7862", "f2ee680c2430f8a9"),
@@ -170,6 +171,17 @@ def test_another_format_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="must be a JSON object with `hash_ids`"):
         traces.load(path)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_as_json_lines_is_the_same(tmp_path, capsys, name):
+    to_jsonl.main([name, "--limit", "12"])
+    path = tmp_path / "trace.jsonl"
+    path.write_text(capsys.readouterr().out)
+    read, made = list(load_jsonl(path)), list(WORKLOADS[name].generate(limit=12))
+    assert digest(read) == digest(made)
+    assert [(r.session, r.turn) for r in read] == [(r.session, r.turn) for r in made]
+    assert [r.arrival for r in read] == pytest.approx([r.arrival for r in made], abs=1e-3)
 
 
 def test_completions_leave_the_last_one_of_their_file_near_the_cursor():
