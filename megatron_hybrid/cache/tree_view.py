@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+
+_KINDS = {kind: kind.name.lower() for kind in Kind}
 
 
 class StateView(NamedTuple):
@@ -34,18 +36,18 @@ class TreeView:
     """Of the whole tree. Of more than were asked for, those used last are here."""
     tick: int
     """The present, in the unit of `last_uses`: look-ups and commits of requests."""
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int]
     """An edge keeps its number while it lives."""
-    parents: list[int] = field(default_factory=list)
+    parents: list[int]
     """Number of the edge before it; 0: it begins a prompt."""
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    held_ends: list[int] = field(default_factory=list)
+    starts: list[int]
+    ends: list[int]
+    held_ends: list[int]
     """KV is in the pool up to there; tokens behind are known, not held."""
-    last_uses: list[int] = field(default_factory=list)
-    first_tokens: list[list[int]] = field(default_factory=list)
+    last_uses: list[int]
+    first_tokens: list[list[int]]
     """As many as were asked for."""
-    states: list[StateView] = field(default_factory=list)
+    states: list[StateView]
     """Ascending by position within an edge."""
 
 
@@ -73,29 +75,32 @@ def view_tree(
         num_tokens: first tokens of each edge to tell.
     """
     found = list(edges)
-    view = TreeView(len(found), tick)
-    if len(found) > max_edges:
+    num_edges = len(found)
+    if num_edges > max_edges:
         # Parents are used whenever their children are, and the sort is stable: none lacks its own.
         found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
-    for edge in found:
-        view.numbers.append(edge.number)
-        view.parents.append(edge.parent.number if edge.parent.parent else 0)
-        view.starts.append(edge.start)
-        view.ends.append(edge.end)
-        view.held_ends.append(edge.held_end)
-        view.last_uses.append(edge.last_access)
-        if num_tokens:
-            view.first_tokens.append(edge.tokens[:num_tokens].tolist())
-        for _, checkpoint in sorted(edge.checkpoints.items()):
-            if checkpoint.was_stored or checkpoint.pages is not None:
-                view.states.append(
-                    StateView(
-                        edge.number,
-                        checkpoint.position,
-                        tier_of(checkpoint),
-                        checkpoint.kind.name.lower(),
-                        checkpoint.uses,
-                        0 if checkpoint.pages is None else checkpoint.num_pages * page_bytes,
-                    )
-                )
-    return view
+    return TreeView(
+        num_edges,
+        tick,
+        numbers=[edge.number for edge in found],
+        parents=[edge.parent.number if edge.parent.parent else 0 for edge in found],
+        starts=[edge.start for edge in found],
+        ends=[edge.end for edge in found],
+        held_ends=[edge.held_end for edge in found],
+        last_uses=[edge.last_access for edge in found],
+        first_tokens=[edge.tokens[:num_tokens].tolist() for edge in found] if num_tokens else [],
+        states=[
+            StateView(
+                edge.number,
+                checkpoint.position,
+                tier_of(checkpoint),
+                _KINDS[checkpoint.kind],
+                checkpoint.uses,
+                0 if checkpoint.pages is None else checkpoint.num_pages * page_bytes,
+            )
+            for edge in found
+            if edge.checkpoints
+            for _, checkpoint in sorted(edge.checkpoints.items())
+            if checkpoint.was_stored or checkpoint.pages is not None
+        ],
+    )

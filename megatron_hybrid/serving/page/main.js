@@ -37,13 +37,16 @@ async function readModel() {
   find("note").hidden = !model.description;
 }
 
-// Call a reader every few seconds while the page is seen.
+// Call a reader every few seconds while the page is seen, or less often: the engine is to spend
+// little of its time on the page.
 function repeat(read, seconds) {
   const again = async () => {
     let pause = seconds;
     if (!document.hidden) {
       try {
+        const began = performance.now();
         await read();
+        pause = Math.max(seconds, (performance.now() - began) / 50);
         find("problem").hidden = true;
       } catch (error) {
         pause = 5;
