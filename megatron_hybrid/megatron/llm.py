@@ -176,13 +176,13 @@ class _Replica:
             for record in self.engine.step_modern()["finished_request_records"]:
                 if (future := self._futures.pop(record.request_id, None)) is not None:
                     future.set_result(record.merge())
-        except BaseException as error:  # of the step: those that it ran, or else the first, get it
-            # The caller may have added others to the engine itself.
-            entries = {i: e for i, e in self.engine.requests.items() if i in self._futures}
-            ran = [i for i, entry in entries.items() if entry.handle.report is not None]
-            for request_id in ran or list(entries)[:1]:
-                self._futures[request_id].set_exception(error)
-                self.abort([request_id])
+        except BaseException as error:  # the thread survives every error
+            failed = set(self.engine.engine.take_failed())
+            for request_id, entry in list(self.engine.requests.items()):
+                # The caller may have added others to the engine itself.
+                if entry.handle in failed and request_id in self._futures:
+                    self._futures[request_id].set_exception(error)
+                    self.abort([request_id])
             if not self._futures:  # no one to tell of a second error: no step before the next job
                 return
         self._go_on()

@@ -114,17 +114,34 @@ def test_a_model_that_cannot_be_served_leaves_no_thread():
     assert threading.active_count() <= before + 1
 
 
-def test_an_error_of_a_step_reaches_those_that_ran_and_later_prompts_are_served(monkeypatch):
-    with MegatronLLM(**arguments()) as llm:
-        forward = llm.engine.engine.runner.forward
+def fail_forwards(monkeypatch, llm, times: int) -> None:
+    """Let the next forwards raise."""
+    runner = llm.engine.engine.runner
+    forward, left = runner.forward, [None] * times
 
-        def fails(plan):
-            monkeypatch.setattr(llm.engine.engine.runner, "forward", forward)
+    def fails(plan):
+        if left:
+            left.pop()
             raise ArithmeticError("the device is broken")
+        return forward(plan)
 
-        monkeypatch.setattr(llm.engine.engine.runner, "forward", fails)
+    monkeypatch.setattr(runner, "forward", fails)
+
+
+def test_answers_are_the_same_after_two_steps_that_failed(monkeypatch):
+    with MegatronLLM(**arguments()) as llm:
+        fail_forwards(monkeypatch, llm, 2)
+        for request in llm.generate([PROMPT, PROMPT[:9]], greedy_params(3)):
+            assert is_greedy(tiny_model(), request.prompt_tokens.tolist(), request.generated_tokens)
+        assert llm.engine.engine.stats()["step_failures"] == 2
+
+
+def test_a_request_that_three_steps_fail_with_gets_the_error_and_others_are_served(monkeypatch):
+    with MegatronLLM(**arguments()) as llm:
+        fail_forwards(monkeypatch, llm, 3)
         with pytest.raises(ArithmeticError, match="broken"):
             llm.generate(PROMPT, greedy_params(3))
+        assert not llm.engine.requests
         request = llm.generate(PROMPT, greedy_params(3))[0]
         assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
 
