@@ -56,8 +56,9 @@ class Vllm:
     """One KVCacheManager, every block of which is one page of each layer of a group.
 
     A state of one layer has to fit into a page, so the block grows to as many tokens as a state
-    has bytes ("align" mode). Blocks for the states of running requests come on top of the budget
-    while they run; in between nothing is cached in them.
+    has bytes ("align" mode). As with every engine here, one state of each running request comes on
+    top of the budget; in between nothing is cached in these blocks. What a request came from stays
+    as long as it runs, and takes a part of the budget, as all that is cached.
 
     Args:
         alignment: one of `CHECKPOINT_ALIGNMENTS` for the geometry.
@@ -76,10 +77,10 @@ class Vllm:
         groups, layers, block = make_groups(geometry, alignment)
         block_bytes = layers * block * geometry.kv_bytes_per_layer
         states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-        # The null block; of each group a running state with the one that it came from, and one
-        # that is given out inside a forward (prompts are computed one after the other).
+        # The null block; of each group the running states, and one that is given out inside a
+        # forward (prompts are computed one after the other).
         inside = alignment is not None
-        self._in_flight, self._request_blocks = in_flight, 2 * states
+        self._in_flight, self._request_blocks = in_flight, states
         extra = 1 + self._request_blocks * in_flight + states * inside
         config = KVCacheConfig(int(budget_bytes // block_bytes) + extra, [], groups)
         init_none_hash(sha256)
