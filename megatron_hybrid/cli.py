@@ -136,7 +136,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--show-prompts", action="store_true", help="on the page, to the operator; else lengths"
     )
     serve.add_argument("--max-body-mib", type=int, default=16)
-    serve.add_argument("--request-timeout", type=float, metavar="SECONDS")
+    serve.add_argument(
+        "--queue-timeout", type=float, metavar="SECONDS", help="for a request to begin; then 503"
+    )
+    serve.add_argument(
+        "--request-timeout", type=float, metavar="SECONDS", help="waiting included; then 504"
+    )
     serve.add_argument(
         "--shutdown-timeout",
         type=float,
@@ -553,6 +558,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_body_bytes=options.max_body_mib << 20,
         max_waiting=options.max_waiting,
         max_requests_per_key=options.max_requests_per_key,
+        queue_seconds=options.queue_timeout,
         request_seconds=options.request_timeout,
         drain_seconds=options.shutdown_timeout,
     )

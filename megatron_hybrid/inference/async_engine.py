@@ -5,6 +5,7 @@ The engine has its own thread, a `StepThread`, whose queue holds the calls of co
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class QueueTimeoutError(TimeoutError):
+    """A request has waited for its whole `queue_seconds` and has not begun. It is cancelled."""
+
+
 class _Call:
     """One prompt in the engine, and the mailbox of the coroutine that waits for it. The mailbox has
     no limit, so that the engine's thread never waits.
@@ -33,10 +38,14 @@ class _Call:
     Args:
         streams: put every output into the mailbox, not only the result.
         abandoned: calls for the engine's thread to cancel.
+        queue_seconds: most time to wait before it begins; None: any.
     """
 
-    def __init__(self, streams: bool, abandoned: "deque[_Call]"):
+    def __init__(
+        self, streams: bool, abandoned: "deque[_Call]", queue_seconds: float | None = None
+    ):
         self.streams = streams
+        self.queue_seconds = queue_seconds
         self.samples: list[Request] = []
         self.num_unanswered = 0  # samples without their last output
         self.is_abandoned = False
@@ -72,6 +81,11 @@ class _Call:
         return None if self.streams else self.samples[0].result()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has had a slot, or has ended."""
+        return self.samples[0].started_at is not None or self.samples[0].done
+
+    @property
     def is_closed(self) -> bool:
         """Whether its last states are in the cache."""
         return all(sample.closed for sample in self.samples)
@@ -88,11 +102,15 @@ class AsyncStream(AsyncIterator[RequestOutput]):
     def __init__(self, call: _Call, added: Future[None] | asyncio.Task[None]):
         self._call = call
         self._added = added
+        self._next: RequestOutput | None = None  # taken by `begun`
         self._is_over = False
 
     async def __anext__(self) -> RequestOutput:
         if self._is_over:
             raise StopAsyncIteration
+        if self._next is not None:
+            output, self._next = self._next, None
+            return output
         try:
             if not self._call.samples:
                 await asyncio.wrap_future(self._added)
@@ -112,6 +130,14 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             TypeError, ValueError, RuntimeError: as `generate`.
         """
         await asyncio.shield(asyncio.wrap_future(self._added))
+
+    async def begun(self) -> None:
+        """Wait for the first output, which the iteration still gives.
+
+        Raises:
+            Exception: as `generate`.
+        """
+        self._next = await anext(self)
 
     async def aclose(self) -> None:
         """End the iteration, and cancel an unanswered request."""
@@ -172,6 +198,7 @@ class AsyncEngine:
         # For the engine's thread only, but for `_abandoned`, which anyone may append to.
         self._calls: dict[int, _Call] = {}  # by the id of each sample
         self._answered: dict[_Call, None] = {}  # those of them that took all outputs
+        self._queued: dict[_Call, float] = {}  # until when they may wait to begin
         self._abandoned: deque[_Call] = deque()
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
@@ -192,17 +219,21 @@ class AsyncEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
         priority: int = 0,
+        queue_seconds: float | None = None,
     ) -> GenerationResult:
         """Answer one prompt; `samples` of the result hold all n. Arguments as for
         `DynamicInferenceEngine.add_request`. Cancelling the task cancels the request.
 
+        queue_seconds: it is given up if it has waited so long for its first slot; None: it waits.
+
         Raises:
+            QueueTimeoutError: it was given up.
             TypeError, ValueError: the request cannot be served; nothing has changed.
             RuntimeError: this engine is closed, or was closed before the answer was complete.
             Exception: the error of the third step that failed with this request, see
                 `DynamicInferenceEngine.take_failed`; or of one that no request can go on after.
         """
-        call = _Call(streams=False, abandoned=self._abandoned)
+        call = _Call(False, self._abandoned, queue_seconds)
         options = {
             "salt": salt,
             "cache_breakpoints": cache_breakpoints,
@@ -227,6 +258,7 @@ class AsyncEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
         priority: int = 0,
+        queue_seconds: float | None = None,
     ) -> AsyncStream:
         """Queue one prompt and return an async iterator over its outputs, one for each step that
         added to the answer, however slow the reader. Call it in a coroutine. A cancelled reader
@@ -236,7 +268,7 @@ class AsyncEngine:
         with its `result`, and the stream ends behind the last of all. Ending it cancels all
         samples that are not answered. Arguments as for `generate`; the first `anext` raises its
         errors."""
-        call = _Call(streams=True, abandoned=self._abandoned)
+        call = _Call(True, self._abandoned, queue_seconds)
         options = {
             "salt": salt,
             "cache_breakpoints": cache_breakpoints,
@@ -318,6 +350,8 @@ class AsyncEngine:
         call.samples = request.samples
         call.num_unanswered = len(call.samples)
         self._calls.update((sample.request_id, call) for sample in call.samples)
+        if call.queue_seconds is not None:
+            self._queued[call] = request.added_at + call.queue_seconds
         self._go_on()
 
     def _go_on(self) -> None:
@@ -338,6 +372,7 @@ class AsyncEngine:
                 return
         for call in [call for call in self._answered if call.is_closed]:
             self._end(call, call.answer())
+        self._give_up_late()
         self._go_on()
 
     def _take(self, outputs: list[RequestOutput]) -> None:
@@ -364,10 +399,21 @@ class AsyncEngine:
         for call in calls:
             self._cancel(call, error)
 
+    def _give_up_late(self) -> None:
+        """End the calls that have waited too long to begin."""
+        now = time.perf_counter()
+        for call, until in list(self._queued.items()):
+            if call.has_begun:
+                del self._queued[call]
+            elif now > until:
+                text = f"the request has waited {call.queue_seconds} s and has not begun"
+                self._cancel(call, QueueTimeoutError(f"{text}: send it again later"))
+
     def _end(self, call: _Call, item: object) -> None:
         for sample in call.samples:
             del self._calls[sample.request_id]
         self._answered.pop(call, None)
+        self._queued.pop(call, None)
         call.put(item)
 
     def _cancel(self, call: _Call, error: BaseException | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,7 +18,7 @@ from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.door import Door
-from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
     AbortFields,
     ChatFields,
@@ -142,7 +142,7 @@ async def _answer(
     fields.check()
     state = request.state
     request_id = fields.request_id or state.request_id
-    with ExitStack() as undo:
+    async with AsyncExitStack() as undo:
         ticket = state.ticket = undo.enter_context(service.admitted(request_id, state.key))
         prompts = await _prompts(service, fields)
         params, guide = _params(service, fields, prompts), guide_of(fields)
@@ -159,32 +159,31 @@ async def _answer(
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             return JSONResponse(answer.whole(await until_gone(request.receive, work)))
-        streams = await _queued(service, prompts, params, options)
-        return _EventStream(_events(service, ticket, answer, streams), streams, undo.pop_all())
+        streams = service.streams(prompts, params, **options)
+        for stream in streams:
+            undo.push_async_callback(stream.aclose)
+        # What fails before the first token has a status of HTTP.
+        await until_gone(request.receive, service.begun(ticket, streams))
+        return _EventStream(_events(service, ticket, answer, streams), undo.pop_all())
 
 
 class _EventStream(StreamingResponse):
-    """A response that ends its requests, also where it never begins.
+    """A response that ends its requests.
 
     Args:
         events: its content.
-        streams: of the engine.
         undo: what is left at the end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], streams: list[AsyncStream], undo: ExitStack):
+    def __init__(self, events: AsyncIterator[bytes], undo: AsyncExitStack):
         super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._streams, self._undo = streams, undo
+        self._undo = undo
 
     async def __call__(self, scope, receive, send) -> None:
-        with self._undo:
-            try:
-                await super().__call__(scope, receive, send)
-            finally:
-                for stream in self._streams:
-                    await stream.aclose()
+        async with self._undo:
+            await super().__call__(scope, receive, send)
 
 
 async def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
@@ -222,23 +221,6 @@ def _params(
         limit = max(1, service.engine_config.max_sequence_length - len(tokens))
     scores_prompt = isinstance(fields, CompletionFields) and fields.echo
     return sampling_params(fields, limit, scores_prompt)
-
-
-async def _queued(
-    service: Service, prompts: Sequence[Prompt], params: SamplingParams, options: Json
-) -> list[AsyncStream]:
-    """Streams of the prompts, which the engine has taken: what it refuses gets a status of HTTP."""
-    streams = [service.engine.stream(prompt, params, **options) for prompt in prompts]
-    try:
-        for stream in streams:
-            await stream.queued()
-    except BaseException as error:
-        for stream in streams:
-            await stream.aclose()
-        if isinstance(error, (TypeError, ValueError)):
-            raise refusal_of(error) from error
-        raise
-    return streams
 
 
 async def _events(

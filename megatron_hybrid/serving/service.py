@@ -8,13 +8,13 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_hybrid.cache.report import PrefixReport
-from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.async_engine import AsyncEngine, AsyncStream, QueueTimeoutError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
@@ -49,8 +49,10 @@ class ServingConfig:
     """Requests beside those that run."""
     max_requests_per_key: int | None = None
     """Unanswered ones."""
+    queue_seconds: float | None = None
+    """Most time that a request waits for its first prompt to begin; None: any."""
     request_seconds: float | None = None
-    """Most time of a request; None: any."""
+    """Most time of a request, waiting included; None: any."""
     drain_seconds: float = 30.0
     """After SIGTERM, for the requests that run."""
 
@@ -218,7 +220,7 @@ class Service:
         Raises:
             ApiError: a prompt cannot be served, took too long, or was aborted.
         """
-        calls = [self.engine.generate(prompt, params, **options) for prompt in prompts]
+        calls = self._each(self.engine.generate, prompts, params, options)
         async with self._limited(ticket):
             tasks = [asyncio.ensure_future(call) for call in calls]
             try:
@@ -231,6 +233,37 @@ class Service:
                 raise ApiError(500, sample.error)
         ticket.count_all(results)
         return results
+
+    def streams(
+        self, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
+    ) -> list[AsyncStream]:
+        """Streams of the answers to some prompts."""
+        return self._each(self.engine.stream, prompts, params, options)
+
+    def _each(
+        self,
+        method: Callable[..., T],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: dict[str, Any],
+    ) -> list[T]:
+        # The others wait as long as they have to: a request that has begun is not given up.
+        limits = [self.config.queue_seconds, *[None] * (len(prompts) - 1)]
+        return [
+            method(prompt, params, queue_seconds=limit, **options)
+            for prompt, limit in zip(prompts, limits)
+        ]
+
+    async def begun(self, ticket: Ticket, streams: Sequence[AsyncStream]) -> None:
+        """Wait until the engine has taken all streams, and the first one has an output.
+
+        Raises:
+            ApiError: as `generate_all`.
+        """
+        async with self._limited(ticket):
+            for stream in streams:
+                await stream.queued()
+            await streams[0].begun()
 
     async def outputs(
         self, ticket: Ticket, stream: AsyncIterator[RequestOutput]
@@ -251,9 +284,12 @@ class Service:
     async def _limited(self, ticket: Ticket) -> AsyncIterator[None]:
         """Turns the engine's errors, the end of the time and an abort into ApiErrors."""
         ticket.task, seconds = asyncio.current_task(), self.config.request_seconds
+        left = None if seconds is None else seconds - (time.perf_counter() - ticket.began)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(left):
                 yield
+        except QueueTimeoutError as error:
+            raise ApiError(503, str(error)) from error
         except TimeoutError as error:
             raise ApiError(
                 504, f"the request took more than {seconds} s, the most it may"

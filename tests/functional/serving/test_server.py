@@ -11,8 +11,12 @@ import threading
 
 import httpx
 import pytest
-from http_server import running_server, wait_until
+from http_server import demo_service, running_server, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.service import Ticket
 
 LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
@@ -181,6 +185,52 @@ def test_a_request_that_takes_too_long_ends():
         lines = call(server, "/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
         assert "0.3 s" in lines[-3] and lines[-2] == "data: [DONE]"
         wait_until(lambda: running(server) == 0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream, n):
+    with running_server({"max_requests": n}, queue_seconds=0.0) as server:
+        found = []
+        first = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 200, "n": n}
+        thread = threading.Thread(
+            target=lambda: found.append(call(server, "/v1/completions", first))
+        )
+        thread.start()
+        wait_until(lambda: running(server) == 2)
+        late = {**LONG, "stream": stream, "n": n}
+        answer = call(server, "/v1/completions", late)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "has not begun" in answer.json()["error"]["message"]
+        thread.join(60)
+        # Its second prompt waited for the first one: the request had begun.
+        assert found[0].json()["usage"]["completion_tokens"] == 400 * n
+        stats = asyncio.run(server.service.engine.stats())
+        assert stats["leases"] == stats["requests_waiting"] == 0
+        asyncio.run(server.service.engine.check_integrity())
+
+
+def test_a_stream_of_several_prompts_begins_with_the_first():
+    with running_server({"max_requests": 1}, queue_seconds=0.0) as server:
+        body = {"prompt": ["Once", "And then"], "max_tokens": 3, "ignore_eos": True}
+        text = call(server, "/v1/completions", {**body, "stream": True}).text
+        assert text.count('"finish_reason": "length"') == 2 and "error" not in text
+
+
+def test_the_time_of_a_request_is_that_of_all_its_prompts():
+    async def late(service):
+        ticket = Ticket("late", "")
+        params = SamplingParams(num_tokens_to_generate=3)
+        streams = service.streams(["Once", "And then"], params)
+        await service.begun(ticket, streams)
+        assert [output async for output in service.outputs(ticket, streams[0])]
+        ticket.began -= 2000
+        with pytest.raises(ApiError, match="more than 1000"):
+            [output async for output in service.outputs(ticket, streams[1])]
+
+    service = demo_service(request_seconds=1000.0)
+    asyncio.run(late(service))
+    asyncio.run(service.close())
 
 
 def test_a_server_that_drains_says_so_and_takes_nothing_new():

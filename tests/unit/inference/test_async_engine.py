@@ -17,6 +17,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
+from megatron_hybrid.inference.async_engine import QueueTimeoutError
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 
@@ -377,6 +378,51 @@ def test_lower_priorities_start_first_of_those_that_wait(gate):
         return order
 
     assert serve(body, max_requests=1) == [5, 2, 4, 3, 1, 6]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_a_request_that_has_waited_too_long_to_begin_is_given_up(method, n, gate):
+    async def body(engine):
+        gate.is_open.clear()
+        first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), n=n))
+        await wait_for(gate.is_inside)
+        if method == "generate":
+            call = engine.generate(PROMPTS[1], greedy(3), n=n, queue_seconds=0.0)
+        else:
+            call = engine.stream(PROMPTS[1], greedy(3), n=n, queue_seconds=0.0).begun()
+        late = asyncio.create_task(call)
+        patient = asyncio.create_task(engine.generate(PROMPTS[2], greedy(3), queue_seconds=1e6))
+        await asyncio.sleep(0)
+        gate.is_open.set()
+        with pytest.raises(QueueTimeoutError, match="has not begun"):
+            await late
+        assert not first.done()
+        results = [(await task).generated_tokens for task in (first, patient)]
+        assert results[0] == expected([PROMPTS[0]], greedy(30))[0]
+        assert results[1] == expected([PROMPTS[2]], greedy(3))[0]
+        stats = await engine.stats()
+        assert stats["leases"] == 0 and stats["requests"] == n + 1
+
+    serve(body, max_requests=n)
+
+
+def test_a_request_that_has_begun_is_not_given_up():
+    async def body(engine):
+        calls = [engine.generate(PROMPTS[i], greedy(9), queue_seconds=0.0) for i in (0, 1)]
+        results = await asyncio.gather(*calls)
+        return [result.generated_tokens for result in results]
+
+    assert serve(body) == expected(PROMPTS[:2], greedy(9))
+
+
+def test_a_stream_that_has_begun_has_its_first_output_still():
+    async def body(engine):
+        stream = engine.stream(PROMPTS[0], greedy(9))
+        await stream.begun()
+        return [[token for output in await read(stream) for token in output.tokens]]
+
+    assert serve(body) == expected(PROMPTS[:1], greedy(9))
 
 
 def test_a_slow_reader_holds_nobody_back():
