@@ -9,14 +9,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.answers import Answer, encode_json
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
@@ -38,6 +38,7 @@ from megatron_hybrid.serving.rendering import (
 )
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.service import Service, Ticket, until_gone
+from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
 Json = dict[str, Any]
@@ -123,7 +124,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 
 
 async def _respond(service: Service, request: Request, fields: ResponseFields):
-    chat = fields.to_chat()
+    chat = await asyncio.to_thread(fields.to_chat)
 
     def make(id: str, *thoughts: bool) -> ResponseAnswer:
         return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
@@ -144,8 +145,7 @@ async def _answer(
     request_id = fields.request_id or state.request_id
     async with AsyncExitStack() as undo:
         ticket = state.ticket = undo.enter_context(service.admitted(request_id, state.key))
-        prompts = await _prompts(service, fields)
-        params, guide = _params(service, fields, prompts), guide_of(fields)
+        prompts, params, guide, is_thinking = await asyncio.to_thread(_prepared, service, fields)
         options = {
             "salt": service.salt_of(state.key, fields.cache_salt),
             "cache_breakpoints": fields.cache_breakpoints or (),
@@ -153,12 +153,11 @@ async def _answer(
             "priority": fields.priority,
             "guide": guide,
         }
-        # A guided answer begins with what the guide asks for.
-        is_thinking = guide is None and await _is_thinking(service, fields)
         answer = make(ticket.request_id, service.has_thoughts, is_thinking)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
-            return JSONResponse(answer.whole(await until_gone(request.receive, work)))
+            results = await until_gone(request.receive, work)
+            return await _json(lambda: answer.whole(results))
         streams = service.streams(prompts, params, **options)
         for stream in streams:
             undo.push_async_callback(stream.aclose)
@@ -186,12 +185,27 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
+async def _json(make: Callable[[], Any]) -> Response:
+    """An answer, made and encoded in a thread, so that the event loop waits for none of it."""
+    body = await asyncio.to_thread(lambda: encode_json(make()))
+    return Response(body, media_type="application/json")
+
+
+def _prepared(
+    service: Service, fields: GenerationFields
+) -> tuple[list[Prompt], SamplingParams, Guide | None, bool]:
+    """What the engine is asked, and whether the answer begins inside of reasoning."""
+    prompts, guide = _prompts(service, fields), guide_of(fields)
+    # A guided answer begins with what the guide asks for.
+    is_thinking = guide is None and _is_thinking(service, fields)
+    return prompts, _params(service, fields, prompts), guide, is_thinking
+
+
+def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
     if isinstance(fields, CompletionFields):
-        return await asyncio.to_thread(completion_prompts, service.tokenizer, fields)
+        return completion_prompts(service.tokenizer, fields)
     return [
-        await asyncio.to_thread(
-            chat_prompt,
+        chat_prompt(
             service.tokenizer,
             fields.messages,
             fields.add_generation_prompt,
@@ -202,12 +216,11 @@ async def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
     ]
 
 
-async def _is_thinking(service: Service, fields: GenerationFields) -> bool:
-    """Whether the answer begins inside of reasoning."""
+def _is_thinking(service: Service, fields: GenerationFields) -> bool:
     if not (isinstance(fields, ChatFields) and service.has_thoughts):
         return False
     given = fields.messages, fields.variables, fields.shown_tools
-    return await asyncio.to_thread(begins_in_thought, service.tokenizer, *given)
+    return begins_in_thought(service.tokenizer, *given)
 
 
 def _params(
@@ -250,18 +263,15 @@ async def _events(
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    async def tokens_of(fields: TokenizeFields) -> list[int]:
-        service.check_model(fields.model)
+    def tokens_of(fields: TokenizeFields) -> list[int]:
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if fields.prompt is not None:
-            call = service.tokenizer.tokenize, fields.prompt, fields.add_special_tokens
             try:
-                return await asyncio.to_thread(*call)
+                return service.tokenizer.tokenize(fields.prompt, fields.add_special_tokens)
             except ValueError as error:
                 raise ApiError(400, str(error), "prompt") from error
-        prompt = await asyncio.to_thread(
-            chat_prompt,
+        prompt = chat_prompt(
             service.tokenizer,
             fields.messages,
             fields.add_generation_prompt,
@@ -269,9 +279,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         return list(prompt.tokens)
 
-    @app.post("/tokenize")
-    async def tokenize(fields: TokenizeFields) -> Json:
-        tokens, names = await tokens_of(fields), None
+    def tokenized(fields: TokenizeFields) -> Json:
+        tokens, names = tokens_of(fields), None
         if fields.return_token_strs:
             names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
         return {
@@ -281,29 +290,43 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "token_strs": names,
         }
 
-    @app.post("/detokenize")
-    async def detokenize(fields: DetokenizeFields) -> Json:
-        service.check_model(fields.model)
+    def detokenized(fields: DetokenizeFields) -> Json:
         size = service.tokenizer.vocab_size
         if outside := [token for token in fields.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
         return {"prompt": service.tokenizer.detokenize(fields.tokens)}
 
-    @app.post("/v1/completions/render")
-    async def render_completion(fields: CompletionFields) -> list[Json]:
+    def rendered(fields: GenerationFields) -> Json | list[Json]:
+        prompts = _prompts(service, fields)
+        if isinstance(fields, ChatFields):
+            return {"token_ids": list(prompts[0].tokens)}
+        return [{"token_ids": list(prompt)} for prompt in prompts]
+
+    @app.post("/tokenize")
+    async def tokenize(fields: TokenizeFields):
         service.check_model(fields.model)
-        return [{"token_ids": list(prompt)} for prompt in await _prompts(service, fields)]
+        return await _json(lambda: tokenized(fields))
+
+    @app.post("/detokenize")
+    async def detokenize(fields: DetokenizeFields):
+        service.check_model(fields.model)
+        return await _json(lambda: detokenized(fields))
+
+    @app.post("/v1/completions/render")
+    async def render_completion(fields: CompletionFields):
+        service.check_model(fields.model)
+        return await _json(lambda: rendered(fields))
 
     @app.post("/v1/chat/completions/render")
-    async def render_chat(fields: ChatFields) -> Json:
+    async def render_chat(fields: ChatFields):
         service.check_model(fields.model)
-        (prompt,) = await _prompts(service, fields)
-        return {"token_ids": list(prompt.tokens)}
+        return await _json(lambda: rendered(fields))
 
     @app.post("/cache/explain")
     async def explain(fields: ExplainFields, request: Request) -> Json:
         service.check_admin(request.state.key)
-        tokens = await tokens_of(fields)
+        service.check_model(fields.model)
+        tokens = await asyncio.to_thread(tokens_of, fields)
         salt = fields.cache_salt or ""
         try:
             explanation = await service.engine.explain(tokens, salt=salt)

@@ -3,6 +3,7 @@ refused, unless they ask for nothing."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -166,7 +167,7 @@ class ChatFields(GenerationFields):
         )
         return effort | (self.chat_template_kwargs or {})
 
-    @property
+    @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Functions for the template."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None

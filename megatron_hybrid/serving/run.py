@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -94,6 +95,9 @@ async def serve(
             access_log=False,
             timeout_graceful_shutdown=_CONNECTION_SECONDS,
         )
+        # What is here stays: each full collection of it would stop all threads for long.
+        gc.collect()
+        gc.freeze()
         await _Server(settings, service).serve()
     finally:
         began = time.perf_counter()

@@ -112,6 +112,7 @@ class Service:
         self.created = int(time.time())
         self.has_thoughts = THINK in (tokenizer.chat_template or "")
         """Whether answers may begin with reasoning."""
+        tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.is_draining = False
         self.num_responses: Counter[tuple[str, int]] = Counter()

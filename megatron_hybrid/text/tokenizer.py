@@ -42,6 +42,10 @@ _BYTE_OF = {
 }
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
+# Characters or tokens from which on a call is made as a batch of one: in batches alone the library
+# lets other threads run. Small ones stay out of its thread pool, of which forks would warn.
+_LONG = 4096
+
 # Sources of a tokenizer for `transformers` without tokenizer.json.
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -204,7 +208,7 @@ class Tokenizer:
             ValueError: the text has half of a character.
         """
         check_text("the text", text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encode(text, add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, as `tokenize` gives them, faster.
@@ -218,7 +222,14 @@ class Tokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(ids))
+        if len(ids) < _LONG:
+            return self._tokenizer.decode(list(ids))
+        return self._tokenizer.decode_batch([list(ids)])[0]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) < _LONG:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -228,8 +239,7 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has a decoder that is not known here, such as WordPiece.
         """
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
-        steps = decoder.get("decoders", [decoder])
+        steps = self._decoder_steps
         kinds = {step.get("type") for step in steps}
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             names = ", ".join(sorted(map(str, kinds)))
@@ -243,6 +253,11 @@ class Tokenizer:
             if token not in added or not added[token].special:
                 found[token] = _decoded(text, steps)
         return found
+
+    @cached_property
+    def _decoder_steps(self) -> list[dict[str, Any]]:
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        return decoder.get("decoders", [decoder])
 
     def shown_bytes(self, token: int) -> bytes:
         """What to show of a token: its bytes in a text, or the name of a special one."""
@@ -364,7 +379,7 @@ class Tokenizer:
             messages, tools, **{**self._named, **variables}
         )
         check_text("the text of the chat", text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encode(text, add_special_tokens=False)
         ids, offsets = encoding.ids, encoding.offsets
         starts, ends = zip(*offsets)
         spans = []
@@ -387,7 +402,7 @@ class Tokenizer:
         template, named = self._template(given[2]), {**self._named, **variables}
         text = template.render(*given, **named)
         check_text("the text of the chat", text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
         added = self._tokenizer.get_added_tokens_decoder()
         anchors = [  # written in the text; a byte's fallback token may be an added one, too

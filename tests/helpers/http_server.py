@@ -30,14 +30,15 @@ class RunningServer:
     Attributes:
         service: behind the routes.
         url: without a path.
+        thread: of the event loop.
     """
 
     def __init__(self, service: Service):
         self.service = service
         config = uvicorn.Config(create_app(service), port=0, log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._server.run, daemon=True)
+        self.thread.start()
         while not self._server.started:
             time.sleep(0.01)
         port = self._server.servers[0].sockets[0].getsockname()[1]
@@ -45,8 +46,8 @@ class RunningServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
 
 
 def demo_service(engine_fields: dict | None = None, **fields) -> Service:

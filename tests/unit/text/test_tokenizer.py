@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -13,6 +15,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
+LONG = "Zażółć 漢字 🙂 hello, world! " * 1000
 
 BOS, EOS, START, END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
 SPECIAL = [BOS, EOS, START, END]
@@ -1062,3 +1065,40 @@ def test_a_trained_tokenizer_writes_any_text_and_is_of_the_size(tmp_path):
 def test_a_tokenizer_is_trained_alike_each_time():
     texts = [f"{i} birds sang {i * i} songs" for i in range(300)]
     assert train_tokenizer(texts, 400).fingerprint == train_tokenizer(iter(texts), 400).fingerprint
+
+
+def test_long_texts_have_the_tokens_of_short_ones(trained, monkeypatch):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    tokenizer.set_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
+    chat = [{"role": "user", "content": LONG}] * 2
+    found = tokenizer.tokenize(LONG), tokenizer.chat_prompt(chat, False)
+    assert tokenizer.detokenize(found[0]) == LONG
+    monkeypatch.setattr("megatron_hybrid.text.tokenizer._LONG", 1 << 30)
+    assert (tokenizer.tokenize(LONG), tokenizer.chat_prompt(chat, False)) == found
+    assert tokenizer.detokenize(found[0]) == LONG
+
+
+@pytest.mark.parametrize("call", ["tokenize", "detokenize"])
+def test_other_threads_run_while_a_long_text_is_taken(trained, call):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    given = LONG if call == "tokenize" else tokenizer.tokenize(LONG)
+    turns, is_over = [], threading.Event()
+
+    def take_turns():
+        while not is_over.is_set():
+            turns.append(None)
+            time.sleep(0)
+
+    thread = threading.Thread(target=take_turns)
+    interval = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)  # only a call that lets go of the interpreter gives a turn
+        before = len(turns)
+        getattr(tokenizer, call)(given)
+        after = len(turns)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join()
+    assert after > before

@@ -1,0 +1,95 @@
+"""What takes long runs beside the event loop, so that no stream waits for it."""
+
+import asyncio
+import threading
+from functools import wraps
+
+import httpx
+import pytest
+from http_server import demo_service, running_server
+
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.serving import app as routes
+from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.text.guide import GuideCompiler
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+TAKE_LONG = [
+    *((Tokenizer, name) for name in ("tokenize", "detokenize", "chat_prompt")),
+    *((routes, name) for name in ("_prepared", "encode_json", "guide_of")),
+    (Answer, "whole"),
+    (ResponseAnswer, "whole"),
+    (ResponseFields, "to_chat"),
+    (GuideCompiler, "compile"),
+    *((DynamicInferenceEngine, name) for name in ("add_request", "step")),
+]
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GUIDED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Threads of each call that takes long, by its name."""
+    found = {}
+
+    def watch(owner, name):
+        call = getattr(owner, name)
+
+        @wraps(call)
+        def watched(*args, **kwargs):
+            found.setdefault(name, set()).add(threading.get_ident())
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in TAKE_LONG:
+        watch(owner, name)
+    return found
+
+
+def requests():
+    limit = {"max_tokens": 40, "temperature": 0}
+    for stream in (False, True):
+        kind = {**limit, "stream": stream}
+        yield "/v1/completions", {"prompt": ["Once", "And then"], **kind, "logprobs": 5}
+        yield "/v1/chat/completions", {**CHAT, **kind, "logprobs": True, "top_logprobs": 5}
+        yield "/v1/chat/completions", {**CHAT, **kind, "response_format": GUIDED}
+        yield "/v1/chat/completions", {**CHAT, **kind, "tools": [TOOL], "tool_choice": "required"}
+        yield "/v1/responses", {"input": "hello", "max_output_tokens": 4, "stream": stream}
+    yield "/v1/completions", {"prompt": "Once", "max_tokens": 2, "echo": True, "logprobs": 1}
+    yield "/tokenize", {"prompt": "Once", "return_token_strs": True}
+    yield "/tokenize", CHAT
+    yield "/detokenize", {"tokens": [300, 301]}
+    yield "/v1/completions/render", {"prompt": "Once"}
+    yield "/v1/chat/completions/render", CHAT
+    yield "/cache/explain", {"prompt": "Once"}
+
+
+def test_what_takes_long_runs_beside_the_event_loop(threads):
+    with running_server() as server:
+        loop = server.thread.ident
+        threads.clear()
+        for path, body in requests():
+            answer = httpx.post(server.url + path, json=body, timeout=60)
+            assert answer.status_code == 200 and '"error": {' not in answer.text, answer.text
+        assert httpx.get(server.url + "/metrics").status_code == 200
+        seen = {name: idents for name, idents in threads.items() if loop in idents}
+    assert not seen
+    assert set(threads) == {name for _, name in TAKE_LONG}
+
+
+def test_the_names_of_tokens_are_there_before_the_first_request():
+    service = demo_service()
+    try:
+        assert "token_bytes" in vars(service.tokenizer)
+    finally:
+        asyncio.run(service.close())
+
+
+def test_tools_are_written_out_once_for_a_request():
+    fields = ChatFields(**CHAT, tools=[TOOL])
+    assert fields.shown_tools is fields.shown_tools is fields.callable_tools
