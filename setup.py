@@ -9,6 +9,12 @@ ROOT = Path(__file__).parent
 VERSION = re.search(
     r'__version__ = "([^"]+)"', (ROOT / "megatron_hybrid" / "version.py").read_text()
 ).group(1)
+# uvicorn uses httptools and uvloop where they are; without them a token of a stream costs twice as
+# much.
+SERVER = (
+    *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "httptools>=0.6"),
+    'uvloop>=0.21; platform_system != "Windows"',
+)
 
 setup(
     name="megatron_hybrid",
@@ -50,7 +56,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
-        "serve": ["fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "xgrammar>=0.2"],
+        "serve": [*SERVER, "xgrammar>=0.2"],
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -60,8 +66,7 @@ setup(
             "matplotlib>=3.8",
             "pyarrow>=15",
             "tensorboard>=2.15",
-            *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "openai>=3", "httpx>=0.28"),
-            "xgrammar>=0.2",
+            *(*SERVER, "xgrammar>=0.2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

@@ -538,10 +538,9 @@ _DEMO_NOTE = (
 
 
 def _serve(options: argparse.Namespace) -> int:
-    import asyncio
 
     try:
-        from megatron_hybrid.serving.run import log_json_lines, serve
+        from megatron_hybrid.serving.run import log_json_lines, run_server
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from megatron_hybrid.serving.service import ServingConfig
@@ -564,7 +563,7 @@ def _serve(options: argparse.Namespace) -> int:
     )
     log_json_lines()
     model, tokenizer = _load_for_chats(options)
-    asyncio.run(serve(model, tokenizer, config, serving, options.host, options.port))
+    run_server(model, tokenizer, config, serving, options.host, options.port)
     return 0
 
 

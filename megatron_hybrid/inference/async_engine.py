@@ -49,8 +49,8 @@ class _Call:
         self.samples: list[Request] = []
         self.num_unanswered = 0  # samples without their last output
         self.is_abandoned = False
+        self.loop = asyncio.get_running_loop()
         self._abandoned = abandoned
-        self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
 
     async def get(self) -> RequestOutput | GenerationResult | None:
@@ -68,13 +68,11 @@ class _Call:
         self.is_abandoned = True
         self._abandoned.append(self)
 
-    # In the engine's thread
-
     def put(self, item: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the event loop is closed
-            self.abandon()
+        """Call it in the event loop."""
+        self._items.put_nowait(item)
+
+    # In the engine's thread
 
     def answer(self) -> GenerationResult | None:
         """The last item of the mailbox, when all outputs were taken."""
@@ -89,6 +87,11 @@ class _Call:
     def is_closed(self) -> bool:
         """Whether its last states are in the cache."""
         return all(sample.closed for sample in self.samples)
+
+
+def _put_all(items: list[tuple[_Call, object]]) -> None:
+    for call, item in items:
+        call.put(item)
 
 
 class AsyncStream(AsyncIterator[RequestOutput]):
@@ -199,6 +202,7 @@ class AsyncEngine:
         self._calls: dict[int, _Call] = {}  # by the id of each sample
         self._answered: dict[_Call, None] = {}  # those of them that took all outputs
         self._queued: dict[_Call, float] = {}  # until when they may wait to begin
+        self._mail: dict[asyncio.AbstractEventLoop, list[tuple[_Call, object]]] = {}
         self._abandoned: deque[_Call] = deque()
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
@@ -338,6 +342,22 @@ class AsyncEngine:
             return job()
         except StopIteration as error:  # no future can hold it
             raise RuntimeError(f"a tokenizer raised {error!r}") from error
+        finally:
+            self._deliver()
+
+    def _send(self, call: _Call, item: object) -> None:
+        """Put an item into a call's mailbox, at the end of this job."""
+        self._mail.setdefault(call.loop, []).append((call, item))
+
+    def _deliver(self) -> None:
+        """Wake each event loop once for all its items: every wake-up hands it the interpreter."""
+        mail, self._mail = self._mail, {}
+        for loop, items in mail.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # the event loop is closed
+                for call, _ in items:
+                    call.abandon()
 
     def _live_calls(self) -> list[_Call]:
         """The oldest first."""
@@ -381,7 +401,7 @@ class AsyncEngine:
             if call is None:
                 continue
             if call.streams:
-                call.put(output)
+                self._send(call, output)
             call.num_unanswered -= output.result is not None
             if not call.num_unanswered:
                 self._answered[call] = None
@@ -414,7 +434,7 @@ class AsyncEngine:
             del self._calls[sample.request_id]
         self._answered.pop(call, None)
         self._queued.pop(call, None)
-        call.put(item)
+        self._send(call, item)
 
     def _cancel(self, call: _Call, error: BaseException | None = None) -> None:
         """Cancel a call. error: for its coroutine, if that waits for an answer."""
@@ -431,4 +451,5 @@ class AsyncEngine:
 
     def _shut(self) -> None:
         self._end_all()
+        self._deliver()
         self._leading.close()

@@ -10,6 +10,7 @@ import sys
 import time
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
@@ -75,7 +76,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve(
+def run_server(
     model: HybridModel,
     tokenizer: Tokenizer,
     engine_config: InferenceConfig,
@@ -84,6 +85,18 @@ async def serve(
     port: int,
 ) -> None:
     """Serve until a signal. Then requests run to their end, and the cache's folder is completed."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(_serve(model, tokenizer, engine_config, config, host, port))
+
+
+async def _serve(
+    model: HybridModel,
+    tokenizer: Tokenizer,
+    engine_config: InferenceConfig,
+    config: ServingConfig,
+    host: str,
+    port: int,
+) -> None:
     engine = AsyncEngine(model, tokenizer, engine_config)
     service = Service(engine, tokenizer, engine_config, config)
     try:

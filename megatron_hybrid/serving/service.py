@@ -287,6 +287,8 @@ class Service:
         ticket.task, seconds = asyncio.current_task(), self.config.request_seconds
         left = None if seconds is None else seconds - (time.perf_counter() - ticket.began)
         try:
+            if left is not None and left <= 0:  # also where all that is left is there already
+                raise TimeoutError
             async with asyncio.timeout(left):
                 yield
         except QueueTimeoutError as error:

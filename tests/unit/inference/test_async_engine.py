@@ -17,7 +17,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
-from megatron_hybrid.inference.async_engine import QueueTimeoutError
+from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 
@@ -423,6 +423,26 @@ def test_a_stream_that_has_begun_has_its_first_output_still():
         return [[token for output in await read(stream) for token in output.tokens]]
 
     assert serve(body) == expected(PROMPTS[:1], greedy(9))
+
+
+def test_a_step_wakes_an_event_loop_once(monkeypatch):
+    async def body(engine):
+        loop, wakes = asyncio.get_running_loop(), []
+        call_soon = loop.call_soon_threadsafe
+
+        def counted(callback, *args, **kwargs):
+            wakes.append(callback)
+            return call_soon(callback, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        streams = [engine.stream(prompt, greedy(20)) for prompt in PROMPTS[:8]]
+        outputs = await asyncio.gather(*map(read, streams))
+        monkeypatch.undo()
+        assert [len(found) for found in outputs] == [20] * 8
+        wakes = [callback for callback in wakes if callback is _put_all]
+        assert len(wakes) <= (await engine.stats())["steps"]
+
+    serve(body)
 
 
 def test_a_slow_reader_holds_nobody_back():
