@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from http_server import demo_service, running_server, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_hybrid.cli import main
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import Ticket
@@ -132,6 +134,21 @@ def test_metrics_are_prometheus_s(server):
     assert families["megatron_hybrid_prompt_tokens"].samples[0].value > 0
     samples = families["megatron_hybrid_http_responses"].samples
     assert {"route": "/v1/models", "status": "200"} in [sample.labels for sample in samples]
+
+
+def test_every_metric_of_the_dashboard_is_scraped(server, capsys):
+    for stream in (False, True):
+        body = {"prompt": "Once upon", "max_tokens": 3, "ignore_eos": True, "stream": stream}
+        assert call(server, "/v1/completions", body).status_code == 200
+    families = text_string_to_metric_families(call(server, "/metrics").text)
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    assert main(["grafana"]) == 0
+    panels = json.loads(capsys.readouterr().out)["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    named = {name for each in expressions for name in re.findall(r"megatron_hybrid_\w+", each)}
+    assert not named - values.keys()
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_bucket"):
+        assert f"megatron_hybrid_{name}" in named and values[f"megatron_hybrid_{name}"] > 0
 
 
 def test_the_cache_is_explained_and_reset(server):
