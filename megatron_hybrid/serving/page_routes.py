@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
@@ -14,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
+from megatron_hybrid.serving.answers import encode_json
 from megatron_hybrid.serving.service import Service
 
 Json = dict[str, Any]
@@ -77,5 +77,5 @@ def add_page(app: FastAPI, service: Service) -> None:
 
 async def _json(body: Callable[[], Json]) -> Response:
     """A response that is made in a thread: the event loop does not wait for large ones."""
-    content = await asyncio.to_thread(lambda: json.dumps(body()))
+    content = await asyncio.to_thread(lambda: encode_json(body()))
     return Response(content, media_type="application/json")
