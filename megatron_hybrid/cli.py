@@ -538,9 +538,8 @@ _DEMO_NOTE = (
 
 
 def _serve(options: argparse.Namespace) -> int:
-
     try:
-        from megatron_hybrid.serving.run import log_json_lines, run_server
+        from megatron_hybrid.serving.run import log_json_lines, run, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from megatron_hybrid.serving.service import ServingConfig
@@ -563,7 +562,7 @@ def _serve(options: argparse.Namespace) -> int:
     )
     log_json_lines()
     model, tokenizer = _load_for_chats(options)
-    run_server(model, tokenizer, config, serving, options.host, options.port)
+    run(serve(model, tokenizer, config, serving, options.host, options.port))
     return 0
 
 

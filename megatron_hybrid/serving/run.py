@@ -8,6 +8,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -76,7 +78,13 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in uvloop's event loop, if that is installed."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(main)
+
+
+async def serve(
     model: HybridModel,
     tokenizer: Tokenizer,
     engine_config: InferenceConfig,
@@ -85,18 +93,6 @@ def run_server(
     port: int,
 ) -> None:
     """Serve until a signal. Then requests run to their end, and the cache's folder is completed."""
-    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        runner.run(_serve(model, tokenizer, engine_config, config, host, port))
-
-
-async def _serve(
-    model: HybridModel,
-    tokenizer: Tokenizer,
-    engine_config: InferenceConfig,
-    config: ServingConfig,
-    host: str,
-    port: int,
-) -> None:
     engine = AsyncEngine(model, tokenizer, engine_config)
     service = Service(engine, tokenizer, engine_config, config)
     try:
