@@ -24,6 +24,7 @@ def main() -> None:
         memory,
         preprocess,
         ranks,
+        server,
         tiers,
         training_step,
     )
@@ -38,6 +39,7 @@ def main() -> None:
         "encodings": encodings,
         "tiers": tiers,
         "ranks": ranks,
+        "server": server,
         "batch_bits": batch_bits,
         "training_step": training_step,
         "preprocess": preprocess,

@@ -1,0 +1,290 @@
+"""What the HTTP server costs over `AsyncEngine` in process, and how long its event loop is busy.
+
+The server is a process of its own; the client is raw sockets in this one, where the engine that it
+is compared with runs, too, by turns.
+"""
+
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from benchmarks.common import Row, median_ratio
+from benchmarks.server_process import CONFIG, demo
+from megatron_hybrid import AsyncEngine, SamplingParams
+
+PROMPT = "Once upon a time there was a king who had three daughters."
+REQUESTS, ROUNDS = 100, 9
+STREAMS, TOKENS = (1, 16, 64), 50
+CLIENTS, ANSWERS, ANSWER_TOKENS = 64, 256, 16
+PER_REQUEST, PER_TOKEN, THROUGHPUT = 1e-3, 100e-6, 0.9
+"""Goals: seconds, seconds, and requests/s in those of the engine."""
+KEPT_SECONDS = 2
+"""An idle connection; the server closes it after 5 s."""
+
+
+def run() -> Iterator[Row]:
+    with server() as process, asyncio.Runner() as runner:
+        client = Client(process.port)
+        model, tokenizer = demo()
+        engine = AsyncEngine(model, tokenizer, CONFIG)
+        try:
+            yield from compare(Pairs(runner, client, Alone(engine), process.pid))
+        finally:
+            runner.run(engine.close())
+        yield from gaps(runner, client)
+    yield from ends()
+
+
+class Server(subprocess.Popen):
+    """A server that answers. Attributes: port."""
+
+    def __init__(self):
+        command = [sys.executable, "-m", "benchmarks.server_process"]
+        super().__init__(command, stderr=subprocess.PIPE, text=True)
+        for line in self.stderr:
+            if "running on" in (text := json.loads(line).get("message", "")):
+                self.port = int(text.split(":")[2].split()[0])
+                return
+        raise RuntimeError("the server has not started")
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """Context of a server, whose log is read and dropped."""
+    process = Server()
+    drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        drain.wait(60)
+
+
+class Alone:
+    """Asks the engine in this process."""
+
+    def __init__(self, engine: AsyncEngine):
+        self._engine = engine
+
+    async def answer(self, tokens: int) -> None:
+        """A whole answer."""
+        await self._engine.generate(PROMPT, params_of(tokens))
+
+    async def stream(self, tokens: int) -> int:
+        """Number of outputs of a stream."""
+        return sum([1 async for _ in self._engine.stream(PROMPT, params_of(tokens))])
+
+
+class Client:
+    """Asks the server. Connections are kept."""
+
+    def __init__(self, port: int):
+        self._port = port
+        self._free: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def answer(self, tokens: int) -> None:
+        """A whole answer."""
+        await self.ask("/v1/completions", body_of(tokens))
+
+    async def stream(self, tokens: int) -> int:
+        """Number of events with tokens."""
+        text = await self.ask("/v1/completions", {**body_of(tokens), "stream": True})
+        return text.count(b'"token_ids"')
+
+    async def ask(self, path: str, body: object = None) -> bytes:
+        """The body of an answer. body: None gets."""
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        reader, writer = await self._connection()
+        writer.write(head.encode() + data)
+        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if b"content-length: " in answer:
+            size = int(answer.split(b"content-length: ")[1].split()[0])
+            text = await reader.readexactly(size)
+        else:
+            text = await reader.readuntil(b"\r\n0\r\n\r\n")
+        self._free.append((time.monotonic(), reader, writer))
+        if answer.split()[1] != b"200":
+            raise RuntimeError(text.decode())
+        return text
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._free:
+            since, reader, writer = self._free.pop()
+            if time.monotonic() - since < KEPT_SECONDS:
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 26)
+
+
+def params_of(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, ignore_termination=True)
+
+
+def body_of(tokens: int) -> dict:
+    return {
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+class Pairs:
+    """The same work over HTTP and by the engine alone, by turns.
+
+    Args:
+        runner: of both.
+        client: of the server.
+        alone: the engine.
+        pid: of the server.
+    """
+
+    def __init__(self, runner: asyncio.Runner, client: Client, alone: Alone, pid: int):
+        self._runner, self._asked = runner, (client, alone)
+        # The clock of another process's CPU time, as clock_getcpuclockid(3) makes it on Linux.
+        self._clocks = (~pid << 3) | 2, time.CLOCK_PROCESS_CPUTIME_ID
+
+    def run(self, work: Callable[[Client | Alone], Awaitable], rounds: int) -> list[tuple]:
+        """Wall and CPU seconds over HTTP, then those of the engine alone, of each round."""
+        return [self._round(work) for _ in range(rounds + 1)][1:]
+
+    def _round(self, work: Callable[[Client | Alone], Awaitable]) -> tuple:
+        found = []
+        for asked, clock in zip(self._asked, self._clocks):
+            began, cpu = time.perf_counter(), time.clock_gettime(clock)
+            self._runner.run(work(asked))
+            found += [time.perf_counter() - began, time.clock_gettime(clock) - cpu]
+        return tuple(found)
+
+
+def extra(rounds: list[tuple], parts: int, unit: float, name: str) -> str:
+    """What HTTP adds to each part of a round: wall and CPU time."""
+    wall = statistics.median(a - b for a, _, b, _ in rounds) / parts / unit
+    cpu = statistics.median(a - b for _, a, _, b in rounds) / parts / unit
+    return f"{wall:+.4g} {name}, of CPU {cpu:+.4g} {name}"
+
+
+def compare(pairs: Pairs) -> Iterator[Row]:
+    rounds = pairs.run(lambda asked: asked.answer(1), REQUESTS)
+    alone = statistics.median(each[2] for each in rounds)
+    yield Row(
+        "a request over HTTP, over the engine alone",
+        f"{extra(rounds, 1, 1e-3, 'ms')} ({alone * 1e3:.1f} ms alone)",
+        f"<= {PER_REQUEST * 1e3:.0f} ms",
+    )
+    for count in STREAMS:
+        counts: list[tuple] = []
+
+        async def stream(asked: Client | Alone, count: int = count, counts: list = counts) -> None:
+            found = await asyncio.gather(*(asked.stream(TOKENS) for _ in range(count)))
+            counts += [(TOKENS, each) for each in found]
+
+        rounds = pairs.run(stream, ROUNDS)
+        step = statistics.median(each[2] for each in rounds) / TOKENS
+        yield Row(
+            f"a token of one of {count} streams over HTTP, over the engine alone",
+            f"{extra(rounds, TOKENS * count, 1e-6, 'us')} (a step {step * 1e3:.1f} ms alone)",
+            f"<= {PER_TOKEN * 1e6:.0f} us",
+        )
+        yield Row(
+            f"tokens of {count} streams without an event of their own",
+            f"{sum(made - seen for made, seen in counts)} of {sum(made for made, _ in counts)}",
+            "0",
+        )
+
+    async def saturate(asked: Client | Alone) -> None:
+        left = iter(range(ANSWERS))
+
+        async def one() -> None:
+            for _ in left:
+                await asked.answer(ANSWER_TOKENS)
+
+        await asyncio.gather(*(one() for _ in range(CLIENTS)))
+
+    over, _, alone, _ = zip(*pairs.run(saturate, ROUNDS))
+    rates = [ANSWERS / statistics.median(times) for times in (over, alone)]
+    yield Row(
+        f"requests/s of {CLIENTS} clients over HTTP, in those of the engine alone",
+        f"{median_ratio(alone, over):.2f} ({rates[0]:.0f} / {rates[1]:.0f})",
+        f">= {THROUGHPUT}",
+    )
+
+
+def gaps(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
+    """The longest gap of the event loop while one stream runs, and something else is asked."""
+    text = (PROMPT + " ") * (200_000 // len(PROMPT))
+    tokens = json.loads(runner.run(client.ask("/tokenize", {"prompt": text})))["tokens"]
+    choice = {"enum": [f"value {index}" for index in range(8)]}
+    inner = {"type": "object", "properties": {f"field{index}": choice for index in range(9)}}
+    schema = {"type": "object", "properties": {f"part{index}": inner for index in range(40)}}
+    guided = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
+    turns = {"messages": [{"role": "user", "content": text[:2000]}] * 100}
+    scored = {**body_of(200), "logprobs": 20}
+    tasks: dict[str, list[tuple]] = {
+        "nothing else": [],
+        "a text of 200 kB to tokenize": [("/tokenize", {"prompt": text})],
+        "a chat of 200 kB to render": [("/v1/chat/completions/render", turns)],
+        "a body of 1 MB of token ids": [("/v1/completions", {"prompt": (tokens * 4)[:200_000]})],
+        "500,000 tokens to detokenize": [("/detokenize", {"tokens": (tokens * 10)[:500_000]})],
+        "a JSON schema of 360 fields": [
+            ("/v1/chat/completions", {**chat, "response_format": guided})
+        ],
+        "20 log-probabilities of 200 tokens": [("/v1/completions", scored)],
+        "/metrics, /cache/explain": [("/metrics",), ("/cache/explain", {"prompt": PROMPT})],
+        "64 requests at once": [("/v1/completions", body_of(8))] * 64,
+    }
+    for what, calls in tasks.items():
+
+        async def ask(calls: list = calls) -> float:
+            stream = asyncio.ensure_future(client.stream(200))
+            await client.ask("/gap")
+            for _ in range(3):
+                await asyncio.gather(*(quietly(client.ask(*call)) for call in calls))
+            await stream
+            return float(await client.ask("/gap"))
+
+        found = statistics.median(runner.run(ask()) for _ in range(3))
+        yield Row(f"longest gap of the event loop: a stream, and {what}", f"{found * 1e3:.1f} ms")
+
+
+async def quietly(call: Awaitable) -> None:
+    """A call that the server may refuse."""
+    try:
+        await call
+    except RuntimeError as error:
+        if "max_sequence_length" not in str(error):
+            raise
+
+
+def ends() -> Iterator[Row]:
+    """Seconds from SIGTERM, or from the last answer if that is later, to the exit."""
+
+    async def last_answer(process: Server, count: int) -> float:
+        client = Client(process.port)
+        streams = [asyncio.ensure_future(client.stream(200)) for _ in range(count)]
+        await asyncio.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        began = time.perf_counter()
+        await asyncio.gather(*streams)
+        return time.perf_counter() if streams else began
+
+    for what, count in (("idle", 0), ("with 8 streams that end", 8)):
+        found = []
+        for _ in range(3):
+            with server() as process:
+                began = asyncio.run(last_answer(process, count))
+                process.wait(60)
+                found.append(time.perf_counter() - began)
+        seconds = statistics.median(found)
+        yield Row(f"from SIGTERM, or the last answer, to the exit: {what}", f"{seconds:.2f} s")

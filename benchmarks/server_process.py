@@ -1,0 +1,62 @@
+"""The server of `benchmarks/server.py`: the demo model, with a route that tells the longest gap of
+the event loop since the last call."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import torch
+
+import megatron_hybrid
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.serving import run
+from megatron_hybrid.serving.service import ServingConfig
+from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
+
+DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
+CONFIG = InferenceConfig(cache_bytes=64 << 20, max_requests=64, max_sequence_length=4096)
+PROBE_SECONDS = 0.001
+
+
+def demo():
+    """The model and its tokenizer."""
+    model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
+    tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    return model, tokenizer
+
+
+def with_gap(make_app):
+    """`create_app` with the route /gap."""
+
+    def make(service):
+        app, gap, probes = make_app(service), 0.0, []
+
+        async def probe() -> None:
+            nonlocal gap
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(PROBE_SECONDS)
+                gap = max(gap, time.perf_counter() - began - PROBE_SECONDS)
+
+        @app.get("/gap")
+        async def longest() -> float:
+            nonlocal gap
+            if not probes:
+                probes.append(asyncio.ensure_future(probe()))
+            found, gap = gap, 0.0
+            return found
+
+        return app
+
+    return make
+
+
+def main() -> None:
+    run.create_app = with_gap(run.create_app)
+    run.log_json_lines()
+    run.run_server(*demo(), CONFIG, ServingConfig("demo"), "127.0.0.1", 0)
+
+
+if __name__ == "__main__":
+    main()
