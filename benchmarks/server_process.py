@@ -55,7 +55,7 @@ def with_gap(make_app):
 def main() -> None:
     run.create_app = with_gap(run.create_app)
     run.log_json_lines()
-    run.run_server(*demo(), CONFIG, ServingConfig("demo"), "127.0.0.1", 0)
+    run.run(run.serve(*demo(), CONFIG, ServingConfig("demo"), "127.0.0.1", 0))
 
 
 if __name__ == "__main__":

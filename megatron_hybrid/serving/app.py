@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -42,6 +43,8 @@ from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
 Json = dict[str, Any]
+FEW_TOKENS = 500
+"""Prompt, answer and their most likely tokens together."""
 
 
 def create_app(service: Service) -> FastAPI:
@@ -157,7 +160,7 @@ async def _answer(
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             results = await until_gone(request.receive, work)
-            return await _json(lambda: answer.whole(results))
+            return await _json(lambda: answer.whole(results), ticket.num_tokens)
         streams = service.streams(prompts, params, **options)
         for stream in streams:
             undo.push_async_callback(stream.aclose)
@@ -185,8 +188,11 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _json(make: Callable[[], Any]) -> Response:
-    """An answer, made and encoded in a thread, so that the event loop waits for none of it."""
+async def _json(make: Callable[[], Any], num_tokens: float = inf) -> Response:
+    """An answer, made and encoded in a thread, so that the event loop waits for none of it; where
+    it is of few tokens the thread would cost more."""
+    if num_tokens < FEW_TOKENS:
+        return Response(encode_json(make()), media_type="application/json")
     body = await asyncio.to_thread(lambda: encode_json(make()))
     return Response(body, media_type="application/json")
 

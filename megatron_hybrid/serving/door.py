@@ -104,7 +104,14 @@ class Door:
             }
             if ticket.first_token_seconds is not None:
                 line["first_token_ms"] = round(ticket.first_token_seconds * 1e3, 1)
-        access.info("%s", json.dumps(line))
+        access.info("%s", _Line(line))
+
+
+class _Line(dict):
+    """Is written as JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self)
 
 
 def _route(scope) -> str:

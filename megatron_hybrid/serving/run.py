@@ -27,18 +27,17 @@ _CONNECTION_SECONDS = 5
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line; a message that is one is joined into it."""
+    """One JSON object a line; that of a request is joined into it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + "Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
         if record.name.endswith(".access"):
-            return json.dumps(line | json.loads(text))
-        line["message"] = text
+            return json.dumps(line | record.args)
+        line["message"] = record.getMessage()
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line)

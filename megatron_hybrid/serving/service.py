@@ -68,6 +68,8 @@ class Ticket:
     prefixes: dict[int, PrefixReport] = field(default_factory=dict)
     """Of each prompt, by the id of its first sample."""
     num_generated: int = 0
+    num_tokens: int = 0
+    """Of whole answers: prompts, answers, and the most likely tokens of log-probabilities."""
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
 
@@ -84,6 +86,10 @@ class Ticket:
         self.prefixes = {result.request_id: result.prefix for result in results}
         samples = [sample for result in results for sample in result.samples]
         self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
+        self.num_tokens = self.num_generated + sum(
+            len(sample.prompt_tokens) + sum(map(len, sample.top_n_logprobs or ()))
+            for sample in samples
+        )
         times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]
         self.first_token_seconds = min(times, default=None)
 

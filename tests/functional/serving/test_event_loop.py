@@ -52,7 +52,7 @@ def threads(monkeypatch):
 
 
 def requests():
-    limit = {"max_tokens": 40, "temperature": 0}
+    limit = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
     for stream in (False, True):
         kind = {**limit, "stream": stream}
         yield "/v1/completions", {"prompt": ["Once", "And then"], **kind, "logprobs": 5}
@@ -69,7 +69,8 @@ def requests():
     yield "/cache/explain", {"prompt": "Once"}
 
 
-def test_what_takes_long_runs_beside_the_event_loop(threads):
+def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
+    monkeypatch.setattr(routes, "FEW_TOKENS", 0)
     with running_server() as server:
         loop = server.thread.ident
         threads.clear()
@@ -80,6 +81,16 @@ def test_what_takes_long_runs_beside_the_event_loop(threads):
         seen = {name: idents for name, idents in threads.items() if loop in idents}
     assert not seen
     assert set(threads) == {name for _, name in TAKE_LONG}
+
+
+def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(threads, monkeypatch):
+    monkeypatch.setattr(routes, "FEW_TOKENS", 50)
+    body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
+    with running_server() as server:
+        for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):
+            threads.clear()
+            httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=60)
+            assert (server.thread.ident not in threads["encode_json"]) == is_beside, more
 
 
 def test_the_names_of_tokens_are_there_before_the_first_request():
