@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -17,35 +16,6 @@ from megatron_hybrid.serving.parsing import AnswerParser, Content, Part, Reasoni
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-
-
-_SLICE = 256
-"""Values that are encoded in one call: for so long no other thread runs."""
-_dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def encode_json(value: Any) -> bytes:
-    """The JSON of a body, however large, for a thread beside the event loop."""
-    return "".join(_pieces(value)).encode()
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for index, (name, inner) in enumerate(value.items()):
-            yield f"{'{,'[index > 0]}{_dumps(name)}:"
-            yield from _pieces(inner)
-        yield "}"
-    elif isinstance(value, list) and len(value) > _SLICE:
-        for start in range(0, len(value), _SLICE):
-            yield f"{'[,'[start > 0]}{_dumps(value[start : start + _SLICE])[1:-1]}"
-        yield "]"
-    elif isinstance(value, list) and value:
-        for index, inner in enumerate(value):
-            yield "[,"[index > 0]
-            yield from _pieces(inner)
-        yield "]"
-    else:
-        yield _dumps(value)
 
 
 def prefix_block(report: PrefixReport) -> Json:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from math import inf
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.answers import Answer, encode_json
+from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
@@ -29,6 +28,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
+from megatron_hybrid.serving.json_response import json_response
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.rendering import (
     begins_in_thought,
@@ -43,8 +43,6 @@ from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
 Json = dict[str, Any]
-FEW_TOKENS = 500
-"""Prompt, answer and their most likely tokens together."""
 
 
 def create_app(service: Service) -> FastAPI:
@@ -160,7 +158,7 @@ async def _answer(
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             results = await until_gone(request.receive, work)
-            return await _json(lambda: answer.whole(results), ticket.num_tokens)
+            return await json_response(lambda: answer.whole(results), ticket.num_tokens)
         streams = service.streams(prompts, params, **options)
         for stream in streams:
             undo.push_async_callback(stream.aclose)
@@ -186,15 +184,6 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope, receive, send) -> None:
         async with self._undo:
             await super().__call__(scope, receive, send)
-
-
-async def _json(make: Callable[[], Any], num_tokens: float = inf) -> Response:
-    """An answer, made and encoded in a thread, so that the event loop waits for none of it; where
-    it is of few tokens the thread would cost more."""
-    if num_tokens < FEW_TOKENS:
-        return Response(encode_json(make()), media_type="application/json")
-    body = await asyncio.to_thread(lambda: encode_json(make()))
-    return Response(body, media_type="application/json")
 
 
 def _prepared(
@@ -311,22 +300,22 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeFields):
         service.check_model(fields.model)
-        return await _json(lambda: tokenized(fields))
+        return await json_response(lambda: tokenized(fields))
 
     @app.post("/detokenize")
     async def detokenize(fields: DetokenizeFields):
         service.check_model(fields.model)
-        return await _json(lambda: detokenized(fields))
+        return await json_response(lambda: detokenized(fields))
 
     @app.post("/v1/completions/render")
     async def render_completion(fields: CompletionFields):
         service.check_model(fields.model)
-        return await _json(lambda: rendered(fields))
+        return await json_response(lambda: rendered(fields))
 
     @app.post("/v1/chat/completions/render")
     async def render_chat(fields: ChatFields):
         service.check_model(fields.model)
-        return await _json(lambda: rendered(fields))
+        return await json_response(lambda: rendered(fields))
 
     @app.post("/cache/explain")
     async def explain(fields: ExplainFields, request: Request) -> Json:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from megatron_hybrid.serving.answers import encode_json
+from megatron_hybrid.serving.json_response import json_response
 from megatron_hybrid.serving.service import Service
 
 Json = dict[str, Any]
@@ -54,7 +52,7 @@ def add_page(app: FastAPI, service: Service) -> None:
                 rows = [{**row, "text": text} for row, text in zip(rows, texts)]
             return {"requests": rows}
 
-        return await _json(body)
+        return await json_response(body)
 
     @app.get("/cache/tree")
     async def tree(request: Request) -> Response:
@@ -66,16 +64,10 @@ def add_page(app: FastAPI, service: Service) -> None:
             texts = [text_of(*tokens) for tokens in columns.pop("first_tokens")]
             return {**columns, "texts": texts} if num_tokens else columns
 
-        return await _json(body)
+        return await json_response(body)
 
     @app.get("/cache/history")
     async def history(request: Request) -> Response:
         service.check_admin(request.state.key)
         columns = await service.history.columns()
-        return await _json(lambda: columns)
-
-
-async def _json(body: Callable[[], Json]) -> Response:
-    """A response that is made in a thread: the event loop does not wait for large ones."""
-    content = await asyncio.to_thread(lambda: encode_json(body()))
-    return Response(content, media_type="application/json")
+        return await json_response(lambda: columns)

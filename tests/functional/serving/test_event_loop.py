@@ -10,6 +10,7 @@ from http_server import demo_service, running_server
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
+from megatron_hybrid.serving import json_response
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -18,7 +19,8 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 TAKE_LONG = [
     *((Tokenizer, name) for name in ("tokenize", "detokenize", "chat_prompt")),
-    *((routes, name) for name in ("_prepared", "encode_json", "guide_of")),
+    *((routes, name) for name in ("_prepared", "guide_of")),
+    (json_response, "encode_json"),
     (Answer, "whole"),
     (ResponseAnswer, "whole"),
     (ResponseFields, "to_chat"),
@@ -70,7 +72,7 @@ def requests():
 
 
 def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
-    monkeypatch.setattr(routes, "FEW_TOKENS", 0)
+    monkeypatch.setattr(json_response, "FEW_TOKENS", 0)
     with running_server() as server:
         loop = server.thread.ident
         threads.clear()
@@ -84,7 +86,7 @@ def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
 
 
 def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(threads, monkeypatch):
-    monkeypatch.setattr(routes, "FEW_TOKENS", 50)
+    monkeypatch.setattr(json_response, "FEW_TOKENS", 50)
     body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
     with running_server() as server:
         for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):

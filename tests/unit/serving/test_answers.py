@@ -1,13 +1,11 @@
 """Answers and chunks are what the `openai` package's types say."""
 
-import json
-
 import pytest
 from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from megatron_hybrid.serving.answers import Answer, GrowingChoice, encode_json
+from megatron_hybrid.serving.answers import Answer, GrowingChoice
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -21,19 +19,6 @@ def answer_of(tokenizer, **options):
     messages = [{"role": "user", "content": "?"}]
     fields = ChatFields(messages=messages, tools=TOOLS, **options)
     return Answer(tokenizer, fields, "chatcmpl-1", "demo", has_thoughts=True)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *({}, [], "", None, 1.5, True, [[]], {"a": {}}, {"a": [], "b": [{"c": None}, "🦊"]}),
-        *([*range(size)] for size in (255, 256, 257, 512, 1000)),
-        {"a": [[*range(300)], [{"b": [*"xyz"] * 200}] * 300]},
-    ],
-)
-def test_json_in_pieces_is_json(value):
-    expected = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    assert encode_json(value).decode() == expected
 
 
 def test_a_tool_call_is_openai_s(tokenizer):

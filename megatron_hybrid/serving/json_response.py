@@ -1,0 +1,51 @@
+"""json_response: bodies of any size, without a wait of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
+from typing import Any
+
+from fastapi import Response
+
+FEW_TOKENS = 500
+"""Prompt, answer and their most likely tokens together."""
+_SLICE = 256
+"""Values that are encoded in one call: for so long no other thread runs."""
+_dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Response:
+    """An answer, made and encoded in a thread, so that the event loop waits for none of it; where
+    it is of few tokens the thread would cost more."""
+    if num_tokens < FEW_TOKENS:
+        return Response(encode_json(make()), media_type="application/json")
+    body = await asyncio.to_thread(lambda: encode_json(make()))
+    return Response(body, media_type="application/json")
+
+
+def encode_json(value: Any) -> bytes:
+    """The JSON of a body, however large, for a thread beside the event loop."""
+    return "".join(_pieces(value)).encode()
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for index, (name, inner) in enumerate(value.items()):
+            yield f"{'{,'[index > 0]}{_dumps(name)}:"
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list) and len(value) > _SLICE:
+        for start in range(0, len(value), _SLICE):
+            yield f"{'[,'[start > 0]}{_dumps(value[start : start + _SLICE])[1:-1]}"
+        yield "]"
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield "[,"[index > 0]
+            yield from _pieces(inner)
+        yield "]"
+    else:
+        yield _dumps(value)
