@@ -34,7 +34,7 @@ def run() -> Iterator[Row]:
         model, tokenizer = demo()
         engine = AsyncEngine(model, tokenizer, CONFIG)
         try:
-            yield from compare(Pairs(runner, client, Alone(engine), process.pid))
+            yield from compare(Pairs(runner, client, Alone(engine)))
         finally:
             runner.run(engine.close())
         yield from gaps(runner, client)
@@ -146,37 +146,41 @@ class Pairs:
         runner: of both.
         client: of the server.
         alone: the engine.
-        pid: of the server.
     """
 
-    def __init__(self, runner: asyncio.Runner, client: Client, alone: Alone, pid: int):
-        self._runner, self._asked = runner, (client, alone)
-        # The clock of another process's CPU time, as clock_getcpuclockid(3) makes it on Linux.
-        self._clocks = (~pid << 3) | 2, time.CLOCK_PROCESS_CPUTIME_ID
+    def __init__(self, runner: asyncio.Runner, client: Client, alone: Alone):
+        self._runner, self._client, self._alone = runner, client, alone
 
     def run(self, work: Callable[[Client | Alone], Awaitable], rounds: int) -> list[tuple]:
-        """Wall and CPU seconds over HTTP, then those of the engine alone, of each round."""
+        """Of each round the seconds over HTTP, those of the engine alone, and the CPU time of the
+        server's event loop."""
         return [self._round(work) for _ in range(rounds + 1)][1:]
 
     def _round(self, work: Callable[[Client | Alone], Awaitable]) -> tuple:
-        found = []
-        for asked, clock in zip(self._asked, self._clocks):
-            began, cpu = time.perf_counter(), time.clock_gettime(clock)
-            self._runner.run(work(asked))
-            found += [time.perf_counter() - began, time.clock_gettime(clock) - cpu]
-        return tuple(found)
+        began = self._cpu()
+        over = self._timed(work(self._client))
+        cpu = self._cpu() - began
+        return over, self._timed(work(self._alone)), cpu
+
+    def _timed(self, work: Awaitable) -> float:
+        began = time.perf_counter()
+        self._runner.run(work)
+        return time.perf_counter() - began
+
+    def _cpu(self) -> float:
+        return float(self._runner.run(self._client.ask("/cpu")))
 
 
 def extra(rounds: list[tuple], parts: int, unit: float, name: str) -> str:
-    """What HTTP adds to each part of a round: wall and CPU time."""
-    wall = statistics.median(a - b for a, _, b, _ in rounds) / parts / unit
-    cpu = statistics.median(a - b for _, a, _, b in rounds) / parts / unit
-    return f"{wall:+.4g} {name}, of CPU {cpu:+.4g} {name}"
+    """What HTTP adds to each part of a round, and the CPU time of the event loop in it."""
+    wall = statistics.median(over - alone for over, alone, _ in rounds) / parts / unit
+    cpu = statistics.median(cpu for *_, cpu in rounds) / parts / unit
+    return f"{wall:+.4g} {name}; event loop {cpu:.4g} {name}"
 
 
 def compare(pairs: Pairs) -> Iterator[Row]:
     rounds = pairs.run(lambda asked: asked.answer(1), REQUESTS)
-    alone = statistics.median(each[2] for each in rounds)
+    alone = statistics.median(each[1] for each in rounds)
     yield Row(
         "a request over HTTP, over the engine alone",
         f"{extra(rounds, 1, 1e-3, 'ms')} ({alone * 1e3:.1f} ms alone)",
@@ -190,7 +194,7 @@ def compare(pairs: Pairs) -> Iterator[Row]:
             counts += [(TOKENS, each) for each in found]
 
         rounds = pairs.run(stream, ROUNDS)
-        step = statistics.median(each[2] for each in rounds) / TOKENS
+        step = statistics.median(each[1] for each in rounds) / TOKENS
         yield Row(
             f"a token of one of {count} streams over HTTP, over the engine alone",
             f"{extra(rounds, TOKENS * count, 1e-6, 'us')} (a step {step * 1e3:.1f} ms alone)",
@@ -211,7 +215,7 @@ def compare(pairs: Pairs) -> Iterator[Row]:
 
         await asyncio.gather(*(one() for _ in range(CLIENTS)))
 
-    over, _, alone, _ = zip(*pairs.run(saturate, ROUNDS))
+    over, alone, _ = zip(*pairs.run(saturate, ROUNDS))
     rates = [ANSWERS / statistics.median(times) for times in (over, alone)]
     yield Row(
         f"requests/s of {CLIENTS} clients over HTTP, in those of the engine alone",

@@ -1,5 +1,4 @@
-"""The server of `benchmarks/server.py`: the demo model, with a route that tells the longest gap of
-the event loop since the last call."""
+"""The server of `benchmarks/server.py`: the demo model, with routes that tell of the event loop."""
 
 import asyncio
 import time
@@ -26,8 +25,9 @@ def demo():
     return model, tokenizer
 
 
-def with_gap(make_app):
-    """`create_app` with the route /gap."""
+def with_probe(make_app):
+    """`create_app` with the routes /cpu and /gap: seconds of CPU time of the event loop's thread,
+    and its longest gap since the last call. The first call of /gap begins to probe."""
 
     def make(service):
         app, gap, probes = make_app(service), 0.0, []
@@ -38,6 +38,10 @@ def with_gap(make_app):
                 began = time.perf_counter()
                 await asyncio.sleep(PROBE_SECONDS)
                 gap = max(gap, time.perf_counter() - began - PROBE_SECONDS)
+
+        @app.get("/cpu")
+        async def cpu() -> float:
+            return time.thread_time()
 
         @app.get("/gap")
         async def longest() -> float:
@@ -53,7 +57,7 @@ def with_gap(make_app):
 
 
 def main() -> None:
-    run.create_app = with_gap(run.create_app)
+    run.create_app = with_probe(run.create_app)
     run.log_json_lines()
     run.run(run.serve(*demo(), CONFIG, ServingConfig("demo"), "127.0.0.1", 0))
 
