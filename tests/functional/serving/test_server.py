@@ -83,13 +83,33 @@ def test_unknown_paths_have_openai_s_error(server):
     assert call(server, "/v1/nothing").json()["error"]["type"] == "not_found_error"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(server, stream):
-    body = json.dumps({**LONG, "stream": stream}).encode()
+def connect(server, body):
+    """A connection with a request of which nothing is read."""
+    body = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_it_waits_ends_its_request(stream):
+    with running_server({"max_requests": 1}) as server:
+        first = connect(server, LONG)
+        wait_until(lambda: running(server) == 1)
+        waiting = connect(server, {**LONG, "stream": stream})
+        wait_until(lambda: running(server) == 2)
+        waiting.close()
+        wait_until(lambda: running(server) == 1)
+        assert asyncio.run(server.service.engine.stats())["requests_running"] == 1
+        first.close()
+        wait_until(lambda: running(server) == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(server, stream):
+    connection = connect(server, {**LONG, "stream": stream})
     wait_until(lambda: running(server) == 1)
     connection.close()
     wait_until(lambda: running(server) == 0)
