@@ -1095,7 +1095,10 @@ def test_other_threads_run_while_a_long_text_is_taken(trained, call):
     try:
         sys.setswitchinterval(1000)  # only a call that lets go of the interpreter gives a turn
         before = len(turns)
-        getattr(tokenizer, call)(given)
+        for _ in range(300):  # the other thread may be late
+            getattr(tokenizer, call)(given)
+            if len(turns) > before:
+                break
         after = len(turns)
     finally:
         sys.setswitchinterval(interval)
