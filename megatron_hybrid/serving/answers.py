@@ -16,6 +16,8 @@ from megatron_hybrid.serving.parsing import AnswerParser, Content, Part, Reasoni
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+LEAST_LOG_PROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
 
 
 def prefix_block(report: PrefixReport) -> Json:
@@ -162,7 +164,11 @@ class Answer:
         """
         if values is None:
             return None
-        tops = tops or [{}] * len(tokens)
+        tops = [
+            top and {token: max(value, LEAST_LOG_PROB) for token, value in top.items()}
+            for top in tops or [{}] * len(tokens)
+        ]
+        values = [value if value is None else max(value, LEAST_LOG_PROB) for value in values]
         if self.is_chat:
             entries = [
                 {**self._entry(token, value), "top_logprobs": [*self._entries(top)]}
@@ -176,7 +182,7 @@ class Answer:
             offset += len(names[-1])
         return {
             "tokens": names,
-            "token_logprobs": list(values),
+            "token_logprobs": values,
             "top_logprobs": [
                 None if top is None else {self._name(token): value for token, value in top.items()}
                 for top in tops
@@ -191,7 +197,7 @@ class Answer:
         written = self.tokenizer.shown_bytes(token)
         return {
             "token": written.decode(errors="replace"),
-            "logprob": max(value, -9999.0),  # JSON has no infinity
+            "logprob": value,
             "bytes": list(written),
         }
 

@@ -1,12 +1,15 @@
 """Answers and chunks are what the `openai` package's types say."""
 
+import json
+from math import inf
+
 import pytest
 from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_hybrid.serving.answers import Answer, GrowingChoice
-from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.fields import ChatFields, CompletionFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 
@@ -41,6 +44,18 @@ def test_a_tool_call_is_openai_s(tokenizer):
 def test_the_finish_reason_tells_of_calls(tokenizer, text, reason, expected):
     (choice,) = answer_of(tokenizer).whole([result_of(text, reason)])["choices"]
     assert choice["finish_reason"] == expected
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_log_probabilities_are_finite(tokenizer, is_chat):
+    """Where a token cannot be drawn, its own is minus infinity."""
+    answer = answer_of(tokenizer)
+    if not is_chat:
+        fields = CompletionFields(prompt="?", logprobs=1)
+        answer = Answer(tokenizer, fields, "cmpl-1", "demo")
+    values = [-inf if is_chat else None, -0.5]
+    found = answer.logprobs([5, 6], values, [{7: -inf}, {8: -1.0}], 0)
+    assert "Infinity" not in json.dumps(found) and "-9999.0" in json.dumps(found)
 
 
 def test_without_a_choice_of_tools_calls_are_content(tokenizer):
