@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
 import logging
 import sys
 import time
 from collections.abc import Coroutine
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -44,9 +47,13 @@ class _JsonLines(logging.Formatter):
 
 
 def log_json_lines() -> None:
-    """Write the logs of this program to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Write the logs of this program to stderr, in a thread: whoever reads them may be slow."""
+    lines: SimpleQueue = SimpleQueue()
+    handler = QueueHandler(lines)
     handler.setFormatter(_JsonLines())
+    writer = QueueListener(lines, logging.StreamHandler(sys.stderr))
+    writer.start()
+    atexit.register(writer.stop)
     for name in ("megatron_hybrid", "uvicorn"):
         own = logging.getLogger(name)
         own.handlers, own.propagate = [handler], False

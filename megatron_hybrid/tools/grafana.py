@@ -20,8 +20,8 @@ def _share(part: str, whole: str) -> str:
     return f"{_rate(part)} / {_rate(whole)}"
 
 
-def _of_reasons(name: str) -> str:
-    return f"sum by (reason) (rate({PREFIX}{name}_total[$__rate_interval]))"
+def _rate_by(label: str, name: str) -> str:
+    return f"sum by ({label}) (rate({PREFIX}{name}_total[$__rate_interval]))"
 
 
 def _gauge(name: str) -> str:
@@ -47,7 +47,7 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "Known tokens computed again, by reason": (
         "short",
-        {"{{reason}}": _of_reasons("lost_tokens")},
+        {"{{reason}}": _rate_by("reason", "lost_tokens")},
     ),
     "Requests": (
         "short",
@@ -81,6 +81,10 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
             "states without room": _rate("checkpoints_no_room"),
             "KV blocks evicted": _rate("kv_blocks_evicted"),
         },
+    ),
+    "Answers of the server per second, by status": (
+        "short",
+        {"{{status}}": _rate_by("status", "http_responses")},
     ),
     "Below the pool": (
         "bytes",
