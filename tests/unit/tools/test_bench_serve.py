@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -37,7 +36,8 @@ class ScriptedServer:
     """A server in a thread.
 
     Args:
-        script: body of a request -> the pieces of the answer, each written by itself.
+        script: body of a request -> the pieces of the answer, each written by itself; at None the
+            server waits until the client has gone.
         hold: answers begin when so many requests have come.
 
     Attributes:
@@ -87,6 +87,9 @@ class ScriptedServer:
             pieces = self._script(body)
             self._active -= 1
             for piece in pieces:
+                if piece is None:
+                    await reader.read()
+                    return
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(0)
@@ -436,11 +439,19 @@ def test_64_requests_run_by_default(tmp_path):
     assert server.most_active == 64
 
 
-def test_ctrl_c_prints_what_was_measured(tmp_path, capsys):
+@pytest.fixture
+def interrupts():
+    """Python's own handling of Ctrl-C, which a process in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_prints_what_was_measured(tmp_path, capsys, interrupts):
     def script(body):
         if body["prompt"] == "2":
-            os.kill(os.getpid(), signal.SIGINT)
-            return [CHUNKED]
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            return [CHUNKED, None]
         return answer(STREAM)
 
     path, out = write(tmp_path, *({"prompt": str(i)} for i in range(5))), tmp_path / "out.json"
