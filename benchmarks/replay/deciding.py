@@ -1,7 +1,7 @@
 """`python -m benchmarks.replay.deciding`: whether a simpler policy may take the place of today's.
 
-Each policy replays each case; results go into a JSON file after every replay, and what is in the
-file is not replayed again. docs/replay.md, "A smaller policy".
+Each policy replays each case. Results go into a JSON file after every replay; what is in the file
+is not replayed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILE = RESULTS / "deciding.json"
 PUBLISHED = ("replay_models.json", "replay_mooncake.json")
 """Results of peers that are taken from there."""
 TODAY = "today"
-WITHOUT = ("mostly_known", "own_waits", "fading", "own_uses")
+WITHOUT = ("own_waits", "fading", "own_uses", "passed", "covered")
 """Parts that "reduced" lacks."""
 POLICIES: dict[str, Callable[[CacheSpec], Policy]] = {
     TODAY: HybridPolicy,
