@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin, Path
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
-from megatron_hybrid.cache.policy.reuse import prompt_ends
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
 STAGES = 4
@@ -110,7 +109,7 @@ class HyperbolicReuse:
         self.now += 1
         known = path.checkpoints()
         if path.edges:
-            self._observe_distance(path, known)
+            self.distances.observe_path(path, known)
         if not known:
             return NO_ORIGIN, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
@@ -127,19 +126,6 @@ class HyperbolicReuse:
         if deepest.kind > Kind.ANSWER_END:
             return Origin(mostly_known=2 * path.known > prompt_tokens), lost_fork
         return Origin(1, deepest.kind), lost_fork
-
-    def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
-        """As `ReuseModel._observe_distance`."""
-        edge = path.edges[-1]
-        ends = prompt_ends(edge, path.known)
-        if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
-            ends = [path.known]
-        elif path.known < edge.end:
-            while not ends and edge.children:
-                edge = next(reversed(edge.children.values()))
-                ends = prompt_ends(edge, edge.start)
-        if ends:
-            self.distances.observe(min(ends) - path.known)
 
     def count_exposure(self, checkpoint: Checkpoint) -> None:
         """Nothing is counted before a use."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Edge, Kind, Origin, Path
+from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin, Path
 from megatron_hybrid.cache.policy.exposure_clock import ExposureClock
 from megatron_hybrid.cache.policy.hazards import (
     AGES,
@@ -165,7 +165,7 @@ class ReuseModel:
         self.now += 1
         parts, known = self._parts, path.checkpoints()
         if path.edges:
-            self._observe_distance(path, known)
+            self.distances.observe_path(path, known)
         if not known:
             return NO_ORIGIN, 0
         deepest = max(known, key=lambda checkpoint: checkpoint.position)
@@ -194,20 +194,6 @@ class ReuseModel:
             return NO_ORIGIN
         resumed_from = deepest.kind if parts.resumed_from else Kind.PROMPT_END
         return Origin(deepest.origin.turns + 1, resumed_from)
-
-    def _observe_distance(self, path: Path, known: list[Checkpoint]) -> None:
-        """Observe how far before the nearest end of a known prompt this one leaves it. The end may
-        lie beyond forks: the newest branch leads to one."""
-        edge = path.edges[-1]
-        ends = prompt_ends(edge, path.known)
-        if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
-            ends = [path.known]
-        elif path.known < edge.end:
-            while not ends and edge.children:
-                edge = next(reversed(edge.children.values()))
-                ends = prompt_ends(edge, edge.start)
-        if ends:
-            self.distances.observe(min(ends) - path.known)
 
     def rate(self, checkpoint: Checkpoint, covered: bool | None = None) -> float:
         """Expected uses per request. covered: as in `class_of` (default: as it is now)."""
@@ -319,12 +305,6 @@ class ReuseModel:
         self._risk_CA += at_risk
         self._uses, self._spans = [], []
         return self._uses_CA, self._risk_CA
-
-
-def prompt_ends(edge: Edge, start: int) -> list[int]:
-    """Positions on an edge, from `start` on, where prompts ended."""
-    ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
-    return [position for position in ends if position >= start]
 
 
 def mean_rate(uses_CA: np.ndarray, risk_CA: np.ndarray) -> float:

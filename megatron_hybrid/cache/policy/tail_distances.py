@@ -6,6 +6,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
+
 _WINDOW = 256
 """Observed distances that are remembered."""
 _PRIOR_DISTANCES = (0, 32, 128, 512)
@@ -37,6 +39,25 @@ class TailDistances:
         if len(self._recent) > _WINDOW:
             self._count(self._recent.popleft(), -1)
 
+    def observe_path(self, path: Path, known: list[Checkpoint]) -> None:
+        """A prompt leaves the known ones: observe how far before the nearest end of one. The end
+        may lie beyond forks: the newest branch leads to one.
+
+        Args:
+            path: its known tokens, at least one.
+            known: the checkpoints on it.
+        """
+        edge = path.edges[-1]
+        ends = _prompt_ends(edge, path.known)
+        if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
+            ends = [path.known]
+        elif path.known < edge.end:
+            while not ends and edge.children:
+                edge = next(reversed(edge.children.values()))
+                ends = _prompt_ends(edge, edge.start)
+        if ends:
+            self.observe(min(ends) - path.known)
+
     def _count(self, distance: int, more: int) -> None:
         if distance not in self._counts:
             self._counts[distance] = 0.0
@@ -53,3 +74,9 @@ class TailDistances:
         for distance in self._distances:
             share += self._counts[distance] / total
             yield distance, share
+
+
+def _prompt_ends(edge: Edge, start: int) -> list[int]:
+    """Positions on an edge, from `start` on, where prompts ended."""
+    ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
+    return [position for position in ends if position >= start]
