@@ -731,7 +731,8 @@ class PrefixCache:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
-        if not self.allocator.can_free(needed) or (is_new_request and not self._pays_off(needed)):
+        most = self._pages.most_needed(lease, capacity_tokens, chunk_tokens)
+        if not self.allocator.can_free(needed) or (is_new_request and not self._pays_off(most)):
             self._pages.release(lease)
             return None
         self._tick += 1

@@ -94,6 +94,18 @@ class LeasePages:
             needed += missing * spec.pages_per_block[group]
         return needed
 
+    def most_needed(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
+        """Most pages that this room takes at a time beyond those of the lease, over all forwards of
+        at most chunk_tokens tokens: later ones need room beside the tokens that their first token
+        sees. Blocks that the lease releases meanwhile stay with the state that it resumed from."""
+        spec = self._spec
+        blocks, local_blocks = self._missing(lease, capacity_tokens, capacity_tokens)
+        needed = blocks * spec.kv_pages_per_block
+        for group, missing in zip(spec.local_groups, local_blocks):
+            most = spec.max_local_blocks(group, chunk_tokens or capacity_tokens)
+            needed += min(missing, most) * spec.pages_per_block[group]
+        return needed
+
     def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
         """Whether eviction could make the room."""
         return self._allocator.can_free(self.num_needed(lease, capacity_tokens, end))

@@ -167,3 +167,61 @@ def test_who_was_preempted_is_not_held_back():
     start_strangers(cache)
     assert cache.stats()["held_back"] == 1
     assert cache.resume(lease, prompt[:320], capacity_tokens=480) is not None
+
+
+WINDOWS = CacheSpec(16, (KVGroup(2, 64), KVGroup(10, 64, window=64)), state_bytes=0, hidden_bytes=0)
+
+
+@pytest.mark.parametrize("shared", [0, 100, 480, 1600])
+@pytest.mark.parametrize("chunk", [1, 16, 100, 512, None])
+def test_the_most_pages_are_those_of_the_largest_forward(shared, chunk):
+    """The pages that a prompt takes, forward by forward, are at most the ones that admission
+    counts, and as many once a forward is as long as the longest and starts behind a window."""
+    length = 2000
+    cache = PrefixCache(WINDOWS, 1 << 16)
+    prompt = tokens(length, 0)
+    if shared:
+        run_whole(cache, prompt[:shared])
+    before = cache.allocator.num_pages - cache.allocator.num_free
+    counted = []
+    most_needed = cache._pages.most_needed
+    cache._pages.most_needed = lambda *args: counted.append(most_needed(*args)) or counted[-1]
+    lease = cache.acquire(prompt, capacity_tokens=length, chunk_tokens=chunk)
+    assert lease.skipped_tokens == shared
+    peak = 0
+    while lease.done < length:
+        stop = min(length, lease.done + (chunk or length))
+        assert cache.extend(lease, stop, chunk_tokens=stop - lease.done)
+        peak = max(peak, cache.allocator.num_pages - cache.allocator.num_free - before)
+        cache.commit(lease, prompt, stop)
+    blocks_of_a_step = WINDOWS.pages_per_block[1] * 2  # partly filled ones, at both ends
+    assert peak <= counted[0] <= peak + blocks_of_a_step
+
+
+def run_whole(cache, prompt):
+    lease = cache.acquire(prompt, capacity_tokens=len(prompt))
+    cache.commit(lease, prompt, len(prompt))
+    cache.publish_checkpoint(cache.reserve_checkpoint(lease, len(prompt)))
+    cache.release(lease)
+
+
+def test_a_prompt_of_several_forwards_is_priced_at_its_largest_one():
+    """The first forward fits into the free pages. A later one, which also sees a window, would
+    evict documents that others ask about, so the request waits."""
+    spec = CacheSpec(16, (KVGroup(2, 64), KVGroup(10, 64, window=512)), 0, 0)
+    engine = Ours(spec, 1e7)
+    cache = engine.cache = PrefixCache(spec, 1400)
+    for visit in range(30):
+        for document in range(8):
+            question = np.concatenate([tokens(480, document), tokens(20, visit)])
+            run(engine, question, tokens(5, 0))
+    running = cache.acquire(tokens(16, 9), capacity_tokens=16)
+    cache.policy.answers.mean = 0.0
+    length, chunk = 512, 256
+    first = length // 16 + chunk // 16 * spec.pages_per_block[1]
+    assert cache._evictor.make_room(first) and cache.allocator.num_free < first + 16
+    stranger = tokens(length, 50_000)
+    assert cache.acquire(stranger, capacity_tokens=length, chunk_tokens=chunk) is None
+    assert cache.stats()["held_back"] == 1
+    cache.release(running)
+    assert cache.acquire(stranger, capacity_tokens=length, chunk_tokens=chunk) is not None
