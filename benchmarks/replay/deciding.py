@@ -20,7 +20,6 @@ import numpy as np
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.simple import SimplePolicy
 from benchmarks.replay.sweep import GB, best_replays
 from benchmarks.replay.table import header
 from benchmarks.replay.traces import load
@@ -40,9 +39,7 @@ TODAY = "today"
 WITHOUT = ("own_waits", "fading", "own_uses", "passed", "covered")
 """Parts that "reduced" lacks."""
 POLICIES: dict[str, Callable[[CacheSpec], Policy]] = {
-    TODAY: HybridPolicy,
-    "simple": SimplePolicy,
-    "reduced": partial(HybridPolicy, **dict.fromkeys(WITHOUT, False)),
+    "simple": HybridPolicy,
 }
 PEERS = ("marconi", "lru-block-end-16", "lru-block-end-528")
 """Those that run everywhere; of vllm, vllm-fine and megatron-core only published results count."""
@@ -269,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.deciding", description=__doc__.splitlines()[0]
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--policies", choices=POLICIES, default=list(POLICIES), help="default: all", **names)
+    add("--policies", default=list(POLICIES), help="default: all", **names)
     add("--peers", choices=ENGINES, default=list(PEERS), help="default: %(default)s", **names)
     add("--no-peers", action="store_true", help="replay no peer")
     add("--only", nargs="+", default=[], metavar="TEXT", help="cases whose name has all of these")

@@ -199,10 +199,6 @@ class Evictor:
         if checkpoint is not None:
             self.checkpoints.update(checkpoint)
 
-    def num_values(self) -> int:
-        """Length of the longest heap whose values change."""
-        return max(map(len, self._valued))
-
     def refresh(self, most: int) -> None:
         """Recompute the next `most` values of each of these heaps, in rotation."""
         for heap in self._valued:
@@ -242,10 +238,6 @@ class Evictor:
         for listener in self.listeners:
             listener.on_evict_state(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
-        self._policy.on_change(checkpoint)
-        previous = checkpoint.previous()
-        if previous is not None:
-            self._policy.on_change(previous)
         self._index.drop_checkpoint(checkpoint)
         self.checkpoints.discard(checkpoint)
         self._stats.checkpoints_evicted += 1

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.listener import CacheListener
@@ -107,7 +107,7 @@ class PrefixCache:
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
         self._held_back = 0  # attempts in a row
-        self._known_limit = self.policy.known_limit(num_pages)
+        self._known_limit = known_limit(spec, num_pages)
 
     # ---- before a request runs ----
 
@@ -447,7 +447,6 @@ class PrefixCache:
                 lease.shared_tokens,
                 watched,
                 previous,
-                [(r.position, r.kind) for r in lease.reservations],
             )
             room = self._make_room_for_state(new)
         if not room:
@@ -486,9 +485,6 @@ class PrefixCache:
         checkpoint = self._watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
-            previous = checkpoint.previous()
-            if previous is not None:
-                self.policy.on_change(previous)  # it is covered from now on
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
             self._evictor.on_store(checkpoint)
             for listener in self._evictor.listeners:
@@ -640,7 +636,6 @@ class PrefixCache:
         self._recover_if_needed()
         self.allocator.check_integrity()
         self._index.check_integrity()
-        self.policy.check_integrity(self._index.checkpoints())
         for lease in self._leases:
             if lease.saves_more and lease not in self._saving:
                 raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
@@ -741,7 +736,7 @@ class PrefixCache:
             lease.origin, lease.lost_fork = self.policy.on_request(
                 path, checkpoint, lease.prompt_tokens
             )
-            self.policy.maintain(self._evictor, self._index.num_watched)
+            self.policy.maintain(self._evictor)
         self._index.touch(path, self._tick)  # eviction may change the path
         if checkpoint is not None:
             lease.checkpoint_pages = checkpoint.pages
@@ -796,8 +791,7 @@ class PrefixCache:
             checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
             self.policy.on_watch(checkpoint)
         elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
-            self.policy.on_change(checkpoint)  # the answer happened to stop there
-            checkpoint.kind, checkpoint.origin = kind, lease.origin
+            checkpoint.kind, checkpoint.origin = kind, lease.origin  # it happened to stop there
         checkpoint.refused |= position in lease.refused
         return checkpoint
 

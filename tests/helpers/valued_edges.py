@@ -38,21 +38,13 @@ def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
 
 
 class Rates:
-    """Given expected uses; records the checkpoints whose class changes."""
+    """Given expected uses, by checkpoint; 1 by default."""
 
     def __init__(self):
-        self.now, self.rates, self.changed = 0, {}, []
-        self.if_covered = 1.0
-        self.is_covered = Checkpoint.is_covered
+        self.now, self.rates = 0, {}
 
-    def rate(self, checkpoint, covered=None):
-        if covered is None:
-            covered = self.is_covered(checkpoint)
-        factor = self.if_covered if covered else 1.0
-        return factor * self.rates.get(checkpoint, 1.0)
-
-    def count_exposure(self, checkpoint):
-        self.changed.append(checkpoint)
+    def rate(self, checkpoint):
+        return self.rates.get(checkpoint, 1.0)
 
 
 def valued_by(rates, spec):

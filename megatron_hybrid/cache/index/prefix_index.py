@@ -28,15 +28,35 @@ from megatron_hybrid.cache.index.tree import (
     common_prefix,
 )
 from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
+from megatron_hybrid.cache.pages.spec import CacheSpec
 
 MAX_EMPTY_ROOTS = 256
 """Salts without an edge that are kept."""
+TOKENS_PER_PAGE = 1024
+"""Without full attention cached tokens cost no pages: the tree then knows at most this many per
+page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
+KNOWN_TOKENS = 1.4
+"""Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each, about 2 in
+long runs without KV): evicted prefixes still show where prompts part. A sequence counts as
+`SEQUENCE_TOKENS` more."""
+MIN_KNOWN_TOKENS = 1 << 24
+"""Least value of that limit (64 MiB). With a small pool sessions pause for longer than their tokens
+would stay known, and the policy learns nothing from a session that it no longer recognises."""
 SEQUENCE_TOKENS = 512
 """Size of an edge without KV at its end, with its watched positions, beside its tokens; in tokens
 (2 KiB)."""
 MAX_WATCHED = 32
 """Most ghost entries (watched positions without a state) of one edge; the least recently used is
 dropped first."""
+
+
+def known_limit(spec: CacheSpec, num_pages: int) -> int:
+    """Most tokens that the tree knows, held or not, beside a pool of num_pages pages."""
+    known = TOKENS_PER_PAGE * num_pages
+    if spec.kv_pages_per_block:
+        fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
+        known = int(KNOWN_TOKENS * fits)
+    return max(MIN_KNOWN_TOKENS, known)
 
 
 class PrefixIndex:
@@ -61,7 +81,6 @@ class PrefixIndex:
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
-        self.num_watched = 0
         """Checkpoints, stored or not."""
 
     # ---- reading ----
@@ -283,13 +302,11 @@ class PrefixIndex:
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
             checkpoint = edge.checkpoints[position] = Checkpoint(edge, position, kind, now, origin)
-            self.num_watched += 1
         return checkpoint
 
     def _unwatch(self, checkpoint: Checkpoint) -> None:
         del checkpoint.edge.checkpoints[checkpoint.position]
         checkpoint.edge = None
-        self.num_watched -= 1
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
         """Drop ghost entries beyond the limit, the least recently used first. It scans the whole
@@ -482,7 +499,7 @@ class PrefixIndex:
             edge.parent = None
         self._roots.clear()
         self._forgettable.clear()
-        self.num_tokens = self.num_held_tokens = self.num_checkpoints = self.num_watched = 0
+        self.num_tokens = self.num_held_tokens = self.num_checkpoints = 0
         self._allocator.recount(self._allocator.ref_counts, self.num_holders())
 
     def num_holders(self) -> np.ndarray:
@@ -497,13 +514,12 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError on a broken tree."""
-        num_tokens = num_held = num_checkpoints = num_watched = 0
+        num_tokens = num_held = num_checkpoints = 0
         for edge in self.edges():
             num_tokens += edge.end - edge.start
             num_held += edge.held_end - edge.start
             stored = [c for c in edge.checkpoints.values() if c.pages is not None]
             num_checkpoints += len(stored)
-            num_watched += len(edge.checkpoints)
             pages = edge.pages(self._block_size)
             forgettable = not edge.children and self._needed_end(edge) < edge.end
             problems = {
@@ -545,8 +561,6 @@ class PrefixIndex:
             for problem, found in problems.items():
                 if found:
                     raise RuntimeError(f"the edge at ({edge.start}, {edge.end}] {problem}")
-        if self.num_watched != num_watched:
-            raise RuntimeError(f"{num_watched} checkpoints are watched, counted {self.num_watched}")
         counted = (num_tokens, num_held, num_checkpoints)
         if counted != (self.num_tokens, self.num_held_tokens, self.num_checkpoints):
             raise RuntimeError(

@@ -46,9 +46,6 @@ class Kind(IntEnum):
 class Origin(NamedTuple):
     """The known prefix that a request continues."""
 
-    turns: int = 0
-    """Turns of its session so far, each of which continued the end of the one before; 0: it
-    continues no end."""
     resumed_from: Kind | None = None
     """The kind of end that it continues, of a prompt or of an answer; None: neither."""
     mostly_known: bool = False
@@ -65,19 +62,15 @@ class Checkpoint:
 
     __slots__ = (
         "born",
-        "counted",
         "edge",
         "kind",
         "last_use",
         "local_pages",
         "origin",
         "pages",
-        "passed",
         "position",
         "queued",
         "refused",
-        "served_by",
-        "served_count",
         "tier_key",
         "uses",
         "was_stored",
@@ -94,10 +87,7 @@ class Checkpoint:
         self.tier_key: bytes | None = None  # of its state in the tiers below, if it was offered
         self.refused = False  # its state was wanted and found no room
         self.uses = 0
-        self.served_by = 0  # position of the state that served last in its absence; 0: none yet
-        self.served_count = 0  # uses that this state served in a row
-        self.passed = False
-        self.born = self.last_use = self.counted = now  # in admitted requests; see reuse.py
+        self.born = self.last_use = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
@@ -117,10 +107,6 @@ class Checkpoint:
         if edge.num_stored > len(edge.stored):
             return True
         return bool(edge.stored) and edge.stored[-1] > self.position
-
-    def is_continued(self) -> bool:
-        """Whether deeper tokens are known."""
-        return self.position < self.edge.end or bool(self.edge.children)
 
     def is_fork(self) -> bool:
         """Whether prompts part at its position."""

@@ -10,10 +10,8 @@ STEP_TOKENS = 200
 """Tokens that can be computed in the time in which a step reads all weights: FLOP per byte of
 memory traffic of accelerators, bf16 (A100 312 T / 2.0 T = 156, H200 989 T / 4.8 T = 206, H100 989 T
 / 3.35 T = 295)."""
-_PRIOR_MEAN = 128.0
-"""Mean tokens of an answer before one was observed."""
-_MEMORY = 64
-"""Answers that the mean is taken over."""
+ANSWERS = 64
+"""Answers that their mean length is taken over."""
 
 
 def saved_by_one_more(running: int, answer_tokens: float) -> float:
@@ -30,9 +28,11 @@ class AnswerLengths:
     """Running mean of the lengths of answers."""
 
     def __init__(self):
-        self.mean = _PRIOR_MEAN
+        self.mean = 0.0
         """Tokens."""
+        self._observed = 0
 
     def observe(self, tokens: int) -> None:
         """An answer of so many tokens ended."""
-        self.mean += (tokens - self.mean) / _MEMORY
+        self._observed = min(self._observed + 1, ANSWERS)
+        self.mean += (tokens - self.mean) / self._observed

@@ -11,9 +11,6 @@ from megatron_hybrid.cache.index.tree import Kind
 
 NO_RUNG = 1 << 62
 """Distance of rungs where there are none: the first one lies beyond all tokens."""
-MESSAGE_GAIN = 16
-"""Least tokens between the start of a message with a state of its own and the resumed state, or the
-last such start: each turn of a chat starts right behind the last answer."""
 
 
 def tail_position(
@@ -40,18 +37,21 @@ def prefill_positions(
     messages: Iterable[int],
     tail: int,
     rung_tokens: int,
+    least_gain: int,
 ) -> dict[int, Kind]:
     """Positions in (p, L] whose state a prefill from p to L should save, with their kinds.
 
     The prompt's end; the junction (known_tokens); positions declared by the caller; starts of
     messages; the tail (`tail_position`); rungs (`next_rung`), for prompts that part earlier.
+    least_gain: least tokens between the start of a message and the resumed state, or the last such
+    start: each turn of a chat starts right behind the last answer.
     """
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
         wanted.setdefault(position, Kind.JUNCTION)
     last = skipped_tokens
     for position in sorted(messages):
-        if position >= last + MESSAGE_GAIN:
+        if position >= last + least_gain:
             wanted.setdefault(position, Kind.MESSAGE)
             last = position
     wanted.setdefault(tail, Kind.TAIL)

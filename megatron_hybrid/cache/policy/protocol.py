@@ -8,7 +8,7 @@ here are those of a policy that learns nothing: `LRUPolicy` in benchmarks/replay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,17 +17,6 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, Pat
 from megatron_hybrid.cache.lazy_heap import Key
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.placement import NO_RUNG
-
-TOKENS_PER_PAGE = 1024
-"""Without full attention cached tokens cost no pages: the tree then knows at most this many per
-page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
-KNOWN_TOKENS = 1.4
-"""Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each, about 2 in
-long runs without KV): evicted prefixes still show where prompts part. A sequence counts as
-`SEQUENCE_TOKENS` more."""
-MIN_KNOWN_TOKENS = 1 << 24
-"""Least value of that limit (64 MiB). With a small pool sessions pause for longer than their tokens
-would stay known, and the policy learns nothing from a session that it no longer recognises."""
 
 
 class Prompt(NamedTuple):
@@ -61,8 +50,6 @@ class NewState(NamedTuple):
     """The record of its position, if there is one."""
     previous: Checkpoint | None
     """The stored state before it: `Checkpoint.previous`."""
-    same_forward: Sequence[tuple[int, Kind]]
-    """Other states that the request saves in the same forward."""
 
 
 class Evictable(Protocol):
@@ -75,9 +62,6 @@ class Evictable(Protocol):
     def candidates(self) -> Iterator[Edge | Checkpoint]:
         """All candidates: stored states, and leaves with a tail of KV to drop. Some may be pinned;
         `make_room` then asks again without these."""
-
-    def num_values(self) -> int:
-        """Number of candidates whose values change."""
 
     def refresh(self, most: int) -> None:
         """Recompute the next `most` values, in rotation. Only values that fall need it; those that
@@ -126,17 +110,11 @@ class Policy(Protocol):
     def on_watch(self, checkpoint: Checkpoint) -> None:
         """A position is watched from now on."""
 
-    def on_change(self, checkpoint: Checkpoint) -> None:
-        """The kind of a checkpoint, or whether a deeper state is stored, is about to change."""
-
     def on_finish(self, answer_tokens: int) -> None:
         """A request ended; its answer had so many tokens."""
 
-    def maintain(self, evictable: Evictable, num_watched: int) -> None:
-        """Called once per admitted request. num_watched: watched positions in the tree."""
-
-    def check_integrity(self, watched: Iterable[Checkpoint]) -> None:
-        """Raises RuntimeError unless the policy counts all watched positions of the tree."""
+    def maintain(self, evictable: Evictable) -> None:
+        """Called once per admitted request."""
 
     # ---- eviction ----
 
@@ -165,13 +143,3 @@ class Policy(Protocol):
         """Value of one more request beside `running` others: it starts if the candidates that have
         to be evicted for all its pages are worth less. held_back: refused attempts in a row."""
         return math.inf
-
-    # ---- memory ----
-
-    def known_limit(self, num_pages: int) -> int:
-        """Most tokens that the tree knows, held or not, beside a pool of num_pages pages."""
-        spec, known = self.spec, TOKENS_PER_PAGE * num_pages
-        if spec.kv_pages_per_block:
-            fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
-            known = int(KNOWN_TOKENS * fits)
-        return max(MIN_KNOWN_TOKENS, known)

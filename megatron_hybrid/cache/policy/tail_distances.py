@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
 
-_WINDOW = 256
+WINDOW = 256
 """Observed distances that are remembered."""
-_PRIOR_DISTANCES = (0, 32, 128, 512)
-"""Prior distances, a quarter of an observation each."""
+PRIOR_DISTANCES = (0, 32, 128, 512)
+"""Distances that count as observed at first."""
 
 
 class TailDistances:
@@ -24,19 +24,16 @@ class TailDistances:
 
     def __init__(self):
         self._recent: deque[int] = deque()
-        self._counts: dict[int, float] = dict.fromkeys(_PRIOR_DISTANCES, 0.25)
-        self._distances: list[int] = sorted(_PRIOR_DISTANCES)  # the keys of _counts
-
-    @property
-    def known(self) -> bool:
-        """Whether a distance was observed."""
-        return bool(self._recent)
+        self._counts: Counter[int] = Counter()
+        self._distances: list[int] = []  # the keys of _counts, ascending
+        for distance in PRIOR_DISTANCES:
+            self.observe(distance)
 
     def observe(self, distance: int) -> None:
         """A prompt left another one `distance` tokens before the end of that one."""
         self._recent.append(distance)
         self._count(distance, 1)
-        if len(self._recent) > _WINDOW:
+        if len(self._recent) > WINDOW:
             self._count(self._recent.popleft(), -1)
 
     def observe_path(self, path: Path, known: list[Checkpoint]) -> None:
@@ -60,7 +57,6 @@ class TailDistances:
 
     def _count(self, distance: int, more: int) -> None:
         if distance not in self._counts:
-            self._counts[distance] = 0.0
             insort(self._distances, distance)
         self._counts[distance] += more
         if not self._counts[distance]:
@@ -69,11 +65,10 @@ class TailDistances:
 
     def weights(self) -> Iterator[tuple[int, float]]:
         """(distance, share of the prompts that part at it or later), ascending distances."""
-        total = len(self._recent) + 0.25 * len(_PRIOR_DISTANCES)
-        share = 0.0
+        sooner = 0
         for distance in self._distances:
-            share += self._counts[distance] / total
-            yield distance, share
+            sooner += self._counts[distance]
+            yield distance, sooner / len(self._recent)
 
 
 def _prompt_ends(edge: Edge, start: int) -> list[int]:

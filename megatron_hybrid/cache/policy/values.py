@@ -87,19 +87,6 @@ def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int
     return checkpoint.position - previous.position
 
 
-def own_rate(checkpoint: Checkpoint, deeper: Checkpoint | None, reuse: ReuseModel) -> float:
-    """Expected uses per request of a state if a deeper one on its path is stored. deeper: the
-    record of that position.
-
-    Uses in which the state served in place of the deeper one are not its own (smoothed by half a
-    use). If it never did, or without a record, the rate is that of other covered states.
-    """
-    if checkpoint.uses < 2 or deeper is None or deeper.served_by != checkpoint.position:
-        return reuse.rate(checkpoint, covered=True)
-    in_its_place = min(deeper.served_count, checkpoint.uses)
-    return reuse.rate(checkpoint) * (1 - in_its_place / (checkpoint.uses + 0.5))
-
-
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
     """Whether a request holds the KV up to a checkpoint, so that it would stay without the state. A
     request that resumes there holds the full blocks, and a copy of the last one."""
@@ -117,11 +104,11 @@ def checkpoint_value(
     parts: Parts = ALL_PARTS,
 ) -> float:
     """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
-    covered, pages, previous = reuse.is_covered(checkpoint), checkpoint.num_pages, None
+    pages, previous = checkpoint.num_pages, None
     if spec.needs_state:
         previous = checkpoint.previous()
-        alone = not covered and parts.exclusive_kv
+        alone = parts.exclusive_kv and not checkpoint.is_covered()
         if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
             pages += kv_pages(exclusive_tokens(checkpoint, previous), spec)
     work = rebuild_work(checkpoint, previous, spec) if parts.work else 1.0
-    return value_per_page(reuse.rate(checkpoint, covered), work, pages)
+    return value_per_page(reuse.rate(checkpoint), work, pages)

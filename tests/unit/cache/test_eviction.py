@@ -16,12 +16,12 @@ from valued_edges import (
 )
 
 from megatron_hybrid.cache.eviction import Evictor, tail_start
+from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy import protocol
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import CacheStats
 
@@ -115,7 +115,7 @@ class Room:
         return {c.position for c in self.index.checkpoints() if c.pages is not None}
 
     def refresh(self):
-        self.evictor.refresh(self.evictor.num_values())
+        self.evictor.refresh(max(len(self.evictor.checkpoints), len(self.evictor.tails)))
 
     def make_room(self, more, **options):
         return self.evictor.make_room(self.pool.num_free + more, **options)
@@ -318,19 +318,6 @@ class TestEvictor:
         assert not room.evictor.make_room_for(11, 1e9)  # there are not as many
         assert room.stats.checkpoints_evicted == 1
 
-    def test_a_dropped_state_and_the_one_below_change_their_class(self):
-        """Their classes change: one is not stored any more, the other not covered."""
-        room = Room()
-        room.add(part(96, 0))
-        low, middle, tip = (room.save(part(n, 0)) for n in (32, 64, 96))
-        room.rates.changed.clear()
-        assert room.evictor.drop_checkpoint(tip)
-        assert room.rates.changed == [tip, middle]
-        assert room.evictor.drop_checkpoint(tip)  # it is gone already
-        assert room.rates.changed == [tip, middle]
-        assert room.stored() == {32, 64}
-        assert low.is_covered() and not middle.is_covered()
-
     def test_a_state_dropped_leaves_more_to_rebuild_to_the_next_one(self):
         """Its key rose: it is noticed when it comes up, before the other is dropped."""
         room = Room()
@@ -344,15 +331,15 @@ class TestEvictor:
         assert room.stored() == {64}
 
     def test_a_state_covered_since_is_valued_again(self):
+        """Its KV is no longer charged to it: now it is worth 1.0 * 32 / 2."""
         room = Room()
-        room.rates.if_covered = 0.01
         for start in (0, 1000):
             room.add(part(64, start))
-        low = room.save(part(32, 0), 2.0)  # 2.0 * 32 / 4
-        room.save(part(32, 1000), 1.5)
-        room.save(part(64, 0), 9.0)  # the low one is worth 0.02 * 32 / 2 now
+        low = room.save(part(32, 0), 1.0)  # 1.0 * 32 / 4
+        other = room.save(part(32, 1000), 1.5)  # 1.5 * 32 / 4
+        room.save(part(64, 0), 9.0)
         room.make_room(1 + 2)  # the tail behind 32 of the other first
-        assert low.pages is None
+        assert low.pages is not None and other.pages is None
 
     @pytest.mark.parametrize("on_one_edge", [True, False])
     def test_a_state_is_worth_less_once_there_is_one_before_it(self, on_one_edge):
@@ -397,7 +384,7 @@ class TestEvictor:
         room.add(part(32, 0))
         for _ in range(5):
             assert room.evictor.drop_checkpoint(room.save(part(32, 0)))
-        assert (room.evictor.num_values(), room.evictor.checkpoints.least()) == (0, None)
+        assert (len(room.evictor.checkpoints), room.evictor.checkpoints.least()) == (0, None)
 
     @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
     def test_in_pure_attention_refresh_alternates_states_and_tails(self, at_once):
@@ -408,7 +395,7 @@ class TestEvictor:
                 room.save(part(32, start))
             room.add(part(64, start))
         states, tails = room.evictor.checkpoints, room.evictor.tails
-        assert (len(states), len(tails), room.evictor.num_values()) == (6, 8, 8)
+        assert (len(states), len(tails)) == (6, 8)
         for queue in (states, tails):
             seen = Counter()
             queue.key = lambda item, key=queue.key, seen=seen: seen.update([item]) or key(item)
@@ -665,7 +652,7 @@ def test_decisions_are_the_same_in_every_run():
 
 
 def test_without_kv_pages_the_tokens_in_the_tree_are_bounded(monkeypatch):
-    monkeypatch.setattr(protocol, "MIN_KNOWN_TOKENS", 0)
+    monkeypatch.setattr(prefix_index, "MIN_KNOWN_TOKENS", 0)
     sim = simulator(STATE_ONLY, num_pages=3)
     for seed in range(12):
         sim.run(prompt(500, seed))

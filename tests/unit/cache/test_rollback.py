@@ -7,6 +7,7 @@ from failing_allocator import FailingAllocator
 from simulator import Simulator
 from test_prefix_cache_machine import SPECS, some_tokens
 
+from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.pages.allocator import PageAllocator
@@ -137,7 +138,7 @@ def tokens(length: int) -> np.ndarray:
     ("part", "method"),
     [
         (ReuseModel, "observe"),
-        (ReuseModel, "maintain"),
+        (Evictor, "refresh"),
         (PrefixIndex, "touch"),
         (LeasePages, "hold"),
         (LeasePages, "grow"),

@@ -79,8 +79,8 @@ class Whim(EndsOnly):
     def admission_value(self, running, held_back):
         return self._whim("admission_value", 0.0, 5.0, float("inf"))
 
-    def maintain(self, evictable, num_watched):
-        evictable.refresh(min(3, evictable.num_values()))
+    def maintain(self, evictable):
+        evictable.refresh(3)
 
 
 def prompt(rng):

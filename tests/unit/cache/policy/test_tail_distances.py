@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.policy.tail_distances import TailDistances
+from megatron_hybrid.cache.policy.tail_distances import WINDOW, TailDistances
 
 
 def observed(*distances):
@@ -16,12 +16,10 @@ def observed(*distances):
 
 @pytest.mark.parametrize(
     ("distances", "expected"),
-    [
-        # a quarter of an observation of each of 0, 32, 128, 512
+    [  # 0, 32, 128 and 512 count as observed before
         ((), {0: 0.25, 32: 0.5, 128: 0.75, 512: 1.0}),
-        ((0,), {0: 1.25 / 2, 32: 1.5 / 2, 128: 1.75 / 2, 512: 1.0}),
-        ((50, 50, 7), {0: 0.0625, 7: 0.3125, 32: 0.375, 50: 0.875, 128: 0.9375, 512: 1.0}),
-        ((1000,), {0: 0.125, 32: 0.25, 128: 0.375, 512: 0.5, 1000: 1.0}),
+        ((0,), {0: 0.4, 32: 0.6, 128: 0.8, 512: 1.0}),
+        ((50, 50, 7, 600), {0: 1 / 8, 7: 2 / 8, 32: 3 / 8, 50: 5 / 8, 128: 6 / 8, 512: 7 / 8, 600: 1}),
     ],
 )
 def test_weights(distances, expected):
@@ -30,23 +28,16 @@ def test_weights(distances, expected):
     assert dict(weights) == pytest.approx(expected)
 
 
-def test_one_is_known_from_the_first_on():
-    tails = TailDistances()
-    assert not tails.known
-    tails.observe(0)
-    assert tails.known
-
-
 def test_weights_are_the_shares_of_what_was_observed():
     random = np.random.default_rng(0)
-    distances = random.geometric(0.02, 200)
+    distances = random.geometric(0.02, WINDOW)
     for distance, share in observed(*distances.tolist()):
-        assert share == pytest.approx(np.mean(distances <= distance), abs=1 / 200)
+        assert share == pytest.approx(np.mean(distances <= distance))
 
 
 def test_only_the_last_256_count():
     old, new = [7] * 300, [int(d) for d in np.random.default_rng(1).integers(0, 99, 256)]
     assert observed(*old, *new) == observed(*new)
     mixed = dict(observed(*old, *[9] * 100))
-    assert mixed[7] == pytest.approx((156 + 0.25) / 257)
-    assert mixed[9] == pytest.approx((256 + 0.25) / 257)
+    assert mixed[7] == 156 / 256
+    assert mixed[9] == 1.0

@@ -23,7 +23,6 @@ from megatron_hybrid.cache.policy.values import (
     exclusive_tokens,
     kv_is_held,
     kv_pages,
-    own_rate,
     rebuild_work,
     value_per_page,
 )
@@ -227,46 +226,6 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         ref_counts = FREE.copy()
         ref_counts[held] = 1
         assert kv_is_held(lower.checkpoints[60], HYBRID, ref_counts) == expected
-
-
-@pytest.mark.parametrize(
-    ("uses", "served_count", "expected"),
-    [
-        (0, None, 0.1),  # no record: as others that are covered
-        (1, 1, 0.1),
-        (300, None, 0.1),  # nothing is known of the deeper position
-        (300, 0, 0.1),  # no use of the deeper one was served by this one
-        (2, 1, 0.8 * 1.5 / 2.5),
-        (2, 2, 0.8 * 0.5 / 2.5),
-        (2, 5, 0.8 * 0.5 / 2.5),  # no more than all
-        (300, 297, 0.8 * 3.5 / 300.5),
-        (300, 30, 0.8 * 270.5 / 300.5),
-    ],
-)
-def test_own_rate(uses, served_count, expected):
-    on, rates = edge(0, 64, (32, 48)), Rates()
-    state = on.checkpoints[32]
-    deeper = on.checkpoints[48] if served_count is not None else None
-    on.stored.remove(48)  # it is only known
-    on.num_stored -= 1
-    rates.rates[state], rates.if_covered = 0.8, 0.125
-    state.uses = uses
-    if served_count:
-        deeper.served_by, deeper.served_count = 32, served_count
-    assert own_rate(state, deeper, rates) == pytest.approx(expected)
-    if served_count:
-        deeper.served_by = 16  # another one did
-        assert own_rate(state, deeper, rates) == pytest.approx(0.1)
-
-
-def test_own_rate_of_a_state_that_others_cover():
-    rates = Rates()
-    upper = edge(0, 64, (32,))
-    edge(64, 80, (80,), parent=upper)
-    state, deeper = upper.checkpoints[32], Checkpoint(upper, 48, Kind.JUNCTION, now=0)
-    rates.rates[state], rates.if_covered = 0.8, 0.5
-    state.uses, deeper.served_by, deeper.served_count = 10, 32, 3
-    assert own_rate(state, deeper, rates) == pytest.approx(0.4 * 7.5 / 10.5)
 
 
 def test_value_of_nothing_held():
