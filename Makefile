@@ -148,7 +148,7 @@ bench-replay: $(VENV)/.installed-bench
 
 bench-replay-models: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm vllm-fine \
-	    megatron-core marconi lru-block-end-16 lru-block-end-528 \
+	    mcore marconi lru-16 lru-528 \
 	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
 
 models-table: $(VENV)/.installed-test

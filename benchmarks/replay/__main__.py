@@ -25,7 +25,7 @@ from megatron_hybrid.cli import gigabytes, whole_number
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
-LEFT_OUT = ("ours-bf16", "ours-flops", "lru-block-end-64", "lru-policy", "marconi-policy")
+LEFT_OUT = ("ours-bf16", "ours-flops", "lru-64", "lru-policy", "marconi-policy")
 """Engines that only --full or --engines runs."""
 TRACE_BUDGETS_GB = (16, 64, 256)
 CLIFF_GEOMETRY = "qwen3.5-4b"

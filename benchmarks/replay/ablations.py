@@ -31,32 +31,22 @@ SEEDS = (1, 2, 3)
 
 PARTS = {
     # eviction
-    "work": "what takes longer to compute again is worth more",
-    "exclusive_kv": "a state is charged for the KV that leads to it alone",
+    "work": "candidates that take more work to recompute are worth more",
+    "exclusive_kv": "a state is charged for KV that no other state needs",
     "held_kv": "a state is not charged for KV that a running request holds",
-    "refresh": "values are computed anew in rotation",
-    "price": "a new state takes the place of what is worth less, or is not saved",
-    "replacing": "or takes the place of the state below it",
-    "own_uses": "uses in which that one only stood in for it do not count",
-    "same_forward": "what a forward saves further up counts as there",
+    "refresh": "values are recomputed in rotation",
+    "price": "a new state evicts only candidates of a lesser value, or is not saved",
+    "replacing": "or replaces the previous one on its path",
     # placement
     "junctions": "states where a prompt leaves a known one",
     "lost_forks": "states saved again at forks that lost theirs",
-    "tails": "states as far before the end of a prompt as successors leave it",
+    "tails": "states at the usual distance before the end of a prompt",
     "prompt_ends": "states at the ends of prompts",
-    "rungs": "states at a distance in long prompts and answers",
-    # likelihood of reuse
-    "known_tokens": "tokens stay known when their KV goes",
+    "rungs": "states at equal distances in long prompts and answers",
+    # expected uses
     "fork_uses": "a fork that could have served counts as used",
-    "own_gap": "what was used repeatedly is judged by its own mean gap",
-    "passed": "states told apart by whether requests went past them",
-    "covered": "states told apart by whether a deeper one is stored",
-    "turns": "sessions told apart by turns, and by what they went on from",
-    "resumed_from": "sessions told apart by what they went on from",
-    "mostly_known": "requests told apart by whether they found more than they brought",
-    "own_waits": "a turn's own waits beside those of all turns",
-    "gittins": "the best moment to give up (Gittins), not the hazard now",
-    "fading": "what was seen long ago counts less",
+    "resumed_from": "sessions told apart by the kind of end that they resume",
+    "mostly_known": "requests told apart by whether most of their tokens were known",
 }
 """What each part of `HybridPolicy` does, by its argument."""
 

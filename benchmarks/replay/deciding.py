@@ -1,7 +1,8 @@
-"""`python -m benchmarks.replay.deciding`: whether a simpler policy may take the place of today's.
+"""`python -m benchmarks.replay.deciding`: whether a simpler policy may take another one's place.
 
 Each policy replays each case. Results go into a JSON file after every replay; what is in the file
-is not replayed again.
+is not replayed again. Of the former policy (ages, sessions, a Gittins index; 24 parts) only these
+results are left.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -20,6 +21,7 @@ import numpy as np
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.policies import LRUPolicy
 from benchmarks.replay.sweep import GB, best_replays
 from benchmarks.replay.table import header
 from benchmarks.replay.traces import load
@@ -35,14 +37,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 FILE = RESULTS / "deciding.json"
 PUBLISHED = ("replay_models.json", "replay_mooncake.json")
 """Results of peers that are taken from there."""
-TODAY = "today"
-WITHOUT = ("own_waits", "fading", "own_uses", "passed", "covered")
-"""Parts that "reduced" lacks."""
-POLICIES: dict[str, Callable[[CacheSpec], Policy]] = {
-    "simple": HybridPolicy,
-}
-PEERS = ("marconi", "lru-block-end-16", "lru-block-end-528")
-"""Those that run everywhere; of vllm, vllm-fine and megatron-core only published results count."""
+FORMER = "former"
+"""A policy without code: only its results are known."""
+POLICIES: dict[str, Callable[[CacheSpec], Policy]] = {"today": HybridPolicy, "lru": LRUPolicy}
+PEERS = ("marconi", "lru-16", "lru-528")
+"""Those that run everywhere; of vllm, vllm-fine and mcore only published results count."""
 MEAN, EACH = 1.5, 3.0
 """Points that a policy may lose on the mean, and on each workload."""
 TIE = 0.1
@@ -204,11 +203,11 @@ def write(results: Results, path: Path) -> None:
 
 
 def summary(
-    chosen: Iterable[Case], policies: Iterable[str], results: Results, peers: Results
+    chosen: Iterable[Case], policies: Iterable[str], against: str, results: Results, peers: Results
 ) -> Iterator[str]:
-    """Markdown: means, the worst cases and the verdict of each policy beside today's. Cases that
-    any of these lacks do not count. peers: of `published`."""
-    policies = [TODAY, *(name for name in policies if name != TODAY)]
+    """Markdown: means, the worst cases and the verdict of each policy beside another one. Cases
+    that any of these lacks do not count. peers: of `published`."""
+    policies = [against, *(name for name in policies if name != against)]
     compared = [c for c in chosen if set(policies) <= results.get(str(c), {}).keys()]
     if not compared:
         yield "No case has results of all policies."
@@ -225,15 +224,15 @@ def summary(
         micros = median(results[str(case)][name][1] for case in compared)
         yield f"| {name} | {' | '.join(f'{s:.1f}' for s in means[name])} | {micros:.0f} |"
     for name in policies[1:]:
-        lost = [old - new for old, new in zip(means[TODAY], means[name])]
-        fallen = list(below_peers(compared, name, results, peers))
+        lost = [old - new for old, new in zip(means[against], means[name])]
+        fallen = list(below_peers(compared, name, against, results, peers))
         verdicts = (
             (lost[-1] <= MEAN, f"{lost[-1]:.2f} points lost on the mean, {MEAN} allowed"),
             (
                 max(lost[:-1]) <= EACH,
                 f"{max(lost[:-1]):.2f} on {workloads[int(np.argmax(lost[:-1]))]}, {EACH} allowed",
             ),
-            (not fallen, f"{len(fallen)} cases below a peer that today's beats"),
+            (not fallen, f"{len(fallen)} cases below a peer that {against} beats"),
         )
         yield ""
         yield f"**{name}: {'yes' if all(holds for holds, _ in verdicts) else 'no'}**"
@@ -241,24 +240,25 @@ def summary(
         yield from (f"  - {text}" for text in fallen)
 
         def loss(case: Case, name: str = name) -> float:
-            return results[str(case)][TODAY][0] - results[str(case)][name][0]
+            return results[str(case)][against][0] - results[str(case)][name][0]
 
         for case in sorted(compared, key=loss, reverse=True)[:8]:
             yield f"- {-loss(case):+.1f}: {case}"
 
 
 def below_peers(
-    compared: Iterable[Case], policy: str, results: Results, peers: Results
+    compared: Iterable[Case], policy: str, against: str, results: Results, peers: Results
 ) -> Iterator[str]:
-    """The cases in which a policy is below a peer that today's beats."""
+    """The cases in which a policy is below a peer that another policy beats."""
     for case in compared:
         name = str(case.of_peers)
-        now, new = (results[str(case)][each][0] for each in (TODAY, policy))
+        old, new = (results[str(case)][each][0] for each in (against, policy))
         found: Mapping[str, list[float]] = {**peers.get(name, {}), **results.get(name, {})}
-        worse = {p: r[0] for p, r in found.items() if now > r[0] + TIE and new < r[0] - TIE}
+        found = {peer: each for peer, each in found.items() if peer in ENGINES}
+        worse = {p: r[0] for p, r in found.items() if old > r[0] + TIE and new < r[0] - TIE}
         if worse:
             peer = max(worse, key=lambda p: worse[p])
-            yield f"{case}: today {now:.1f}, {peer} {worse[peer]:.1f}, {policy} {new:.1f}"
+            yield f"{case}: {against} {old:.1f}, {peer} {worse[peer]:.1f}, {policy} {new:.1f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -266,7 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.deciding", description=__doc__.splitlines()[0]
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--policies", default=list(POLICIES), help="default: all", **names)
+    add("--policies", choices=POLICIES, default=["today"], help="default: today", **names)
+    add("--against", choices=(*POLICIES, FORMER), default=FORMER, help="default: former")
     add("--peers", choices=ENGINES, default=list(PEERS), help="default: %(default)s", **names)
     add("--no-peers", action="store_true", help="replay no peer")
     add("--only", nargs="+", default=[], metavar="TEXT", help="cases whose name has all of these")
@@ -283,7 +284,8 @@ def main(arguments: list[str] | None = None) -> None:
     known = {name: {**peers.get(name, {}), **results.get(name, {})} for name in peers | results}
     asked = [] if options.no_peers else options.peers
     if not options.summary:
-        for name, policy, case, is_peer in replays(chosen, options.policies, asked, known):
+        policies = {*options.policies, options.against} - {FORMER}
+        for name, policy, case, is_peer in replays(chosen, sorted(policies), asked, known):
             if policy in results.get(name, {}):
                 continue  # the same case of peers, with other states
             run = run_peer if is_peer else run_policy
@@ -291,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.setdefault(name, {})[policy] = found
             write(results, options.results)
             print(f"{name}, {policy}: {found[0]:.1f} %, {found[1]:.0f} us", flush=True)
-    print("\n".join(summary(chosen, options.policies, results, peers)))
+    print("\n".join(summary(chosen, options.policies, options.against, results, peers)))
 
 
 if __name__ == "__main__":

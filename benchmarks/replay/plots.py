@@ -11,23 +11,13 @@ from megatron_hybrid.tools.plots import pyplot
 
 STYLES = {
     "ours": ("C0", "-", 2.4),
-    "ours-bf16": ("C0", ":", 1.6),
     "ours-int8": ("C0", "--", 2.0),
-    "ours-flops": ("C0", "-.", 1.6),
-    "vllm": ("C1", "-", 2.6),
-    "vllm-fine": ("C1", "--", 1.4),
-    "megatron-core": ("C2", "-", 1.4),
-    "marconi": ("C3", "-", 1.4),
-    "marconi-policy": ("C3", "--", 1.2),
-    "lru-policy": ("C6", "-", 1.2),
-    "lru-block-end-16": ("C5", "-", 1.2),
-    "lru-block-end-64": ("C5", "--", 1.2),
-    "lru-block-end-528": ("C4", "-", 1.2),
-    "lru-free": ("0.6", "--", 1.2),
-    "clairvoyant": ("0.3", "-.", 1.2),
-    "clairvoyant-int8": ("0.3", (0, (1, 3)), 1.2),
-    "ceiling": ("0.3", ":", 1.2),
+    "vllm": ("C1", "-", 1.6),
+    "mcore": ("C2", "-", 1.6),
+    "marconi": ("C3", "-", 1.6),
 }
+"""Colour, dashes and width of the engines that are drawn. More lines hide one another; the tables
+have all engines."""
 
 
 def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
@@ -63,9 +53,10 @@ def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
 
 def _hit_rate_panel(axis, cells: list[Cell]) -> None:
     budgets = sorted({cell.budget_gb for cell in cells if cell.budget_gb is not None})
-    for engine in dict.fromkeys(cell.engine for cell in cells):
-        color, dashes, width = STYLES[engine]
+    for engine, (color, dashes, width) in STYLES.items():
         points = {c.budget_gb: c.skipped_percent for c in cells if c.engine == engine}
+        if not points:
+            continue
         if None in points:
             points = dict.fromkeys(budgets, points[None])
         xs = sorted(points)
@@ -85,7 +76,9 @@ def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
     paths = []
     for geometry in dict.fromkeys(cliff.geometry for cliff in found):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-        for cliff in (cliff for cliff in found if cliff.geometry == geometry):
+        for cliff in found:
+            if cliff.geometry != geometry or cliff.engine not in STYLES:
+                continue
             color, dashes, width = STYLES[cliff.engine]
             for axis, values in zip(axes, (cliff.repeated, cliff.forked)):
                 style = {"linestyle": dashes, "color": color, "lw": width}

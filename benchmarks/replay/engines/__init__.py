@@ -114,7 +114,7 @@ ENGINES = {
     "ours-flops": _ours("exact", flops=True),
     "vllm": _vllm(fine=False),
     "vllm-fine": _vllm(fine=True),
-    "megatron-core": Entry(
+    "mcore": Entry(
         "megatron-core's context; the best of its splits of memory, with hindsight",
         _megatron_core,
         module="megatron.core.inference.contexts.mamba_slot_allocator",
@@ -122,9 +122,9 @@ ENGINES = {
     "marconi": Entry("Marconi, corrected; the best alpha of a grid, with hindsight", _marconi),
     "marconi-policy": Entry("Marconi's policy over this project's cache", _marconi_policy),
     "lru-policy": Entry("plain LRU over this project's cache", _lru_policy),
-    "lru-block-end-16": _lru_block_end(16),
-    "lru-block-end-64": _lru_block_end(64),
-    "lru-block-end-528": _lru_block_end(528),
+    "lru-16": _lru_block_end(16),
+    "lru-64": _lru_block_end(64),
+    "lru-528": _lru_block_end(528),
     "lru-free": Entry("plain LRU over leaves of KV, states cost nothing", _lru_free),
     "clairvoyant": _clairvoyant("exact"),
     "clairvoyant-int8": _clairvoyant("int8"),

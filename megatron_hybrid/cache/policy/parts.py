@@ -33,7 +33,7 @@ class Parts:
     """States at the ends of prompts."""
     rungs: bool = True
     """States at equal distances in long prompts and answers."""
-    # likelihood of reuse
+    # expected uses
     fork_uses: bool = True
     """A fork that could have served counts as used."""
     resumed_from: bool = True

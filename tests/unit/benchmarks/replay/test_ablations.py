@@ -61,13 +61,13 @@ def test_the_table_says_what_each_part_brings(monkeypatch, capsys):
         small = partial(WORKLOADS[name].generate, sessions=sessions)
         monkeypatch.setitem(WORKLOADS, name, Workload(small, (0.4, 1.2, 4)))
     of_policy = ablations.skipped_without
-    stand_ins = {"rungs": lambda *run: 0.0, "fading": lambda *run: of_policy(None, *run)}
+    stand_ins = {"rungs": lambda *run: 0.0, "work": lambda *run: of_policy(None, *run)}
     monkeypatch.setattr(
         ablations,
         "skipped_without",
         lambda part, *run: stand_ins.get(part, partial(of_policy, part))(*run),
     )
-    main(["--parts", "fading", "rungs", "--workloads", "chat", "agent", "--seeds", "1", "2"])
+    main(["--parts", "work", "rungs", "--workloads", "chat", "agent", "--seeds", "1", "2"])
     head, rule, whole, first, second = capsys.readouterr().out.splitlines()
     assert head == "| without | chat | agent | mean |"
     assert rule == "| --- | ---: | ---: | ---: |"
@@ -76,4 +76,4 @@ def test_the_table_says_what_each_part_brings(monkeypatch, capsys):
         -column for column in skipped
     ]
     assert skipped[0] > 50 and skipped[2] == pytest.approx(sum(skipped[:2]) / 2, abs=0.1)
-    assert second == f"| fading: {PARTS['fading']} | +0.0 | +0.0 | +0.0 |"
+    assert second == f"| work: {PARTS['work']} | +0.0 | +0.0 | +0.0 |"

@@ -13,42 +13,42 @@ CASES = [
 PEER = str(CASES[0].of_peers)
 
 
-def results(today, simple, peer):
+def results(former, today, peer):
     found = {
-        str(case): {"today": [a, 500], "simple": [b, 300]}
-        for case, a, b in zip(CASES, today, simple)
+        str(case): {"former": [a, 500], "today": [b, 300]}
+        for case, a, b in zip(CASES, former, today)
     }
     return {**found, PEER: {"marconi": [peer, 60]}}
 
 
-def verdict(today, simple, peer=0.0):
-    lines = list(summary(CASES, ["simple"], results(today, simple, peer), {}))
-    return next(line for line in lines if line.startswith("**simple")), "\n".join(lines)
+def verdict(former, today, peer=0.0):
+    lines = list(summary(CASES, ["today"], "former", results(former, today, peer), {}))
+    return next(line for line in lines if line.startswith("**today")), "\n".join(lines)
 
 
 def test_a_policy_within_all_bounds_passes():
     found, text = verdict([70, 90, 60], [69, 89, 59], peer=65)
-    assert found == "**simple: yes**"
-    assert "| today | 80.0 | 60.0 | 73.3 | 500 |" in text
-    assert "| simple | 79.0 | 59.0 | 72.3 | 300 |" in text
+    assert found == "**today: yes**"
+    assert "| former | 80.0 | 60.0 | 73.3 | 500 |" in text
+    assert "| today | 79.0 | 59.0 | 72.3 | 300 |" in text
 
 
 @pytest.mark.parametrize(
-    ("simple", "peer", "reason"),
+    ("today", "peer", "reason"),
     [
         ([68, 88, 58], 0, "fails: 2.00 points lost on the mean"),
         ([70, 90, 56.5], 0, "fails: 3.50 on code"),
-        ([69, 90, 60], 69.5, "fails: 1 cases below a peer that today's beats"),
+        ([69, 90, 60], 69.5, "fails: 1 cases below a peer that former beats"),
     ],
 )
-def test_each_bound_fails_a_policy(simple, peer, reason):
-    found, text = verdict([70, 90, 60], simple, peer)
-    assert found == "**simple: no**"
+def test_each_bound_fails_a_policy(today, peer, reason):
+    found, text = verdict([70, 90, 60], today, peer)
+    assert found == "**today: no**"
     assert reason in text
 
 
-def test_a_peer_that_beats_todays_too_counts_for_nothing():
-    assert verdict([70, 90, 60], [69, 90, 60], peer=70.5)[0] == "**simple: yes**"
+def test_a_peer_that_beats_the_other_policy_too_counts_for_nothing():
+    assert verdict([70, 90, 60], [69, 90, 60], peer=70.5)[0] == "**today: yes**"
 
 
 def test_what_is_known_is_not_replayed_again(tmp_path, monkeypatch):
@@ -63,13 +63,13 @@ def test_what_is_known_is_not_replayed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(deciding, "run_policy", run)
     file = tmp_path / "found.json"
     command = ["--only", "chat, seed 1", "1 in flight, 4 GB, exact", "--no-peers"]
-    command += ["--results", str(file), "--policies", "today", "simple"]
+    command += ["--results", str(file), "--policies", "today", "--against", "lru"]
     with pytest.raises(KeyboardInterrupt):
         deciding.main(command)
-    assert read(file) == {str(CASES[0]): {"today": [50.0, 100]}}
+    assert read(file) == {str(CASES[0]): {"lru": [50.0, 100]}}
     deciding.main(command)
-    assert replayed[1:] == [(str(CASES[0]), "simple")] * 2
-    assert read(file)[str(CASES[0])].keys() == {"today", "simple"}
+    assert replayed[1:] == [(str(CASES[0]), "today")] * 2
+    assert read(file)[str(CASES[0])].keys() == {"today", "lru"}
 
 
 def test_peers_are_replayed_once_for_all_encodings():
@@ -81,7 +81,7 @@ def test_peers_are_replayed_once_for_all_encodings():
 def test_published_results_are_of_peers_alone():
     found = deciding.published()
     names = {name for each in found.values() for name in each}
-    assert {"vllm", "marconi", "megatron-core"} <= names
+    assert {"vllm", "marconi", "mcore"} <= names
     assert not any(name.startswith(("ours", "clairvoyant")) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""The plots draw every engine."""
+"""The plots draw a few of the engines."""
 
 from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.engines import ENGINES
@@ -6,8 +6,8 @@ from benchmarks.replay.plots import STYLES, cliffs, hit_rates
 from benchmarks.replay.sweep import Cell
 
 
-def test_every_engine_has_a_style_that_can_be_drawn(tmp_path):
-    assert set(STYLES) == set(ENGINES)
+def test_at_most_five_engines_are_drawn(tmp_path):
+    assert len(STYLES) <= 5 and set(STYLES) < set(ENGINES)
     cells = [
         Cell("chat", "nemotron-h-8b", 1, budget, engine, None, 10, 1000, 50.0, 10.0, 20.0, {})
         for engine in ENGINES

@@ -192,7 +192,7 @@ ARGUMENTS = ["--workloads", "rl-group", "--limit", "32", "--budgets", "1", "4"]
 def test_command_line(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    engines = ["ours", "lru-block-end-16", "ceiling"]
+    engines = ["ours", "lru-16", "ceiling"]
     main(
         [
             *ARGUMENTS,
@@ -208,7 +208,7 @@ def test_command_line(tmp_path, capsys):
     results = json.loads((tmp_path / "out" / "replay.json").read_text())
     cells = {(cell["engine"], cell["budget_gb"]): cell for cell in results["cells"]}
     assert list(cells) == [
-        ("ours", 1), ("ours", 4), ("lru-block-end-16", 1), ("lru-block-end-16", 4),
+        ("ours", 1), ("ours", 4), ("lru-16", 1), ("lru-16", 4),
         ("ceiling", None),
     ]  # fmt: skip
     assert cells["ceiling", None]["skipped_percent"] == pytest.approx(93.75)
@@ -250,7 +250,7 @@ def test_every_number_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     budgets = ["1", "2", "4.5", "8", "16"]
     path = tmp_path / "replay.json"
-    engines = ["--engines", "lru-block-end-16", "ours"]
+    engines = ["--engines", "lru-16", "ours"]
     main([*ARGUMENTS[:4], "--budgets", *budgets, *engines, "--json", str(path)])
     out = capsys.readouterr().out
     assert "\u2026" not in out and all(f" {budget} GB, % " in out for budget in budgets)
