@@ -8,10 +8,13 @@ from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.index.prefix_index import (
     MAX_EMPTY_ROOTS,
     MAX_WATCHED,
+    MIN_KNOWN_TOKENS,
     PrefixIndex,
+    known_limit,
 )
 from megatron_hybrid.cache.index.tree import Edge, Kind, common_prefix
 from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 
 B = 16
 
@@ -1010,3 +1013,11 @@ def test_check_integrity_finds(break_it, message):
     break_it(tree)
     with pytest.raises(RuntimeError, match=message):
         tree.index.check_integrity()
+
+
+def test_how_many_tokens_a_tree_knows_beside_a_pool():
+    with_kv = CacheSpec(16, (KVGroup(2, 64),), state_bytes=40_000, hidden_bytes=64)
+    states_only = CacheSpec(16, (), state_bytes=40_000, hidden_bytes=64)
+    assert known_limit(with_kv, 1000) == known_limit(states_only, 1000) == MIN_KNOWN_TOKENS
+    assert known_limit(with_kv, 1 << 20) == int(1.4 * 16 * (1 << 20))
+    assert known_limit(states_only, 1 << 20) == 1024 << 20

@@ -1,18 +1,23 @@
 """The shipped policy: the example of policy/README.md, number by number, and its parts."""
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 from settled import settled
 from simulator import Simulator
+from valued_edges import edge
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy import hybrid
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.cache.policy.parts import Parts
 from megatron_hybrid.cache.policy.placement import NO_RUNG
-from megatron_hybrid.cache.policy.protocol import MIN_KNOWN_TOKENS, NewState, Prompt
+from megatron_hybrid.cache.policy.protocol import NewState, Prompt
+from megatron_hybrid.cache.policy.reuse import PRIOR_GAP, PRIOR_PROBABILITY
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
@@ -42,17 +47,28 @@ def test_the_example_of_the_readme():
     assert origins == [NO_ORIGIN, NO_ORIGIN, *2 * [Origin(Kind.ANSWER_END)]]
 
     cache._evictor.refresh(10)
-    found = [row_of(policy, state, cache) for state in cache.stored_checkpoints()]
-    readme = Path(megatron_hybrid.__file__).parent / "cache" / "policy" / "README.md"
-    rows = re.findall(r"^\| (?:chat|other|both), .*$", readme.read_text("utf-8"), re.MULTILINE)
-    assert sorted(found) == sorted(row.split(" | ", 1)[1].rstrip(" |") for row in rows)
+    found = {row_of(policy, cache, state) for state in cache.stored_checkpoints()}
+    readme = (Path(hybrid.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:chat|other|both) \| (\d.*) \|$", readme, re.MULTILINE)
+    assert len(rows) == 9 and set(rows) == found
 
-    evicted = []
-    for _ in range(3):
-        before = {(s.position, s.kind) for s in cache.stored_checkpoints()}
-        while len(cache.stored_checkpoints()) > 6 - len(evicted):
-            cache.evict(1)
-        evicted.append(before - {(s.position, s.kind) for s in cache.stored_checkpoints()})
+    states = cache.stored_checkpoints()
+    while sum(state.pages is not None for state in states) > 6:
+        assert cache.evict(1)
+    evicted = [(s.position, s.kind) for s in states if s.pages is None]
+    assert sorted(evicted) == [(240, 0), (240, 0), (400, 0)]
+
+
+def row_of(policy, cache, state):
+    probability, gap = policy.reuse._counts_of(state).expected(policy.now)
+    previous, refs = state.previous(), cache.allocator.ref_counts
+    tokens = state.position - (previous.position if previous else 0)
+    rate, value = policy.reuse.rate(state), policy.state_value(state, refs)
+    kind = {Kind.PROMPT_END: "prompt", Kind.ANSWER_END: "answer", Kind.JUNCTION: "junction"}
+    return (
+        f"{state.position} {kind[state.kind]} | {state.uses} | {probability:.3f} | {gap:.1f} | "
+        f"{rate:.5f} | {tokens} | {rate * tokens / value:.0f} | {value:.4f}"
+    )
 
 
 def run_turn(sim, prompt, answer_seed, origins):
@@ -87,16 +103,16 @@ def settled_policy(**parts):
     return policy
 
 
-NEW = NewState(480, Kind.PROMPT_END, NO_ORIGIN, 20, 160, None, None, [(320, Kind.JUNCTION)])
+NEW = NewState(480, Kind.PROMPT_END, NO_ORIGIN, 20, 160, None, None)
+RATE = PRIOR_PROBABILITY / PRIOR_GAP
 
 
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ({}, 0.001 * 160 / (20 + 10)),
-        ({"same_forward": False}, 0.001 * 480 / (20 + 20)),
-        ({"exclusive_kv": False}, 0.001 * 160 / 20),
-        ({"work": False}, 0.001 / (20 + 10)),
+        ({}, RATE * 480 / (20 + 20)),
+        ({"exclusive_kv": False}, RATE * 480 / 20),
+        ({"work": False}, RATE / (20 + 20)),
         ({"price": False}, np.inf),
     ],
 )
@@ -104,12 +120,20 @@ def test_the_value_of_a_new_state_without_a_part(parts, expected):
     assert HybridPolicy(SPEC, **parts).new_value(NEW) == pytest.approx(expected)
 
 
-def test_what_is_remembered_and_where_rungs_are():
+def test_a_new_state_replaces_one_that_is_worth_less_than_the_tokens_in_between():
+    policy = HybridPolicy(SPEC)
+    for uses, position, replaces in ((0, 320, False), (0, 200, True), (3, 200, False)):
+        previous = edge(0, 480, (position,), spec=SPEC).checkpoints[position]
+        previous.uses = uses
+        new = NEW._replace(previous=previous)
+        assert policy.replaces(new) == replaces
+        assert not HybridPolicy(SPEC, replacing=False).replaces(new)
+    assert not policy.replaces(NEW)
+
+
+def test_where_rungs_are():
     assert HybridPolicy(SPEC).rung_tokens == 320
     assert HybridPolicy(SPEC, rungs=False).rung_tokens == NO_RUNG
-    assert HybridPolicy(SPEC).known_limit(1000) == MIN_KNOWN_TOKENS
-    assert HybridPolicy(SPEC).known_limit(1 << 20) == int(1.4 * 16 * (1 << 20))
-    assert HybridPolicy(SPEC, known_tokens=False).known_limit(1 << 20) == 0
 
 
 def test_every_part_is_in_by_default():
