@@ -9,6 +9,9 @@ from rich.table import Table
 
 from benchmarks.replay.sweep import Cell
 
+OURS = ("ours", "ours-int8")
+AHEAD = 0.1
+"""Points from which on an engine counts as ahead."""
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 _ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
@@ -92,9 +95,9 @@ def header(first: str, others: Sequence[str]) -> str:
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Many models in one Markdown table per number in flight: ours and the best of the rivals at
-    each budget."""
-    lines = []
+    """Where a rival is ahead; then many models in one Markdown table per number in flight: ours and
+    the best of the rivals at each budget."""
+    lines = [*lost_cells(cells)]
     for (in_flight,), compared in sorted(by(cells, "in_flight").items()):
         lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", ""]
         lines.append("| workload | model | GB | ours | ours-int8 | best other | which |")
@@ -110,6 +113,28 @@ def overview(cells: Sequence[Cell]) -> str:
             lines.append(f"| {' | '.join(columns)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def lost_cells(cells: Sequence[Cell]) -> Iterator[str]:
+    """A Markdown table of the cells in which a rival skips more than ours in either encoding."""
+    rows, compared = [], 0
+    for where, group in by(cells, "workload", "geometry", "in_flight", "budget_gb").items():
+        ours = max((c for c in group if c.engine in OURS), key=skipped, default=None)
+        other = max(filter(is_rival, group), key=skipped, default=None)
+        if ours is None or other is None:
+            continue
+        compared += 1
+        lead = skipped(other) - skipped(ours)
+        if lead >= AHEAD:
+            workload, model, in_flight, budget = where
+            row = f"| {workload} | {model} | {in_flight} | {budget:g} | {skipped(ours):.1f} | "
+            rows.append((-lead, f"{row}{skipped(other):.1f} | {other.engine} |"))
+    yield f"**Another engine is ahead in {len(rows)} of {compared} cells, by {AHEAD} points or more**"
+    yield ""
+    yield "| workload | model | in flight | GB | ours, better encoding | best other | which |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"
+    yield from (row for _, row in sorted(rows))
+    yield ""
 
 
 def joined(parts: Iterable[str]) -> str:

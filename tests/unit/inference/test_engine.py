@@ -836,8 +836,8 @@ FAILING = {
     "save_checkpoint": (CacheMemory, 40),
     "copy_pages": (CacheMemory, 40),
     "copy_slot": (CacheMemory, 40),
-    "park": (CacheMemory, 8),
-    "unpark": (CacheMemory, 8),
+    "park": (CacheMemory, 6),
+    "unpark": (CacheMemory, 6),
     "captured_states": (DynamicInferenceContext, 40),
     "append": (OutputProcessor, 40),
     "score": (ModelRunner, 40),
@@ -899,7 +899,7 @@ def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
 
 @pytest.mark.parametrize("call", range(4))
 def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkeypatch):
-    engine = small_pool_engine("restore", blocks=8, max_requests=4, host_cache_bytes=1 << 20)
+    engine = small_pool_engine("restore", blocks=6, max_requests=4, host_cache_bytes=1 << 20)
     calls, to_host = itertools.count(), PageMover.to_host
 
     def failing(*arguments):

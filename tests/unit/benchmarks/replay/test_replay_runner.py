@@ -237,8 +237,10 @@ def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
         cell("ceiling", None, 95.0),
         cell("ours", 4.0, 40.0, "b", 8), cell("vllm", 4.0, 41.0, "b", 8),
     ]  # fmt: skip
-    alone, together = overview(cells).split("**8 in flight")
-    assert alone.startswith("**1 in flight")
+    behind, cells_of_each = overview(cells).split("**1 in flight")
+    assert behind.startswith("**Another engine is ahead in 1 of 3 cells")
+    assert behind.strip().splitlines()[-1] == "| chat | b | 8 | 4 | 40.0 | 41.0 | vllm |"
+    alone, together = cells_of_each.split("**8 in flight")
     row = "| chat | a | 0.5 / 4 | 20.0 / 70.0 | 30.0 / 80.0 | 10.2 / 60.0 | vllm / marconi |"
     assert alone.strip().splitlines()[4:] == [row]
     assert together.strip().splitlines()[-1] == "| chat | b | 4 | 40.0 | - | 41.0 | vllm |"
