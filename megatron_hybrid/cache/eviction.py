@@ -22,7 +22,7 @@ from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
-"""Most values found to have risen (as after a refit) in one search for the least item."""
+"""Most values found to have risen (as after uses) in one search for the least item."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:

@@ -81,7 +81,6 @@ class PrefixIndex:
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
-        """Checkpoints, stored or not."""
 
     # ---- reading ----
 
