@@ -22,12 +22,12 @@ from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
-"""Most values found to have risen (as after uses) in one search for the least item."""
+"""Most risen values (as after uses) that one search for the least item recomputes."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
-    """First position of a leaf's droppable KV: the end of the block of its deepest state (cutting
-    inside a block frees nothing). `edge.held_end`: there is none."""
+    """Return the first position of a leaf's evictable KV: the end of the block of its deepest state
+    (a cut inside a block frees nothing); `edge.held_end` if there is none."""
     if edge.parent is None or not edge.is_held_leaf():
         return edge.held_end
     deepest = edge.deepest_checkpoint(edge.held_end)
@@ -37,7 +37,7 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
 
 
 def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
-    """Key of a leaf's tail; None: it has no tail, or no pages."""
+    """Return the key of a leaf's tail; None if it has no tail or no pages."""
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
     value = policy.tail_value(edge)
@@ -45,7 +45,7 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
 
 
 def is_gone(item: Edge | Checkpoint) -> bool:
-    """Whether an edge is no longer in the tree, or a state no longer stored."""
+    """Return whether an edge is no longer in the tree, or a state no longer stored."""
     return (item.parent if isinstance(item, Edge) else item.pages) is None
 
 
@@ -71,14 +71,14 @@ class PinnedItems:
             self._compact()
 
     def _compact(self) -> None:
-        """Drop stale entries: of joined edges, of states dropped with their KV, of older keys."""
+        """Drop stale entries: joined edges, states dropped with their KV, older keys."""
         self.entries = {item: entry for item, entry in self.entries.items() if not is_gone(item)}
         self._heap = [each for each in self._heap if self.entries.get(each[2]) is each[0]]
         heapq.heapify(self._heap)
         self._compact_at = 2 * len(self._heap) + MAX_STALE
 
     def pop(self) -> Edge | Checkpoint | None:
-        """Remove and return the item of the least key; None: there is none."""
+        """Remove and return the item of the least key; None if there is none."""
         while self._heap:
             entry, _, item = heapq.heappop(self._heap)
             if self.entries.get(item) is entry:
@@ -87,7 +87,7 @@ class PinnedItems:
         return None
 
     def unpin(self) -> list[Edge | Checkpoint]:
-        """Remove and return the items that no request holds any more."""
+        """Remove and return the items that no request holds now."""
         if not self.entries or self._allocator.num_unpinned == self._num_unpinned:
             return []
         self._num_unpinned = self._allocator.num_unpinned
@@ -138,12 +138,12 @@ class Evictor:
         return 1, value, checkpoint.last_use
 
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
-        """Evict until num_pages pages are free. Returns whether they are.
+        """Evict until num_pages pages are free. Return whether they are.
 
-        below: evict only items of a lesser key. force: when only pinned items are left, drop these
+        below: evict only items of a lesser key. force: when only pinned items are left, drop them
         from the index, too (the leases keep their pages): unpinned pages may lie beneath them.
         """
-        # Every other change that makes an item evictable enters it into its heap by itself.
+        # Any other change that makes an item evictable adds it to its heap.
         for item in self._pinned.unpin():
             self.add(item)
         while self._allocator.num_free < num_pages:
@@ -166,7 +166,8 @@ class Evictor:
         return self._allocator.num_free >= num_pages
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
-        """A page of a state, or of an edge's last block: a request that holds either holds it."""
+        """Return a page of a state, or of an edge's last block: a request that holds the item holds
+        this page."""
         if isinstance(item, Edge):
             return item.page_before(item.held_end, self._spec.block_size_tokens)
         return int(item.pages[-1]) if item.pages.size else NULL_PAGE
@@ -177,15 +178,15 @@ class Evictor:
         return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
 
     def add(self, item: Edge | Checkpoint) -> None:
-        """Enter an edge's tail or a stored checkpoint."""
+        """Add an edge's tail or a stored checkpoint."""
         self._heap_of(item).add(item)
 
     def _heap_of(self, item: Edge | Checkpoint) -> LazyHeap:
         return self.checkpoints if isinstance(item, Checkpoint) else self.tails
 
     def on_store(self, checkpoint: Checkpoint) -> None:
-        """A state was published: the KV before it is no longer a tail, and the previous state on
-        its path is worth less."""
+        """Update the heaps after a state was published: the KV before it is no longer a tail, and
+        the previous state on its path is worth less."""
         self.checkpoints.add(checkpoint)
         self.tails.update(checkpoint.edge)
         previous = checkpoint.previous()
@@ -193,25 +194,26 @@ class Evictor:
             self.checkpoints.update(previous)
 
     def on_release(self, path: Path) -> None:
-        """A request released the KV on its path: evicting the last state there now frees more."""
+        """Update the heaps after a request released its KV: evicting the last state on its path now
+        frees more."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
         if checkpoint is not None:
             self.checkpoints.update(checkpoint)
 
     def refresh(self, most: int) -> None:
-        """Recompute the next `most` values of each of these heaps, in rotation."""
+        """Recompute the next `most` values of each heap whose values change, in rotation."""
         for heap in self._valued:
             heap.refresh(most)
 
     def clear(self) -> None:
-        """The index was cleared."""
+        """Empty the heaps, after the index was cleared."""
         self.tails.clear()
         self.checkpoints.clear()
         self._pinned.clear()
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
-        """The item of the least key in both heaps; None: there is none."""
+        """Return the item of the least key in both heaps, and the key; None if both are empty."""
         tail = self.tails.least()
         state = None if tail is not None and tail[0] == 0 else self.checkpoints.least()
         if tail is not None and (state is None or tail < state):
@@ -219,18 +221,19 @@ class Evictor:
         return None if state is None else (self.checkpoints.top(), state)
 
     def candidates(self) -> Iterator[Edge | Checkpoint]:
-        """All items of both heaps that can be evicted; pinned ones may be among them."""
+        """Return the evictable items of both heaps; some may be pinned."""
         items = chain(self.tails.items(), self.checkpoints.items())
         return (item for item in items if self._heap_of(item).key(item) is not None)
 
     def _drop(self, item: Edge | Checkpoint, num_pages: int, force: bool = False) -> bool:
-        """Drop a checkpoint, or as many blocks of a tail as are needed. False: it is pinned."""
+        """Drop a checkpoint, or as many blocks of a tail as are needed. Return False if it is
+        pinned."""
         if isinstance(item, Checkpoint):
             return self.drop_checkpoint(item, force)
         return self._drop_blocks(item, num_pages - self._allocator.num_free, force)
 
     def drop_checkpoint(self, checkpoint: Checkpoint, force: bool = False) -> bool:
-        """Drop a stored state. False: it is pinned by a lease that restores it."""
+        """Drop a stored state. Return False if it is pinned by a lease that restores it."""
         if checkpoint.pages is None:
             return True
         if not force and self._allocator.ref_counts[self._last_page(checkpoint)]:

@@ -22,9 +22,9 @@ _REASONS = {
     MissReason.MODE: "this prefix-caching mode computes every token",
     MissReason.PROMPT_LOG_PROBS: "log-probs of the prompt need every token",
     MissReason.STATE_NEVER_SAVED: "more tokens are known, but no state was saved there",
-    MissReason.STATE_EVICTED: "a state after it had to make room",
-    MissReason.KV_EVICTED: "the KV of the known tokens after it had to make room",
-    MissReason.BUDGET: "a state after it was wanted, and found no room",
+    MissReason.STATE_EVICTED: "a state after it was evicted",
+    MissReason.KV_EVICTED: "the KV of the known tokens after it was evicted",
+    MissReason.BUDGET: "a state after it was wanted, but found no room",
     MissReason.SALT: "its tokens are known, but under another salt",
     MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
 }
@@ -42,9 +42,9 @@ class KnownPosition:
     kind: Kind
     is_stored: bool
     was_stored: bool
-    """Its state was stored, and evicted."""
+    """Its state was stored, then evicted."""
     refused: bool
-    """Its state was wanted, and found no room."""
+    """Its state was wanted, but found no room."""
     uses: int
     """Requests that it served, or would have served."""
 
@@ -63,20 +63,20 @@ class Explanation:
     held_tokens: int
     """Leading tokens whose KV is in the cache."""
     known_tokens: int
-    """Leading tokens that are known, with KV in the cache or without."""
+    """Leading tokens that are known, with or without KV in the cache."""
     positions: tuple[KnownPosition, ...]
     """All watched positions among the known tokens, ascending."""
     elsewhere_tokens: int = 0
-    """Leading tokens that are known under another salt, if less than a block is known under the own
-    one. The request's own report does not say so: see `MissReason.SALT`."""
+    """Leading tokens known under another salt, if less than a block is known under the prompt's own
+    salt. The request's own report does not say so: see `MissReason.SALT`."""
     edge: int = 0
-    """Number of the edge that spans the last known token, see `TreeView`; 0: none is known."""
+    """Number of the edge that spans the last known token (see `TreeView`); 0 if none is known."""
     below: tuple[str, int] | None = None
-    """A tier that has more, and the tokens that would be skipped after a fetch."""
+    """A tier that has more of the prompt, and the tokens skipped after a fetch."""
 
     @property
     def reason(self) -> MissReason | None:
-        """Why no more tokens are skipped; None: the following tokens are new."""
+        """Why no more tokens are skipped; None if the following tokens are new."""
         reason = self.match.miss_reason
         if self.elsewhere_tokens and reason is not MissReason.IN_FLIGHT:
             return MissReason.SALT
@@ -110,8 +110,8 @@ class Explanation:
 
 
 def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
-    """The explanation of a match along `path`. elsewhere_tokens: leading tokens that are known
-    under another salt."""
+    """Return the explanation of a match along `path`. elsewhere_tokens: leading tokens known under
+    another salt."""
     known = sorted(
         (
             KnownPosition(c.position, c.kind, c.pages is not None, c.was_stored, c.refused, c.uses)

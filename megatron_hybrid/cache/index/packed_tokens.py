@@ -1,4 +1,4 @@
-"""PackedTokens: token ids in few bytes, for edges without KV, whose tokens are seldom read."""
+"""PackedTokens: compact token ids, for edges without KV, whose tokens are seldom read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class PackedTokens:
-    """int32 [n], exact: the low 16 bits of each, then a plane of bits for each higher bit in use.
+    """int32 [n], exact: the low 16 bits of each token, then a bit plane for each higher bit in use.
     A vocabulary of 2^17 takes 2.125 bytes per token."""
 
     __slots__ = ("_bytes", "_length")
@@ -20,7 +20,7 @@ class PackedTokens:
         self._length = len(tokens)
 
     def unpack(self) -> np.ndarray:
-        """int32 [n]."""
+        """Return the tokens, int32 [n]."""
         n, size = self._length, (self._length + 7) // 8
         bits = np.frombuffer(self._bytes, np.uint16, n).astype(np.uint32)
         planes = np.frombuffer(self._bytes, np.uint8)[2 * n :].reshape(-1, max(1, size))

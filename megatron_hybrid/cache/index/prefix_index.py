@@ -1,10 +1,11 @@
-"""PrefixIndex: a token-exact radix tree per salt, and how it grows, splits, joins and shrinks.
+"""PrefixIndex: a token-exact radix tree per salt; edges grow, split, join and shrink.
 
-The tree knows no leases and never fails for lack of room: the caller of `insert` supplies the
+The tree does not know leases and never fails for lack of room: the caller of `insert` supplies the
 pages, and only the evictor drops them. Edges and the invariant of a path: tree.py.
 
-Each change first allocates memory, then counts pages, then changes edges. So it raises MemoryError
-before an edge has changed: the tree is whole, and its pages can be recounted (`num_holders`).
+Each change first allocates memory, then counts pages, then changes edges. So a MemoryError is
+raised before any edge has changed: the tree stays valid, and its pages can be recounted
+(`num_holders`).
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
 from megatron_hybrid.cache.pages.spec import CacheSpec
 
 MAX_EMPTY_ROOTS = 256
-"""Salts without an edge that are kept."""
+"""Most salts kept without an edge."""
 TOKENS_PER_PAGE = 1024
-"""Without full attention cached tokens cost no pages: the tree then knows at most this many per
-page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
+"""Without full attention, cached tokens cost no pages: the tree then knows at most this many tokens
+per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
 KNOWN_TOKENS = 1.4
 """Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each, about 2 in
-long runs without KV): evicted prefixes still show where prompts part. A sequence counts as
+long runs without KV): evicted prefixes still show where prompts part. Each sequence counts as
 `SEQUENCE_TOKENS` more."""
 MIN_KNOWN_TOKENS = 1 << 24
-"""Least value of that limit (64 MiB). With a small pool sessions pause for longer than their tokens
-would stay known, and the policy learns nothing from a session that it no longer recognises."""
+"""Least value of `known_limit` (64 MiB). With a small pool sessions pause for longer than their
+tokens would stay known, and the policy learns nothing from a session that it no longer
+recognises."""
 SEQUENCE_TOKENS = 512
-"""Size of an edge without KV at its end, with its watched positions, beside its tokens; in tokens
-(2 KiB)."""
+"""Size of an edge without KV at its end, with its watched positions and without its tokens; in
+tokens (2 KiB)."""
 MAX_WATCHED = 32
-"""Most ghost entries (watched positions without a state) of one edge; the least recently used is
-dropped first."""
+"""Most ghost entries of one edge; the least recently used is dropped first."""
 
 
 def known_limit(spec: CacheSpec, num_pages: int) -> int:
-    """Most tokens that the tree knows, held or not, beside a pool of num_pages pages."""
+    """Return the most tokens that the tree may know, held or not, for a pool of num_pages pages."""
     known = TOKENS_PER_PAGE * num_pages
     if spec.kv_pages_per_block:
         fits = num_pages // spec.kv_pages_per_block * spec.block_size_tokens
@@ -73,11 +74,11 @@ class PrefixIndex:
         self._pages_per_block = pages_per_block
         self._allocator = allocator
         self.on_tail: Callable[[Edge], object] = lambda edge: None
-        """Called with each edge that may have become a leaf with a droppable tail."""
+        """Callback for each edge that may have become a leaf with an evictable tail."""
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, oldest first
-        self._cuts = 0  # how often an edge lost its end: paths found before may be wrong
+        self._cuts = 0  # how often an edge lost its end, which may invalidate older paths
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
@@ -85,7 +86,7 @@ class PrefixIndex:
     # ---- reading ----
 
     def walk(self, salt: str, tokens: np.ndarray, seen: Path | None = None) -> Path:
-        """The path of the longest prefix of tokens (int32) that is in the tree. seen: as in
+        """Return the path of the longest prefix of tokens (int32) in the tree. seen: as in
         `reach`."""
         last, known = self.reach(salt, tokens, seen)
         edges, depth = last.from_root() if last else [], 0
@@ -98,11 +99,12 @@ class PrefixIndex:
     def reach(
         self, salt: str, tokens: np.ndarray, seen: Path | None = None
     ) -> tuple[Edge | None, int]:
-        """How many leading tokens (int32) are known, and the edge that spans the last of them: the
-        root if none is known, None where there is no root.
+        """Return the edge that spans the last known one of the leading tokens (int32), and the
+        number of known tokens. The edge is the root if no token is known, None if the salt has no
+        root.
 
-        seen: a path found before, for a prefix or an extension of tokens; its valid part is not
-        compared again.
+        seen: an earlier path of a prefix or an extension of tokens; its valid part is not compared
+        again.
         """
         edge, known, n = self._roots.get(salt), 0, len(tokens)
         if seen is not None and seen.cuts == self._cuts:
@@ -119,23 +121,23 @@ class PrefixIndex:
         return edge, known
 
     def held_edge(self, path: Path, position: int) -> Edge | None:
-        """The edge that spans a position on a path found before, if KV is held up to there. None:
-        it is not, or only a look-up can tell."""
+        """Return the edge that spans a position on an earlier path, if KV is held up to there.
+        None: it is not held, or only a look-up can tell."""
         if path.cuts != self._cuts:
             return None
         edge, known = path.left(position) or (None, 0)
         return edge if known == position and edge.held_end >= position else None
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, Path]:
-        """Salt, tokens (int32 [position]) and path of the prefix that ends at a held position of an
-        edge."""
+        """Return salt, tokens (int32 [position]) and path of the prefix that ends at a held
+        position of an edge."""
         edges = edge.from_root()
         root = edges[0].parent
         tokens = np.concatenate([edge.tokens for edge in edges])[:position]
         return root.salt, tokens, Path(root, edges, position, position)
 
     def edges(self) -> Iterator[Edge]:
-        """Every edge that is not a root, parents first."""
+        """Yield every edge except the roots, parents first."""
         stack = list(self._roots.values())
         while stack:
             edge = stack.pop()
@@ -144,7 +146,7 @@ class PrefixIndex:
             stack.extend(edge.children.values())
 
     def checkpoints(self) -> Iterator[Checkpoint]:
-        """Every checkpoint, stored or not."""
+        """Yield every checkpoint, stored or not."""
         for edge in self.edges():
             yield from edge.checkpoints.values()
 
@@ -158,10 +160,10 @@ class PrefixIndex:
         tick: int,
         seen: Path | None = None,
     ) -> Path:
-        """Make the tree hold all of tokens (int32 [n]); returns their path. seen: as for `walk`.
+        """Make the tree hold all of tokens (int32 [n]). Return their path. seen: as for `walk`.
 
-        pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. The tree takes
-        only those that it lacks; the others stay with the caller.
+        pages: int32 [ceil(n / B), kv_pages_per_block], all rows of tokens < n valid. The tree
+        references only pages that it lacks; the caller keeps the others.
         """
         path = self.walk(salt, tokens, seen)
         n = len(tokens)
@@ -187,8 +189,8 @@ class PrefixIndex:
     def touch(self, path: Path, tick: int) -> None:
         """Mark the known tokens of a path as used now.
 
-        An edge is one unit of recency: the last edge is split where the match ends, and consecutive
-        edges without a fork between them are joined.
+        All of an edge has one last use: the last edge is split where the match ends, and
+        consecutive edges without a fork between them are joined.
         """
         edges = path.edges
         if edges and path.known < edges[-1].end:
@@ -197,7 +199,7 @@ class PrefixIndex:
             edge.last_access = tick
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])
-        run: list[Edge] = []  # edges, each the only child of the one before
+        run: list[Edge] = []  # edges, each the only child of its predecessor
         for edge in edges:
             run.append(edge)
             if len(edge.children) != 1 or edge is edges[-1]:
@@ -227,7 +229,7 @@ class PrefixIndex:
         return edge
 
     def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
-        """Append to a leaf of which all tokens are held."""
+        """Append to a leaf whose tokens are all held."""
         used = leaf.end - leaf.start
         leaf._tokens = with_room(leaf._tokens, used, used + len(tokens))
         self._put_rows(leaf, pages, first)
@@ -247,8 +249,8 @@ class PrefixIndex:
         self._update_forgettable(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
-        """Append rows from block `first` on. If the last block was partial, `pages` starts with a
-        page that has all of its rows and more, and replaces it."""
+        """Append rows from block `first` on. If the last block was partial, the first row of
+        `pages` has all of its tokens and more, and replaces it."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
         edge._pages = with_room(edge._pages, row + len(replaced), row + len(pages))
@@ -260,7 +262,8 @@ class PrefixIndex:
         edge._pages[row : row + len(pages)] = pages
 
     def _split(self, edge: Edge, at: int) -> Edge:
-        """Cut an edge at start < at < end; `edge` becomes the lower part, the upper is returned."""
+        """Split an edge at start < at < end. `edge` becomes the lower part; return the upper
+        part."""
         size = self._block_size
         cut = at - edge.start
         rows, tokens = edge.pages(size), edge.tokens
@@ -273,7 +276,7 @@ class PrefixIndex:
         kept_tokens, first_block = tokens[cut:].copy(), at // size
         kept = rows[first_block - edge.first_block if edge.held_end > at else len(rows) :].copy()
         shared = len(upper._pages) + len(kept) - len(rows)
-        if shared > 0:  # the page of a block with tokens of both
+        if shared > 0:  # both parts hold the page of a block with tokens of both
             self._allocator.cache(kept[:shared])
         edge._tokens, edge._pages, edge.first_block = kept_tokens, kept, first_block
         edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
@@ -288,7 +291,7 @@ class PrefixIndex:
         edge.num_stored -= len(upper.stored)
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
-        # KV behind a checkpoint but inside its block was no tail before the cut, and is one now.
+        # KV behind a checkpoint but inside its block becomes a tail by the split.
         self.on_tail(edge)
         self.on_tail(upper)
         return upper
@@ -296,7 +299,8 @@ class PrefixIndex:
     def watch(
         self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN
     ) -> Checkpoint:
-        """The checkpoint at a position on this edge; a new one, not stored, where there is none."""
+        """Return the checkpoint at a position on this edge; if there is none, add one without a
+        state."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
@@ -308,8 +312,8 @@ class PrefixIndex:
         checkpoint.edge = None
 
     def _trim_watched(self, edge: Edge, limit: int = MAX_WATCHED) -> None:
-        """Drop ghost entries beyond the limit, the least recently used first. It scans the whole
-        edge, so where that has many checkpoints it waits until several are beyond the limit."""
+        """Drop ghost entries beyond the limit, the least recently used first. This scans the whole
+        edge, so an edge with many checkpoints is trimmed only when several are beyond the limit."""
         more = len(edge.checkpoints) - len(edge.stored) - limit
         if more > len(edge.checkpoints) // 64:
             watched = [c for c in edge.checkpoints.values() if c.pages is None]
@@ -353,7 +357,7 @@ class PrefixIndex:
 
     def drop_kv(self, edge: Edge, new_end: int) -> None:
         """Release the KV of a held leaf beyond new_end, and the states there; all of its KV if
-        new_end is not beyond its start. Its tokens stay known."""
+        new_end is not beyond its start. The tokens stay known."""
         if not edge.is_held_leaf():
             raise RuntimeError("drop_kv of an edge that is no leaf with KV")
         new_end = max(new_end, edge.start)
@@ -374,15 +378,15 @@ class PrefixIndex:
             self.on_tail(edge.parent)
 
     def _update_forgettable(self, edge: Edge) -> None:
-        """Note whether the end of an edge may be forgotten."""
+        """Update whether the end of an edge may be forgotten."""
         if edge.parent is None or edge.children or self._needed_end(edge) == edge.end:
             self._forgettable.pop(edge, None)
         elif edge not in self._forgettable:
             self._forgettable[edge] = None
 
     def _needed_end(self, edge: Edge) -> int:
-        """Position behind which nothing needs a leaf's tokens: the end of its KV, or without full
-        attention its last state."""
+        """Return the position behind which a leaf's tokens are not needed: the end of its KV;
+        without full attention, its last state."""
         if self._pages_per_block:
             return edge.held_end
         deepest = edge.deepest_checkpoint(edge.end)
@@ -390,8 +394,8 @@ class PrefixIndex:
 
     def forget(self, limit: int) -> int:
         """Forget known tokens, the least recently used first, until at most `limit` are left or all
-        of them are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Returns the number of
-        forgotten tokens."""
+        that are left are needed. Each sequence counts as `SEQUENCE_TOKENS` more. Return the number
+        of forgotten tokens."""
         before = self.num_tokens
         while self._forgettable and (
             self.num_tokens + SEQUENCE_TOKENS * len(self._forgettable) > limit
@@ -433,7 +437,7 @@ class PrefixIndex:
         self.on_tail(parent)
 
     def _join(self, run: list[Edge]) -> None:
-        """Join edges, each the only child of the one before, into the last one."""
+        """Join edges, each the only child of its predecessor, into the last one."""
         *joined, last = run
         if not joined:
             return
@@ -445,8 +449,8 @@ class PrefixIndex:
             rows[i], twice = np.split(rows[i], [deeper.first_block - edge.first_block])
             twice_held.append(twice)
         pages, tokens = np.concatenate(rows), np.concatenate([edge.tokens for edge in run])
-        nothing = tokens[:0].copy()  # a view would keep all of them alive
-        for twice in twice_held:  # one page may be in several of them
+        nothing = tokens[:0].copy()  # a view would keep all tokens alive
+        for twice in twice_held:  # several of these may have the same page
             self._allocator.uncache(twice)
         last._pages, last._tokens = pages, tokens
         last.held_end = held[-1].held_end if held else first.start
@@ -469,7 +473,7 @@ class PrefixIndex:
         self.on_tail(last)
 
     def recover(self) -> None:
-        """After a change that failed: join edges that it left split, and enter the tails again."""
+        """Join the edges that a failed change left split, and report all tails again."""
         for edge in list(self.edges()):
             run = [edge]
             while len(run[-1].children) == 1:
@@ -483,7 +487,8 @@ class PrefixIndex:
                 self.on_tail(run[-1])
 
     def _forget_old_roots(self) -> None:
-        """Drop old salts without an edge. It scans all salts, so only when they have doubled."""
+        """Drop old salts without an edge. This scans all salts, so it runs only when they have
+        doubled."""
         if len(self._roots) >= self._forget_at:
             empty = [salt for salt, root in self._roots.items() if not root.children]
             for salt in empty[:-MAX_EMPTY_ROOTS]:
@@ -491,7 +496,8 @@ class PrefixIndex:
             self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
-        """Forget everything. Without memory to recount pages it raises, but all is forgotten."""
+        """Forget everything. MemoryError: everything is forgotten, but the pages were not
+        recounted."""
         for edge in list(self.edges()):
             for checkpoint in edge.checkpoints.values():
                 checkpoint.edge = checkpoint.pages = None
@@ -502,7 +508,7 @@ class PrefixIndex:
         self._allocator.recount(self._allocator.ref_counts, self.num_holders())
 
     def num_holders(self) -> np.ndarray:
-        """How many edges and stored states hold each page, int32 [num_pages]."""
+        """Return the number of edges and stored states that hold each page, int32 [num_pages]."""
         counts = np.zeros_like(self._allocator.cached_counts)
         for edge in self.edges():
             np.add.at(counts, edge.pages(self._block_size).ravel(), 1)
@@ -512,7 +518,7 @@ class PrefixIndex:
         return counts
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError on a broken tree."""
+        """Raise RuntimeError if the tree is inconsistent."""
         num_tokens = num_held = num_checkpoints = 0
         for edge in self.edges():
             num_tokens += edge.end - edge.start

@@ -1,8 +1,8 @@
 """SaltIndex: which salt last used a first block of tokens.
 
-Prefixes are never shared between salts. Only the operator may learn that they could have been: a
-tenant who sees that his prompt is known under another salt could guess other tenants' prompts,
-block by block. So counters and `explain` say it, a request's own report does not.
+Prefixes are never shared between salts. Only the operator may learn that another salt has the
+prefix: a tenant who knew could guess the prompts of other tenants, block by block. So counters and
+`explain` tell it, a request's own report does not.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections import OrderedDict
 import numpy as np
 
 MAX_SALT_ENTRIES = 4096
-"""First blocks that are remembered; the least recently used is dropped first."""
+"""Most first blocks kept; the least recently used is dropped first."""
 
 
 class SaltIndex:
-    """The salt under which each first block was last used: one look-up for any number of salts.
-    The tokens may have been forgotten since; only the tree knows."""
+    """The salt under which each first block was last used: one look-up for any number of salts. The
+    tree may have forgotten the tokens since."""
 
     def __init__(self, block_size_tokens: int):
         self._block_size = block_size_tokens
         self._salts: OrderedDict[bytes, str] = OrderedDict()
 
     def note(self, tokens: np.ndarray, salt: str) -> None:
-        """The first block of these tokens (int32, at least a block) is known under this salt."""
+        """Record that the first block of these tokens (int32, at least a block) is known under this
+        salt."""
         key = tokens[: self._block_size].tobytes()
         self._salts[key] = salt
         self._salts.move_to_end(key)
@@ -32,7 +33,8 @@ class SaltIndex:
             self._salts.popitem(last=False)
 
     def other_salt(self, tokens: np.ndarray, salt: str) -> str | None:
-        """The salt under which the first block of these tokens was last used, if it is another."""
+        """Return the salt under which the first block of these tokens was last used; None if it is
+        `salt` or unknown."""
         found = self._salts.get(tokens[: self._block_size].tobytes())
         return None if found == salt else found
 

@@ -2,10 +2,10 @@
 
 An edge spans the positions (start, end] of its path. It has the tokens there, and KV up to
 `held_end`: one row of pages for each block that has at least one of these tokens. Behind held_end
-the tokens are only known: their KV was dropped, but forks and uses of states there still teach the
-policy. KV is held from the root on: an edge that lacks some has no held descendants.
+the tokens are only known: their KV was dropped, but the policy still learns from forks and ghost
+entries there. KV is held from the root on: an edge that lacks some has no held descendants.
 
-A split inside a block leaves the page of that block with both edges. Invariant for every held
+After a split inside a block both edges hold the page of that block. Invariant for every held
 position m on a path: the path has a page for each block index < ceil(m / B), with valid rows for
 all tokens < m (if two edges hold one block, the deeper edge's page is valid).
 """
@@ -25,7 +25,7 @@ from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 
 MIN_PACKED = 512
-"""Least tokens of an edge that are worth packing."""
+"""Least number of tokens of an edge that are worth packing."""
 
 
 class Kind(IntEnum):
@@ -34,22 +34,22 @@ class Kind(IntEnum):
     PROMPT_END = 0
     ANSWER_END = 1
     JUNCTION = 2
-    """The position where a prompt left a known one, or declared by the caller."""
+    """The position where a prompt left a known one, or a position declared by the caller."""
     MESSAGE = 3
     """The start of a message of a chat."""
     TAIL = 4
-    """The usual distance before the end of a prompt at which successors leave it."""
+    """The usual distance before the end of a prompt at which later prompts leave it."""
     RUNG = 5
-    """One of several at equal distances."""
+    """One of several positions at equal distances."""
 
 
 class Origin(NamedTuple):
     """The known prefix that a request continues."""
 
     resumed_from: Kind | None = None
-    """The kind of end that it continues, of a prompt or of an answer; None: neither."""
+    """The kind of end that it continues: `PROMPT_END` or `ANSWER_END`; None: neither."""
     mostly_known: bool = False
-    """For a request that continues neither: whether more of its tokens were known than new."""
+    """For a request that continues neither: whether it had more known tokens than new ones."""
 
 
 NO_ORIGIN = Origin()
@@ -77,7 +77,7 @@ class Checkpoint:
     )
 
     def __init__(self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN):
-        self.edge: Edge | None = edge  # None: its tokens were forgotten
+        self.edge: Edge | None = edge  # None: the tokens were forgotten
         self.position = position
         self.kind = kind
         self.origin = origin  # of the first request that reached the position
@@ -85,35 +85,35 @@ class Checkpoint:
         self.local_pages: Sequence[np.ndarray] = ()
         self.was_stored = False
         self.tier_key: bytes | None = None  # of its state in the tiers below, if it was offered
-        self.refused = False  # its state was wanted and found no room
+        self.refused = False  # its state was wanted, but found no room
         self.uses = 0
         self.born = self.last_use = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None
 
     def page_lists(self) -> list[np.ndarray]:
-        """Its pages: flat arrays, one of the state, one per local group, without repeated pages."""
+        """Return its pages as flat arrays: one of the state, one per local group, no page twice."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
     @property
     def num_pages(self) -> int:
-        """Pages of `page_lists`; only while it is stored."""
+        """Number of pages in `page_lists`; only while it is stored."""
         if not self.local_pages:
             return self.pages.size
         return sum([pages.size for pages in self.local_pages], self.pages.size)
 
     def is_covered(self) -> bool:
-        """Whether a deeper state is stored on a path through it."""
+        """Return whether a deeper state is stored on a path through it."""
         edge = self.edge
         if edge.num_stored > len(edge.stored):
             return True
         return bool(edge.stored) and edge.stored[-1] > self.position
 
     def is_fork(self) -> bool:
-        """Whether prompts part at its position."""
+        """Return whether prompts part at its position."""
         return self.position == self.edge.end and len(self.edge.children) > 1
 
     def previous(self) -> Checkpoint | None:
-        """The next stored state on the way to the root."""
+        """Return the next stored state towards the root."""
         return self.edge.deepest_on_path(self.position - 1)
 
 
@@ -162,36 +162,37 @@ class Edge:
         return self._tokens[: self.end - self.start]
 
     def pack(self) -> None:
-        """Pack the tokens if they are many and none is held. Without memory for that they stay as
-        they are."""
+        """Pack the tokens if they are many and none is held. Without memory, leave them
+        unpacked."""
         if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
             with suppress(MemoryError):
                 self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
-        """Rows of pages: blocks first_block .. ceil(held_end / B) - 1; 0 where nothing is held."""
+        """Return the number of page rows: blocks first_block .. ceil(held_end / B) - 1; 0 if
+        nothing is held."""
         if self.held_end == self.start:
             return 0
         return -(-self.held_end // block_size) - self.first_block
 
     def pages(self, block_size: int) -> np.ndarray:
-        """int32 [num_rows, kv_pages_per_block]."""
+        """Return the pages, int32 [num_rows, kv_pages_per_block]."""
         return self._pages[: self.num_rows(block_size)]
 
     def page_before(self, position: int, block_size: int) -> int:
-        """A page of the block of the token before a held position; the null page where blocks have
-        no pages."""
+        """Return a page of the block of the token before a held position; the null page if blocks
+        have no pages."""
         if not self._pages.shape[1]:
             return NULL_PAGE
         return int(self._pages[(position - 1) // block_size - self.first_block, 0])
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The last stored checkpoint on this edge at a position <= limit."""
+        """Return the last stored checkpoint on this edge at a position <= limit."""
         index = bisect_right(self.stored, limit)
         return self.checkpoints[self.stored[index - 1]] if index else None
 
     def deepest_on_path(self, limit: int) -> Checkpoint | None:
-        """The last stored checkpoint at a position <= limit, on this edge or an ancestor."""
+        """Return the last stored checkpoint at a position <= limit, on this edge or an ancestor."""
         found, edge = self.deepest_checkpoint(limit), self
         while found is None and edge.parent is not None:
             edge = edge.parent
@@ -200,14 +201,14 @@ class Edge:
         return found
 
     def at(self, position: int) -> Edge:
-        """The edge that spans a position, 1 to `end`: this one or an ancestor."""
+        """Return the edge that spans a position (1 to `end`): this one or an ancestor."""
         edge = self
         while edge.start >= position:
             edge = edge.parent
         return edge
 
     def from_root(self) -> list[Edge]:
-        """The edges from the root to this one, included; none for a root."""
+        """Return the edges from the root to this one, without the root."""
         edges, edge = [], self
         while edge.parent is not None:
             edges.append(edge)
@@ -215,7 +216,7 @@ class Edge:
         return edges[::-1]
 
     def is_held_leaf(self) -> bool:
-        """Whether it holds KV and no descendant does."""
+        """Return whether it holds KV and no descendant does."""
         return self.held_end > self.start and not self.num_held_children
 
 
@@ -246,20 +247,21 @@ class Path:
         self.edges = edges
         self.depth = depth  # leading tokens whose KV is held
         self.known = known  # leading tokens that are known; depth <= known
-        self.cuts = cuts  # of the tree when the path was found
+        self.cuts = cuts  # `PrefixIndex._cuts` when the path was found
 
     def left(self, limit: int) -> tuple[Edge, int] | None:
-        """After the tree changed: the last edge that is still on the first `limit` tokens of this
-        path, and the number of tokens up to which; None: search from the root. Unless an edge lost
-        its end, tokens before the end of an edge never change: splits and joins move its start."""
+        """Return the edge that spans the last of the first `limit` known tokens of this path after
+        the tree changed, and the number of these tokens; None: search from the root. Unless an edge
+        lost its end, tokens before the end of an edge never change: splits and joins move its
+        start."""
         edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
         if edge is None or edge.parent is None or not known:
             return None
         return edge.at(known), known
 
     def pages(self, num_blocks: int) -> np.ndarray:
-        """int32 [num_blocks, kv_pages_per_block] of the leading blocks; num_blocks <= the blocks
-        that the first `depth` tokens touch."""
+        """Return the pages of the leading blocks, int32 [num_blocks, kv_pages_per_block];
+        num_blocks <= number of blocks with any of the first `depth` tokens."""
         held = [edge for edge in self.edges if edge.held_end > edge.start]
         rows = []
         for edge, deeper in zip(held, [*held[1:], None]):
@@ -268,11 +270,12 @@ class Path:
         return np.concatenate(rows)
 
     def deepest_checkpoint(self) -> Checkpoint | None:
-        """The last stored checkpoint at a known position; KV is held up to every stored one."""
+        """Return the last stored checkpoint at a known position; KV is held up to every stored
+        one."""
         return self.edges[-1].deepest_on_path(self.known) if self.edges else None
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints at known positions, stored or not."""
+        """Return the checkpoints at known positions, stored or not."""
         return [
             checkpoint
             for edge in self.edges
@@ -281,7 +284,7 @@ class Path:
         ]
 
     def missed_state(self, above: int) -> Checkpoint | None:
-        """The last checkpoint in (above, depth] whose state was evicted or refused."""
+        """Return the last checkpoint in (above, depth] whose state was evicted or refused."""
         missed = (
             checkpoint
             for checkpoint in self.checkpoints()
@@ -293,7 +296,7 @@ class Path:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading positions where two int32 arrays agree."""
+    """Return the number of leading positions where two int32 arrays agree."""
     n = min(len(a), len(b))
     if not n:
         return 0

@@ -63,7 +63,7 @@ def test_what_was_evicted_is_told(sim):
     assert fates(explanation) == [(100, Kind.PROMPT_END, False, True)]
     assert (explanation.held_tokens, explanation.known_tokens) == (100, 100)
     assert "100  evicted     end of a prompt" in str(explanation)
-    assert str(explanation).endswith("(state_evicted): a state after it had to make room")
+    assert str(explanation).endswith("(state_evicted): a state after it was evicted")
     sim.cache.evict(10_000)
     explanation = sim.cache.explain(prompt)
     assert (explanation.held_tokens, explanation.known_tokens) == (0, 100)
