@@ -7,50 +7,50 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 Key = tuple[int, float, int]
-"""Order of eviction, the least first: class, value, last use. Class 0: KV from which no position
-resumes. Class 1: items with a value."""
+"""Order of eviction, the least key first: class, value, last use. Class 0: KV from which no
+position resumes. Class 1: items with a value."""
 
 MAX_STALE = 64
-"""A heap is cleaned when it has this many more stale entries than valid ones."""
+"""A heap is compacted when it has this many more stale entries than valid ones."""
 CLEANED_AT_ONCE = 4
-"""Entries checked per pushed entry, while a heap is cleaned."""
+"""Entries checked per pushed entry while a heap is compacted."""
 
 
 class LazyHeap:
-    """A heap of items whose keys change without notice.
+    """A heap of items whose keys change without a callback.
 
-    An item's `queued` is the key of its one valid entry. A key that rose is noticed when its entry
-    reaches the top; one that fell is noticed by `update` or `refresh`.
+    An item's `queued` is the key of its only valid entry. A risen key is noticed when its entry
+    reaches the top, a fallen key by `update` or `refresh`.
 
     Args:
         key: of an item; None: it cannot be evicted.
-        max_risen: after this many risen keys in one search, the next item is taken for the least
-            (None: no bound).
+        max_risen: after this many risen keys in one search, the next item counts as the least
+            (None: no limit).
     """
 
     def __init__(self, key: Callable[[object], Key | None], max_risen: int | None = None):
         self.key = key
         self._max_risen = max_risen
         self._heap: list[tuple[Key, int, object]] = []
-        self._old: list[tuple[Key, int, object]] = []  # a heap too, cleaned from its end
+        self._old: list[tuple[Key, int, object]] = []  # also a heap, compacted from its end
         self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
 
     def __len__(self) -> int:
-        """Number of items; some may no longer be evictable."""
+        """Return the number of items; some may no longer be evictable."""
         return len(self._items)
 
     def items(self) -> list:
-        """All items; some may no longer be evictable."""
+        """Return all items; some may no longer be evictable."""
         return list(self._items)
 
     def add(self, item) -> None:
-        """Enter an item that is not in the heap."""
+        """Add an item, unless it is in the heap."""
         if item.queued is None:
             self._push(item, self.key(item))
 
     def update(self, item) -> None:
-        """The item's key may have fallen, or it may no longer be evictable."""
+        """Update an item whose key may have fallen, or which may no longer be evictable."""
         key = self.key(item)
         if key is None or item.queued is None or key < item.queued:
             self._push(item, key)
@@ -71,13 +71,13 @@ class LazyHeap:
                 heapq.heappush(self._heap, entry)
 
     def _first(self) -> list[tuple[Key, int, object]]:
-        """The heap whose top is the least entry."""
+        """Return the heap whose top is the least entry."""
         if self._old and (not self._heap or self._old[0] < self._heap[0]):
             return self._old
         return self._heap
 
     def least(self) -> Key | None:
-        """The least key, or after `max_risen` risen keys the next one; brings its item to the
+        """Return the least key, or after `max_risen` risen keys the next one; move its item to the
         top."""
         risen = 0
         while heap := self._first():
@@ -97,7 +97,7 @@ class LazyHeap:
         return None
 
     def top(self):
-        """The item of the least key; call `least` before."""
+        """Return the item of the least key; call `least` before."""
         return self._first()[0][2]
 
     def pop(self):

@@ -1,4 +1,4 @@
-"""Matching: how much a prompt can reuse (q and p), and the miss reason. Reads, never writes."""
+"""Matching: shared and skipped tokens of a prompt (q and p), and the miss reason. Read-only."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Hit:
     skipped: int
     """p."""
     checkpoint: Checkpoint | None
-    """To be restored; its position is p."""
+    """The checkpoint to restore; its position is p."""
     reason: MissReason | None
     in_flight: int = 0
-    """Leading tokens that a running request is about to make restorable, if more than p."""
+    """Leading tokens for which a running request will soon save a state, if more than p."""
 
     def match(self, prompt_tokens: int) -> Match:
-        """The part that a caller may see."""
+        """Return the part for callers of the cache."""
         return Match(prompt_tokens, self.shared, self.skipped, self.reason)
 
 
@@ -74,8 +74,8 @@ def look_up(
 
 
 def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) -> MissReason | None:
-    """Why a request that may restore skips no more than `skipped` tokens: the first cause that
-    applies. None: all that was ever cached is used."""
+    """Return why a request that may restore skips no more than `skipped` tokens: the first cause
+    that applies; None if all that was ever cached is used."""
     if skipped == len(tokens):
         return None
     if in_flight:
@@ -93,13 +93,13 @@ def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) ->
 
 
 def in_flight(leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int) -> int:
-    """The deepest position of these tokens, beyond `skipped`, whose state a running request has yet
-    to save; 0: none."""
+    """Return the deepest position of these tokens, beyond `skipped`, whose state a running request
+    has yet to save; 0 if there is none."""
     return max((will_save(lease, tokens, salt, skipped) for lease in leases), default=0)
 
 
 def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
-    """`in_flight` of one running request."""
+    """Return `in_flight` of one running request."""
     if lease.salt != salt:
         return 0
     due = [position for position in lease.wanted if position > lease.done]

@@ -1,11 +1,10 @@
 """PrefixCache: the facade between a scheduler and the cache.
 
-It combines the tree (what is cached), the allocator (who holds a page) and the evictor (what is
-evicted next) into operations that happen whole or not at all. README.md beside this file shows the
-life of a request in calls.
+It combines the tree (cached prefixes), the allocator (holders of pages) and the evictor (order of
+eviction) into atomic operations. README.md beside this file shows the life of a request in calls.
 
-Leases, their reservations and the tree are the truth; page counts follow from them. An operation
-that raises is rolled back by a recount (`rolled_back`).
+Page counts follow from the leases, their reservations and the tree. An operation that raises is
+rolled back by a recount (`rolled_back`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ from megatron_hybrid.cache.tree_view import TreeView, tier_in_pool, view_tree
 
 
 def rolled_back(operation: Callable) -> Callable:
-    """Rollback: an operation of `PrefixCache` that raises leaves no new lease and leaks no page."""
+    """Decorate an operation of `PrefixCache`: if it raises, it leaves no new lease and leaks no
+    page."""
 
     @wraps(operation)
     def whole(self, *args, **kwargs):
@@ -59,7 +59,7 @@ def rolled_back(operation: Callable) -> Callable:
             self._is_miscounted = True
             while len(self._leases) > num_leases:
                 self._end(next(reversed(self._leases)))
-            with suppress(MemoryError):  # else before the next operation
+            with suppress(MemoryError):  # if raised, the next operation recovers
                 self._recover()
             raise
 
@@ -71,9 +71,9 @@ class PrefixCache:
 
     Args:
         spec: bytes per token and sequence, windows and chunks.
-        num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (scratch for
-            suppressed writes and for padding of tables) and is never handed out.
-        mode: "off" (nothing shared), "memory_only" (KV shared, all computed), "restore".
+        num_pages: pages of `spec.page_bytes` in the pool; page 0 is the null page (target of
+            suppressed writes, padding of tables) and is never allocated.
+        mode: "off" (nothing shared), "memory_only" (KV shared, all tokens computed), "restore".
         policy: decides placement, eviction and admission (default: `HybridPolicy`).
     Raises:
         ValueError: unknown mode, num_pages < 2.
@@ -101,21 +101,21 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._saving: dict[Lease, None] = {}  # leases that `saves_more`, and a few that did
-        self._is_miscounted = False  # an operation failed, and its pages are not recounted yet
+        self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._tick = 0
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
-        self._held_back = 0  # attempts in a row
+        self._held_back = 0  # consecutive attempts held back
         self._known_limit = known_limit(spec, num_pages)
 
     # ---- before a request runs ----
 
     def fits(self, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
-        """Whether a request of capacity_tokens tokens fits in the empty pool.
+        """Return whether a request of capacity_tokens tokens fits in the empty pool.
 
-        chunk_tokens: longest forward of one request (matters for local groups only; default: all
-        tokens in one forward). False: the request can never run; refuse it.
+        chunk_tokens: longest forward of one request (for local groups only; default: all tokens in
+        one forward). False: the request can never run; refuse it.
         """
         spec = self.spec
         blocks = spec.num_blocks(capacity_tokens)
@@ -128,15 +128,16 @@ class PrefixCache:
     def match(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> Match:
-        """How much of `tokens` (int32 [L]) could be shared and skipped now. No side effects."""
+        """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
+        effects."""
         tokens = as_tokens(tokens)
         return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
 
     def explain(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> Explanation:
-        """The result of `match` with reasons: known tokens, and positions with a state now or
-        before. No side effects."""
+        """Return the result of `match` with reasons: known tokens, and positions with a state now
+        or before. No side effects."""
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
         elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
@@ -155,24 +156,25 @@ class PrefixCache:
         recompute_reason: str | None = None,
         readmitted: bool = False,
     ) -> Lease | None:
-        """Match, pin and allocate, all or nothing.
+        """Match, pin and allocate, atomically.
 
         Args:
             tokens: int32 [L], L >= 1.
             capacity_tokens: KV of full attention gets room for tokens [0, capacity_tokens).
-            chunk_tokens: length of the first forward, which starts at p: local groups get room
-                for that much only (default: up to capacity_tokens).
-            declared: positions whose state the caller wants saved.
-            messages: positions where messages of a chat start: likely forks.
+            chunk_tokens: length of the first forward, which starts at p: local groups get room for
+                this forward only (default: up to capacity_tokens).
+            declared: positions whose state should be saved.
+            messages: positions where messages of a chat start, as likely forks.
             recompute_reason: a `MissReason` value ("prompt_log_probs") that forces p = 0.
-            readmitted: it was admitted before and preempted; it counts once in `stats`.
+            readmitted: the request was admitted before and preempted; it counts once in `stats`.
         Returns:
-            None: not now. Either it does not fit, and nothing changed; or it is held back
-            (`admission.py`): it would evict more than one more concurrent request is worth, and
-            only candidates of a lesser value were evicted. When no other lease is live and `fits`
-            is true it always fits, if need be by evicting the state that it would resume from.
+            The lease, or None if the request cannot start now. Either it does not fit, and nothing
+            changed; or it is held back (`admission.py`): it would evict more than one more
+            concurrent request is worth, and only candidates of a lesser value were evicted. When no
+            other lease is live and `fits` is true, it always fits, if needed by evicting the state
+            that it would resume from.
         Raises:
-            ValueError: no tokens, or not one-dimensional integers.
+            ValueError: tokens are empty, or not one-dimensional integers.
             TypeError: a number of tokens or a position is not an integer.
         """
         tokens = as_tokens(tokens)
@@ -183,7 +185,8 @@ class PrefixCache:
         known = hit.path.known
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None and hit.path.depth and not self._leases:
-            # Alone, but the pinned state to restore takes the room: share whole blocks only.
+            # No other lease is live, but the pinned state to restore takes the room: share whole
+            # blocks only.
             size = self.spec.block_size_tokens
             path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
             alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
@@ -220,13 +223,13 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """A lease that starts behind `tokens`, which were computed before or elsewhere. The caller
-        supplies their bytes.
+        """Return a lease that starts behind `tokens`, which were computed before or elsewhere. The
+        caller supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
         the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
         the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
-        not fit now, and nothing changed. When no other lease is live and `fits` is true it always
+        not fit now, and nothing changed. When no other lease is live and `fits` is true, it always
         fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
@@ -248,10 +251,12 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """`adopt` for a request that was preempted after `tokens`. before: its released lease,
-        whose report and positions still to save the new lease takes over."""
+        """`adopt` for a request that was preempted after `tokens`. before: its released lease; the
+        new lease takes over its report and the positions still to save."""
         if not before.released:
-            raise ValueError("the lease of a preempted request is released before it is resumed")
+            raise ValueError(
+                "the lease of a preempted request must be released before it is resumed"
+            )
         lease = self.adopt(
             tokens, before.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
         )
@@ -271,7 +276,8 @@ class PrefixCache:
         *,
         capacity_tokens: int | None = None,
     ) -> Lease | None:
-        """A second lease that continues after the same num_tokens tokens, which must be lease.done.
+        """Return a second lease that continues after the same num_tokens tokens; num_tokens must be
+        lease.done.
 
         Full blocks are shared; the partial last ones are copied (new.copies, then `restored(new)`).
         The caller copies the live slot. capacity_tokens: default num_tokens + 1.
@@ -288,7 +294,7 @@ class PrefixCache:
             shared_tokens=num_tokens,
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
-            # Not the lease's own path: in a prefill it may continue beyond these tokens.
+            # Not lease.path: during a prefill it may continue beyond these tokens.
             path=self._index.walk(lease.salt, tokens[:num_tokens], lease.path),
             origin=lease.origin,
         )
@@ -307,8 +313,8 @@ class PrefixCache:
 
     @rolled_back
     def restored(self, lease: Lease) -> None:
-        """lease.copies and the load of lease.checkpoint_pages have been issued: unpin their
-        sources, and empty both fields."""
+        """Unpin the sources of lease.copies and of the load of lease.checkpoint_pages, which have
+        been issued, and empty both fields."""
         check_live(lease)
         if lease.pins:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
@@ -317,7 +323,7 @@ class PrefixCache:
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Make room for KV of tokens < capacity_tokens, and in local groups for a forward of
         chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
-        forward; it is cheap when there is room already.
+        forward; it is cheap if there is room.
 
         False: it does not fit now, and nothing changed. When no other lease is live, no reservation
         is pending and `fits` is true, it always fits.
@@ -346,14 +352,13 @@ class PrefixCache:
         flush: bool = False,
         answered: bool = False,
     ) -> None:
-        """The forward is done: the lease's blocks hold the rows of tokens[:num_tokens_done].
+        """Report a completed forward: the lease's blocks hold the KV of tokens[:num_tokens_done].
 
         Call it after every step. tokens: int32; its first num_tokens_done elements must not change.
-        They become visible to others when a block fills, after a forward of more than one token,
-        with flush=True (when the lease is about to end), and where a checkpoint is published. At
-        the same times local blocks that no later token sees are released. answered: the request is
-        complete; implies flush. It never fails for lack of memory: tokens then become visible
-        later, or never.
+        They become visible to other requests when a block fills, after a forward of more than one
+        token, with flush=True (before the lease ends), and when a checkpoint is published. Local
+        blocks that no later token sees are then released. answered: the request is complete;
+        implies flush. Lack of memory is no error: tokens then become visible later, or never.
         """
         check_live(lease)
         before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
@@ -392,18 +397,18 @@ class PrefixCache:
         lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
-        """Ascending positions in (lease.done, end] whose state the forward up to `end` should save:
-        wanted ones of the prompt, and rungs in the answer. For each: `reserve_checkpoint`, then
-        `publish_checkpoint`."""
+        """Return the ascending positions in (lease.done, end] whose state the forward up to `end`
+        should save: wanted positions of the prompt, and rungs in the answer. Call
+        `reserve_checkpoint`, then `publish_checkpoint` for each."""
         found = []
-        if lease.saves_more:  # else each decode step would scan them
+        if lease.saves_more:  # so that decode steps do not scan `wanted`
             found += [position for position in lease.wanted if lease.done < position <= end]
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
         return found
 
     def want(self, lease: Lease, position: int) -> None:
-        """Save the state at a later position, too: another request will leave this prompt there."""
+        """Also save the state at a later position, where another request will leave this prompt."""
         self._want(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     @rolled_back
@@ -412,11 +417,11 @@ class PrefixCache:
     ) -> Reservation | None:
         """Reserve pages for the state after `position` tokens. Call it before the forward that
         passes `position` (after `extend`), or with position == lease.done for the present state.
-        wanted: a request waits for it, so it may evict every unpinned item.
+        wanted: a request waits for the state, so it may evict any unpinned item.
 
-        None, never an error: no room below its value (counted), the mode is not "restore", the
-        state is stored already, or would save nothing. Raises ValueError if the position is before
-        lease.done or beyond the room.
+        None, never an error: no room among candidates of a lesser value (counted), the mode is not
+        "restore", the state is already stored, or it would save no work. Raises ValueError if the
+        position is before lease.done or beyond the room.
         """
         check_live(lease)
         check_whole(position)
@@ -463,7 +468,7 @@ class PrefixCache:
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
-        """The states at these positions are not saved, for lack of room."""
+        """Count the states at these positions as not saved for lack of room."""
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
@@ -472,9 +477,9 @@ class PrefixCache:
 
     @rolled_back
     def publish_checkpoint(self, reservation: Reservation) -> bool:
-        """Make a state visible. The copy into reservation.pages was issued, after the forward and
-        after a `commit` that reaches its position. False: another request was first (the pages are
-        released). Raises ValueError before that commit, or the second time."""
+        """Make a state visible, after the forward, the copy into reservation.pages, and a `commit`
+        that reaches its position. Return False if another request published it first (the pages are
+        released). Raises ValueError before that commit, or on the second call."""
         lease, position = reservation.lease, reservation.position
         check_pending(reservation)
         if lease.done < position:
@@ -493,12 +498,12 @@ class PrefixCache:
             lease.report.checkpoints_saved += 1
         else:
             self._stats.checkpoints_duplicate += 1
-        self.abandon(reservation)  # its references; those of the index remain
+        self.abandon(reservation)  # drops its references; those of the index remain
         return first
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release a reservation (the forward did not happen). Needs no memory. Raises ValueError
-        the second time."""
+        """Release a reservation whose forward did not run. Needs no memory. Raises ValueError on
+        the second call."""
         check_pending(reservation)
         reservation.lease.reservations.remove(reservation)
         self._note_saving(reservation.lease)
@@ -515,7 +520,7 @@ class PrefixCache:
 
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease: pending reservations are abandoned, committed tokens stay
-        cached. Needs no memory. Raises ValueError when it was released before."""
+        cached. Needs no memory. Raises ValueError on the second call."""
         check_live(lease)
         reservations, lease.reservations = lease.reservations, []
         self._end(lease)
@@ -533,7 +538,7 @@ class PrefixCache:
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
-        """Remove a lease; its pages are still to be released."""
+        """Remove a lease; the caller releases its pages."""
         del self._leases[lease]
         self._saving.pop(lease, None)
         lease.released = True
@@ -546,21 +551,21 @@ class PrefixCache:
         return self._stats.checkpoints_evicted + self._stats.kv_blocks_evicted
 
     def watch(self, listener: CacheListener) -> None:
-        """Tell a listener of all that is published and evicted from now on."""
+        """Add a listener for everything that is published or evicted from now on."""
         self._evictor.listeners.append(listener)
 
     def unwatch(self, listener: CacheListener) -> None:
-        """Tell a listener nothing more. Raises ValueError if it was not told anything."""
+        """Remove a listener. Raises ValueError if it was not added."""
         self._evictor.listeners.remove(listener)
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """Salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
+        """Return salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
         kv_pages_per_block]) of the prefix that ends at a held position of an edge."""
         salt, tokens, path = self._index.prefix(edge, position)
         return salt, tokens, path.pages(self.spec.num_blocks(position))
 
     def stored_checkpoints(self) -> list[Checkpoint]:
-        """All stored states, the most valuable first."""
+        """Return all stored states, the most valuable first."""
         refs = self.allocator.ref_counts
         found = [c for c in self._index.checkpoints() if c.pages is not None]
         return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
@@ -571,18 +576,18 @@ class PrefixCache:
         max_edges: int = 10_000,
         num_tokens: int = 0,
     ) -> TreeView:
-        """The tree as it is now; see `view_tree`."""
+        """Return a snapshot of the tree; see `view_tree`."""
         edges = self._index.edges()
         return view_tree(edges, self._tick, self.spec.page_bytes, tier_of, max_edges, num_tokens)
 
     def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
-        """Number of the edge that spans the last known one of leading tokens (int32); 0: none is
-        known."""
+        """Return the number of the edge that spans the last known one of the leading tokens
+        (int32); 0 if none is known."""
         edge, known = self._index.reach(salt, tokens)
         return edge.number if known else 0
 
     def held_leaves(self) -> list[Edge]:
-        """The edges where held KV ends, the last used one first."""
+        """Return the edges where held KV ends, the most recently used first."""
         found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
         return sorted(found, key=lambda edge: -edge.last_access)
 
@@ -590,28 +595,28 @@ class PrefixCache:
 
     @rolled_back
     def evict(self, num_pages: int) -> int:
-        """Evict by value until num_pages more pages are free or only pinned items are left. Returns
-        how many pages became free."""
+        """Evict by value until num_pages more pages are free or only pinned items are left. Return
+        the number of freed pages."""
         before = self.allocator.num_free
         self._evictor.make_room(before + num_pages)
         return self.allocator.num_free - before
 
     def clear(self) -> None:
-        """Forget everything cached. Leases keep their pages."""
+        """Forget everything that is cached. Leases keep their pages."""
         self._evictor.clear()
         self._salts.clear()
         for listener in self._evictor.listeners:
             listener.on_clear()
         self._is_miscounted = True
-        with suppress(MemoryError):  # else pages are recounted before the next operation
+        with suppress(MemoryError):  # if raised, the next operation recounts
             self._index.clear()
             self._recover()
         self._record(CLEARED)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (see `CacheStats`), and the present contents of the pool.
-        lost_tokens_<`MissReason`>: prompt tokens that were known, or being computed, and had to be
-        computed again."""
+        """Return counters since the start (see `CacheStats`), and the present contents of the pool.
+        lost_tokens_<`MissReason`>: prompt tokens computed again although they were known, or being
+        computed by another request."""
         pool = self.allocator
         return asdict(self._stats) | {
             "page_bytes": self.spec.page_bytes,
@@ -627,12 +632,12 @@ class PrefixCache:
         }
 
     def digest(self) -> int:
-        """Hash of all decisions so far, in order; equal on ranks with equal requests."""
+        """Return a hash of all decisions so far, in order; equal on ranks with equal requests."""
         return self._digest
 
     def check_integrity(self) -> None:
-        """Recount the holders of every page, and the watched positions. Raises RuntimeError on a
-        broken invariant."""
+        """Recount the holders of every page, and the watched positions. Raises RuntimeError if an
+        invariant is broken."""
         self._recover_if_needed()
         self.allocator.check_integrity()
         self._index.check_integrity()
@@ -657,7 +662,7 @@ class PrefixCache:
             self._recover()
 
     def _recover(self) -> None:
-        """An operation failed: recount the holders of all pages, and refill the heaps."""
+        """Recount the holders of all pages after a failed operation, and refill the heaps."""
         self.allocator.recount(self._num_holders(), self._index.num_holders())
         self._index.recover()
         for checkpoint in self._index.checkpoints():
@@ -666,7 +671,7 @@ class PrefixCache:
         self._is_miscounted = False
 
     def _num_holders(self) -> np.ndarray:
-        """How many leases hold each page, int16 [num_pages]."""
+        """Return the number of leases that hold each page, int16 [num_pages]."""
         counts = np.zeros_like(self.allocator.ref_counts)
         for lease in self._leases:
             for pages in held_pages(lease):
@@ -682,8 +687,8 @@ class PrefixCache:
         )
 
     def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
-        """Leading tokens that are known under another salt, if less than a block is known under the
-        own one. 0: less than a block."""
+        """Return the number of leading tokens known under another salt, if less than a block is
+        known under `salt`; 0 if it is less than a block."""
         size = self.spec.block_size_tokens
         if known >= size or self.mode != "restore":
             return 0
@@ -692,8 +697,8 @@ class PrefixCache:
         return elsewhere if elsewhere >= size else 0
 
     def _local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
-        """Per local group, int32 [blocks, pages_per_block]: the lease's blocks that a checkpoint at
-        this position needs."""
+        """Return, per local group, the lease's blocks that a checkpoint at this position needs,
+        int32 [blocks, pages_per_block]."""
         return [
             table[self.spec.local_blocks(group, position)]
             for group, table in zip(self.spec.local_groups, lease.local_tables)
@@ -708,8 +713,8 @@ class PrefixCache:
         chunk_tokens: int | None,
         is_new_request: bool = True,
     ) -> Lease | None:
-        """A lease on the pages of a hit, with room for the rest; None without room. is_new_request:
-        the policy learns from it and may hold it back."""
+        """Return a lease on the pages of a hit, with room for the rest; None without room.
+        is_new_request: the policy learns from it and may hold it back."""
         path, checkpoint = hit.path, hit.checkpoint
         lease = Lease(
             salt=salt,
@@ -748,8 +753,8 @@ class PrefixCache:
         running = len(self._leases)
         if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
             return True
-        # Per page of all, not only of the missing ones: then the candidates evicted in several
-        # attempts together are worth no more either.
+        # Divided by all pages, not only the missing ones: so candidates evicted over several
+        # attempts are together worth no more.
         worth = self.policy.admission_value(running, self._held_back)
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
@@ -758,7 +763,7 @@ class PrefixCache:
         return False
 
     def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Make a lease live, with room for the rest."""
+        """Make a lease live, with room for the remaining tokens."""
         if self.mode == "restore":
             position = max(lease.prompt_tokens, lease.done)
             lease.next_rung = next_rung(position, self.policy.rung_tokens)
@@ -768,7 +773,7 @@ class PrefixCache:
 
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
         """Make the lease's first tokens visible in the tree, and watch its positions among them.
-        Returns the edge that spans the last token."""
+        Return the edge that spans the last token."""
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
         self._tick += 1
@@ -785,19 +790,19 @@ class PrefixCache:
         return last
 
     def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
-        """The checkpoint at a position of a lease's path, watched from now on."""
+        """Return the checkpoint at a position of a lease's path, and watch it from now on."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
             self.policy.on_watch(checkpoint)
         elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
-            checkpoint.kind, checkpoint.origin = kind, lease.origin  # it happened to stop there
+            checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends at a rung
         checkpoint.refused |= position in lease.refused
         return checkpoint
 
     def _kind(self, lease: Lease, position: int) -> Kind:
-        """The kind of a position in a request."""
-        if position in lease.wanted:  # in an answer, too: a repeated prefill has a part of it
+        """Return the kind of a position in a request."""
+        if position in lease.wanted:  # also in an answer: a repeated prefill has a part of it
             return lease.wanted[position]
         if position >= lease.next_rung and position % self.policy.rung_tokens == 0:
             return Kind.RUNG
@@ -821,7 +826,7 @@ class PrefixCache:
     def _choose_positions(
         self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
     ) -> None:
-        """Let the policy choose the positions of a prefill whose state is worth saving."""
+        """Let the policy choose the positions of a prefill whose states are worth saving."""
         prompt = Prompt(
             lease.prompt_tokens, lease.skipped_tokens, known, declared, messages, lease.lost_fork
         )
@@ -842,7 +847,7 @@ class PrefixCache:
 
 
 def as_tokens(tokens: np.ndarray) -> np.ndarray:
-    """int32 [L], L >= 1. Raises ValueError otherwise."""
+    """Return tokens as int32 [L], L >= 1. Raises ValueError otherwise."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise ValueError(
@@ -852,7 +857,7 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     if array.dtype == np.int32:
         return array
     narrow = array.astype(np.int32)
-    if not np.array_equal(narrow, array):  # wrapped, two tokens would look alike
+    if not np.array_equal(narrow, array):  # after a wrap, two tokens would be equal
         raise ValueError(
             f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
         )
@@ -860,7 +865,7 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
 
 
 def check_whole(*numbers: int | None) -> None:
-    """Raises TypeError where one is neither an integer nor None: page counts would take its
+    """Raise TypeError if a number is neither an integer nor None: page counts would take its
     type."""
     for number in numbers:
         if number is not None:
@@ -868,12 +873,12 @@ def check_whole(*numbers: int | None) -> None:
 
 
 def check_live(lease: Lease) -> None:
-    """Raises ValueError for a lease that was released."""
+    """Raise ValueError for a released lease."""
     if lease.released:
         raise ValueError("this lease was released before")
 
 
 def check_pending(reservation: Reservation) -> None:
-    """Raises ValueError for a reservation that was published or abandoned."""
+    """Raise ValueError for a published or abandoned reservation."""
     if reservation not in reservation.lease.reservations:
         raise ValueError("this reservation was published or abandoned before")

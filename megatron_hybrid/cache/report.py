@@ -17,21 +17,21 @@ class MissReason(StrEnum):
     MODE = "mode"
     """The mode computes all tokens: "off" or "memory_only"."""
     PROMPT_LOG_PROBS = "prompt_log_probs"
-    """Log-probs of the prompt were requested, so every token has to be computed."""
+    """Log-probs of the prompt were requested, so every token is computed."""
     STATE_NEVER_SAVED = "state_never_saved"
     """No state was ever saved or wanted after p among the known tokens."""
     STATE_EVICTED = "state_evicted"
-    """A state was saved after p among the known tokens, and evicted."""
+    """A state was saved after p among the known tokens, then evicted."""
     BUDGET = "budget"
-    """A state after p was wanted and never saved: too little of lesser value could be evicted."""
+    """A state after p was wanted, but never saved: too few candidates had a lesser value."""
     KV_EVICTED = "kv_evicted"
-    """KV of the following tokens was cached, and evicted."""
+    """KV of the following tokens was cached, then evicted."""
     SALT = "salt"
     """The tokens are known under another salt only. For the operator, in counters and `explain`:
     the request's own report gives the reason within its salt (usually `no_shared_prefix`), so that
-    no tenant can probe for the prompts of others."""
+    no tenant can probe the prompts of others."""
     IN_FLIGHT = "in_flight"
-    """A running request is still computing a state that would serve."""
+    """A running request will soon save a state after p for the same prefix."""
     NOT_ADMITTED = "not_admitted"
     """The request was cancelled before its prompt was looked up."""
     NO_ROOM = "no_room"
@@ -44,21 +44,21 @@ class PrefixReport:
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading prompt tokens whose full-attention KV was reused; p without full attention. A
-    local layer's KV can be resumed, not shared: it is written again from p on."""
+    """q: leading prompt tokens whose full-attention KV was reused; p without full attention. KV of
+    a local layer can be resumed, but not shared: it is written again from p on."""
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None
-    """None: all of this prompt that was ever cached was used."""
+    """None: everything of this prompt that was ever cached was used."""
     checkpoints_saved: int = 0
     checkpoints_skipped: int = 0
-    """Wanted checkpoints that found no room."""
+    """Wanted checkpoints for which there was no room."""
     fetched_tokens: int = 0
     """Skipped tokens that were fetched from host memory or disk."""
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that the first prefill runs; skipped + computed == prompt, always."""
+        """Prompt tokens computed by the first prefill; always prompt - skipped."""
         return self.prompt_tokens - self.skipped_tokens
 
 
@@ -72,21 +72,21 @@ class CacheStats:
     shared_tokens: int = 0
     skipped_tokens: int = 0
     refused: int = 0
-    """`acquire`, `extend` and `fork` calls that did not fit, or were held back."""
+    """`acquire`, `extend` and `fork` calls that found no room, or were held back."""
     held_back: int = 0
-    """`acquire` calls that would have fitted, by evicting candidates of a higher value."""
+    """`acquire` calls that would have found room only by evicting candidates of a higher value."""
     checkpoints_saved: int = 0
     checkpoints_no_room: int = 0
     checkpoints_duplicate: int = 0
-    """Saved twice by concurrent requests; the second copy was dropped."""
+    """States saved twice by concurrent requests; the second copy was dropped."""
     checkpoints_evicted: int = 0
     kv_blocks_evicted: int = 0
     tokens_forgotten: int = 0
-    """Known tokens that were dropped from the tree; without full attention, prompts are matched by
-    them alone."""
+    """Known tokens dropped from the tree; without full attention, prompts match by known tokens
+    alone."""
 
     def count(self, report: PrefixReport) -> None:
-        """A request was admitted."""
+        """Count an admitted request."""
         self.requests += 1
         self.prompt_tokens += report.prompt_tokens
         self.shared_tokens += report.shared_tokens

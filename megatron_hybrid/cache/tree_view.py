@@ -1,4 +1,4 @@
-"""TreeView: the index at one moment as plain data, for pictures of it."""
+"""TreeView: a snapshot of the index as plain data, for drawing it."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ _KINDS = {kind: kind.name.lower() for kind in Kind}
 
 
 class StateView(NamedTuple):
-    """A state that is stored, or was."""
+    """A state that is or was stored."""
 
     edge: int
     """Number of the edge that spans its position."""
     position: int
     tier: str
-    """Where it is: "pool", "host" or "disk"; "evicted": nowhere any more."""
+    """Where it is: "pool", "host" or "disk"; "evicted": in none of them."""
     kind: str
-    """Name of its `Kind`, in small letters."""
+    """Name of its `Kind`, in lower case."""
     uses: int
     """Requests that it served, or would have served."""
     num_bytes: int
-    """In the pool."""
+    """Bytes in the pool."""
 
 
 @dataclass(frozen=True)
 class TreeView:
-    """Lists with one item for each edge, parents first, and the states. An edge is tokens between
-    two forks; its tokens have the positions [start, end) of their prompts."""
+    """Lists with one item per edge, parents first, and the states. An edge is the tokens between
+    two forks; they have the positions [start, end) in their prompts."""
 
     num_edges: int
-    """Of the whole tree. Of more than were asked for, those used last are here."""
+    """Edges of the whole tree. The lists have at most the requested number, the most recently
+    used."""
     tick: int
-    """The present, in the unit of `last_uses`: look-ups and commits of requests."""
+    """The present, in units of `last_uses`: look-ups and commits of requests."""
     numbers: list[int]
-    """An edge keeps its number while it lives."""
+    """An edge has the same number as long as it exists."""
     parents: list[int]
-    """Number of the edge before it; 0: it begins a prompt."""
+    """Number of the edge before it; 0: it starts at a root."""
     starts: list[int]
     ends: list[int]
     held_ends: list[int]
-    """KV is in the pool up to there; tokens behind are known, not held."""
+    """End of the KV in the pool; tokens behind it are known, not held."""
     last_uses: list[int]
     first_tokens: list[list[int]]
-    """As many as were asked for."""
+    """The requested number of tokens."""
     states: list[StateView]
     """Ascending by position within an edge."""
 
 
 def tier_in_pool(checkpoint: Checkpoint) -> str:
-    """Where a state is if there is no tier below the pool."""
+    """Return where a state is if there is no tier below the pool."""
     return "evicted" if checkpoint.pages is None else "pool"
 
 
@@ -64,7 +65,7 @@ def view_tree(
     max_edges: int,
     num_tokens: int,
 ) -> TreeView:
-    """The view of a tree.
+    """Return the view of a tree.
 
     Args:
         edges: all of them, parents first.
@@ -72,7 +73,7 @@ def view_tree(
         page_bytes: of the pool.
         tier_of: the tier of a state, as in `StateView`.
         max_edges: most edges of the view.
-        num_tokens: first tokens of each edge to tell.
+        num_tokens: first tokens of each edge in the view.
     """
     found = list(edges)
     num_edges = len(found)

@@ -1,8 +1,8 @@
-"""PageAllocator: uniform pages and their reference counts. Knows neither tokens nor requests.
+"""PageAllocator: uniform pages and their reference counts, without tokens or requests.
 
-Two counts per page: references of requests (`ref_counts`), and references of the prefix index
-(`cached_counts`: an edge split inside a block lets two edges hold the same page). A page is free
-when both are 0. Page 0 is the null page: always there, never handed out.
+Two counts per page: references by requests (`ref_counts`), and references by the prefix index
+(`cached_counts`: after a split inside a block two edges hold the same page). A page is free when
+both are 0. Page 0 is the null page: it always exists and is never allocated.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ NULL_PAGE = 0
 
 
 class PageAllocator:
-    """A pool of num_pages pages, ids 1 .. num_pages - 1 to hand out.
+    """A pool of num_pages pages; ids 1 .. num_pages - 1 can be allocated.
 
     Page lists are int32 arrays of any shape without repeated ids (a call counts each id once). A
-    call allocates what it needs before it changes anything: without memory nothing has changed.
+    call allocates memory before it changes anything: after a MemoryError nothing has changed.
 
     Raises:
         ValueError: fewer than two pages.
@@ -30,24 +30,24 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int16)
-        # int32: every state within a window behind a block holds the block's pages, of any prompt.
+        # int32: every state within a window behind a block holds the block's pages, in any prompt.
         self.cached_counts = np.zeros(num_pages, dtype=np.int32)
-        # Free pages: a stack of returned ones, then all from _fresh on, never handed out yet.
+        # Free pages: a stack of returned pages, and all pages from _fresh on, never allocated yet.
         self._returned = np.empty(num_pages, dtype=np.int32)
         self._num_returned = 0
         self._fresh = 1
         self.num_free = num_pages - 1
         self.num_evictable = 0
-        """Pages that only the index holds: eviction can free them."""
+        """Pages held by the index only: eviction can free them."""
         self.num_unpinned = 0
-        """How often cached pages lost the last request that held them."""
+        """How often the last request that held cached pages released them."""
 
     def can_free(self, n: int) -> bool:
-        """Whether n pages are free or eviction could free them."""
+        """Return whether n pages are free or eviction could free them."""
         return n <= self.num_free + self.num_evictable
 
     def allocate(self, n: int) -> np.ndarray | None:
-        """n pages with one request reference each, int32 [n]; None if fewer are free."""
+        """Return n pages with one request reference each, int32 [n]; None if fewer are free."""
         if n > self.num_free:
             return None
         end = self._num_returned
@@ -63,8 +63,8 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
-        """One more request reference on each page. Raises RuntimeError if one is free, or has
-        as many as can be counted (32,767)."""
+        """Add a request reference to each page. Raises RuntimeError if a page is free, or already
+        has 32,767 (the most that int16 can count)."""
         at = indices(pages)
         refs = self.ref_counts[at]
         unheld = at.size - int(np.count_nonzero(refs))
@@ -77,7 +77,7 @@ class PageAllocator:
         self.num_evictable -= unheld
 
     def release(self, pages: np.ndarray) -> None:
-        """One request reference less on each page. Raises RuntimeError if one has none."""
+        """Remove a request reference from each page. Raises RuntimeError if a page has none."""
         at = indices(pages)
         refs = self.ref_counts[at]
         if np.count_nonzero(refs) < at.size:
@@ -97,7 +97,7 @@ class PageAllocator:
         self._push(free)
 
     def cache(self, pages: np.ndarray) -> None:
-        """One more index reference on each page. Raises RuntimeError if one is free."""
+        """Add an index reference to each page. Raises RuntimeError if a page is free."""
         at = indices(pages)
         counts = self.cached_counts[at]
         if np.count_nonzero(counts | self.ref_counts[at]) < at.size:
@@ -105,7 +105,7 @@ class PageAllocator:
         self.cached_counts[at] = counts + 1
 
     def uncache(self, pages: np.ndarray) -> None:
-        """One index reference less on each page. Raises RuntimeError if one has none."""
+        """Remove an index reference from each page. Raises RuntimeError if a page has none."""
         at = indices(pages)
         counts = self.cached_counts[at]
         if np.count_nonzero(counts) < at.size:
@@ -134,7 +134,7 @@ class PageAllocator:
         self.num_unpinned += 1
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless free + held = all and the running counts are right."""
+        """Raise RuntimeError unless free + held = all and the running counts are right."""
         held = (self.ref_counts > 0) | (self.cached_counts > 0)
         fresh = np.arange(self._fresh, self.num_pages)
         free = np.append(self._returned[: self._num_returned], fresh)
@@ -155,13 +155,14 @@ class PageAllocator:
 
 
 def indices(pages: np.ndarray) -> np.ndarray:
-    """Flat intp array of pages: numpy converts indices of any other type at every access."""
+    """Return the pages as a flat intp array: numpy converts indices of other types at every
+    access."""
     return pages.ravel().astype(np.intp)
 
 
 def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """The array if it has `needed` rows; else a copy of its first `used` rows, at least 1/64
-    longer. Little more, since most arrays never grow again, and copies are cheap."""
+    """Return the array if it has `needed` rows; else a copy of its first `used` rows, at least 1/64
+    longer. It grows by little: most arrays never grow again, and copies are cheap."""
     if needed <= len(array):
         return array
     length = max(needed, len(array) + len(array) // 64)

@@ -14,7 +14,7 @@ from megatron_hybrid.cache.policy.placement import NO_RUNG
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 NO_LOCAL_END = 1 << 62
-"""Room of the local tables where there are none."""
+"""`Lease.local_end` of a model without local groups."""
 
 
 @dataclass(frozen=True)
@@ -33,49 +33,50 @@ class PageCopy:
 
 @dataclass(frozen=True)
 class Match:
-    """The cached part of a prompt at this moment. It pins nothing."""
+    """The cached part of a prompt now. It pins nothing."""
 
     prompt_tokens: int
     shared_tokens: int
     """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p without full
     attention."""
     skipped_tokens: int
-    """p <= q: leading tokens that need no computing."""
+    """p <= q: leading tokens that need not be computed."""
     miss_reason: MissReason | None
 
 
 @dataclass(eq=False)
 class Lease:
-    """One running request's hold on the cache. Read it freely; change it through `PrefixCache`."""
+    """The pages held by one running request. Change it only through `PrefixCache`."""
 
     salt: str
     tokens: np.ndarray
-    """int32: the prompt; from the first commit on, the array last given to `commit`."""
+    """int32: the prompt; after a commit, the array last given to `commit`."""
     shared_tokens: int
     """q: KV of full attention for positions < q is shared or copied."""
     skipped_tokens: int
-    """p: the prefill starts here. p == L: no prefill, the saved hidden state gives the logits."""
+    """p: start of the prefill. p == L: no prefill, the saved hidden state gives the logits."""
     report: PrefixReport
     path: Path
     """The longest path in the tree found for its tokens so far; see `Path.left`."""
 
     block_table: np.ndarray = field(init=False)
     """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
-    Tables are never changed in place: a change puts a new array here."""
+    Tables are never changed in place: a change assigns a new array."""
     local_tables: list[np.ndarray] = field(default_factory=list)
     """Per local group (order of `CacheSpec.local_groups`) int32 [M, pages_per_block]; page 0 (the
     null page) where no later token sees the block. Local KV is written from position p on."""
     local_first: list[int] = field(default_factory=list)
-    """Per local group: first block index that is still held."""
+    """Per local group: index of the first held block."""
     capacity_tokens: int = 0
-    """Tokens that the block table has room for (whole blocks)."""
+    """Tokens for which the block table has room (whole blocks)."""
     local_end: int = NO_LOCAL_END
-    """Tokens that the local tables have room for (whole blocks)."""
+    """Tokens for which the local tables have room (whole blocks)."""
     done: int = field(init=False)
     """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
 
     copies: list[PageCopy] = field(default_factory=list)
-    """To execute before this lease's first forward, then `PrefixCache.restored(lease)`."""
+    """Copies to run before this lease's first forward, followed by
+    `PrefixCache.restored(lease)`."""
     checkpoint_pages: np.ndarray | None = None
     """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
     the slot starts from zeros (p == 0, or a model without recurrent state)."""
@@ -87,17 +88,17 @@ class Lease:
     origin: Origin = NO_ORIGIN
     """The known prefix that its prompt continues."""
     lost_fork: int = 0
-    """A position in (p, q] whose state was lost and is worth saving again; 0: there is none."""
+    """A position in (p, q] whose state was lost and is worth saving again; 0 if there is none."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
-    """Positions to watch as soon as their tokens are in the tree, with their kinds."""
+    """Positions to watch once their tokens are in the tree, with their kinds."""
     refused: set[int] = field(default_factory=set)
-    """Positions whose state was wanted and found no room."""
+    """Positions whose state was wanted, but found no room."""
     pins: list[np.ndarray] = field(default_factory=list)
-    """Pages held only until `restored`: sources of copies, the checkpoint's pages."""
+    """Pages held only until `restored`: sources of copies, and the checkpoint's pages."""
     reservations: list[Reservation] = field(default_factory=list)
-    """Neither published nor abandoned yet."""
+    """Reservations that are neither published nor abandoned yet."""
     next_flush: int = 0
-    """`commit` has nothing to do for single tokens below this position."""
+    """`commit` does nothing for single tokens below this position."""
     answered: bool = False
     """Its request is complete."""
     released: bool = False
@@ -112,7 +113,7 @@ class Lease:
 
     @property
     def saves_more(self) -> bool:
-        """Whether a state of its prompt, or one with a reservation, is still to be saved."""
+        """Whether a state of its prompt, or a reserved one, is still to be saved."""
         return bool(self.reservations) or next(reversed(self.wanted), 0) > self.done
 
     @property
@@ -123,14 +124,14 @@ class Lease:
 
 @dataclass(eq=False)
 class Reservation:
-    """Room for one checkpoint that is being computed; invisible until it is published."""
+    """Pages for one checkpoint that is being computed; invisible until it is published."""
 
     lease: Lease
     position: int
-    """Tokens that the state has seen."""
+    """Number of tokens before the state."""
     kind: Kind
     """Its role in the request."""
     pages: np.ndarray
-    """int32 [checkpoint_pages]: gather the state and the last hidden state into these."""
+    """int32 [checkpoint_pages]: targets of the state and the last hidden state."""
     local_pages: list[np.ndarray]
     """Per local group, int32 [blocks, pages_per_block]: the lease's own pages."""

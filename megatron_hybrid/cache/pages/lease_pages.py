@@ -1,8 +1,8 @@
 """LeasePages: the pages of a lease, from the first reference to the last.
 
 A lease first references the matched pages (`hold`), then gets room to write (`open`, `grow`); local
-blocks that no later token sees are released (`roll`); in the end all pages are. `has_room` is asked
-before anything changes.
+blocks that no later token sees are released (`roll`), at the end all pages (`release`). Callers
+check `has_room` before anything changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LeasePages:
         local_rows: Sequence[np.ndarray] = (),
         checkpoint_pages: np.ndarray | None = None,
     ) -> None:
-        """Reference all pages that a new lease starts from, so that they are not evicted.
+        """Reference all pages that a new lease resumes from, so that they are not evicted.
 
         rows: pages of the blocks of [0, q); local_rows: per local group those of
         `CacheSpec.local_blocks` at p (default: none, the caller supplies them). Full blocks enter
@@ -77,7 +77,8 @@ class LeasePages:
         lease.next_flush = (lease.done // size + 1) * size
 
     def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, list[int]]:
-        """Number of blocks that the block table, and each local table, lack for this room."""
+        """Return the number of blocks that the block table, and each local table, lack for this
+        room."""
         blocks = self._spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
         end = self._spec.num_blocks(end)
         return (
@@ -86,7 +87,7 @@ class LeasePages:
         )
 
     def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
-        """Pages that this room takes beyond those of the lease."""
+        """Return the number of pages that this room takes beyond those of the lease."""
         spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, end)
         needed = blocks * spec.kv_pages_per_block
@@ -95,9 +96,10 @@ class LeasePages:
         return needed
 
     def most_needed(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
-        """Most pages that this room takes at a time beyond those of the lease, over all forwards of
-        at most chunk_tokens tokens: later ones need room beside the tokens that their first token
-        sees. Blocks that the lease releases meanwhile stay with the state that it resumed from."""
+        """Return the most pages that this room takes at a time beyond those of the lease, over all
+        forwards of at most chunk_tokens tokens: a later forward also needs the blocks that its
+        first token sees. Blocks released by the lease meanwhile are still held by the state that it
+        resumed from."""
         spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, capacity_tokens)
         needed = blocks * spec.kv_pages_per_block
@@ -107,7 +109,7 @@ class LeasePages:
         return needed
 
     def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
-        """Whether eviction could make the room."""
+        """Return whether eviction could make the room."""
         return self._allocator.can_free(self.num_needed(lease, capacity_tokens, end))
 
     def grow(self, lease: Lease, capacity_tokens: int, end: int) -> None:
@@ -126,7 +128,7 @@ class LeasePages:
             lease.local_end = min(map(len, lease.local_tables)) * spec.block_size_tokens
 
     def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
-        """Allocate int32 [blocks, pages_per_block], evicting by value where needed."""
+        """Allocate int32 [blocks, pages_per_block], evicting by value if needed."""
         needed = blocks * pages_per_block
         if not self._evictor.make_room(needed, force=True):
             raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
@@ -144,19 +146,19 @@ class LeasePages:
                 lease.local_first[i] = first
 
     def release(self, lease: Lease) -> None:
-        """Drop every reference of a lease without reservations."""
+        """Release all pages of a lease that has no reservations."""
         self._allocator.release(np.concatenate(list(held_pages(lease))))
 
 
 def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
-    """End of the next forward: local KV needs room up to this position."""
+    """Return the end of the next forward: local KV needs room up to this position."""
     if chunk_tokens is None:
         return max(lease.done, capacity_tokens)
     return max(lease.done, min(capacity_tokens, lease.done + chunk_tokens))
 
 
 def held_pages(lease: Lease) -> Iterator[np.ndarray]:
-    """Flat page lists of a lease, without its reservations."""
+    """Yield the flat page lists of a lease, without its reservations."""
     yield lease.block_table.ravel()
     for first, table in zip(lease.local_first, lease.local_tables):
         yield table[first:].ravel()

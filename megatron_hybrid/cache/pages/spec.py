@@ -1,7 +1,7 @@
 """CacheSpec: bytes per token and per sequence, windows and chunks, and the page size.
 
-A page holds whole "pairs": K and V of one layer for one block of tokens. Only these must be
-contiguous for a kernel.
+A page holds whole "pairs": K and V of one layer for one block of tokens. Kernels need only a pair
+to be contiguous.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ STATE_ONLY_PAGE_BYTES = 64 << 10
 ALIGNMENT = 16
 """Each part of a checkpoint starts at a multiple of this many bytes."""
 MAX_PADDING = 0.15
-"""Largest share of padding in a group's KV bytes that is accepted for fewer, larger pages."""
+"""Largest accepted share of padding in a group's KV bytes, in return for fewer, larger pages."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Attention layers of one kind: same bytes per token, same window or chunk.
+    """Attention layers with the same bytes per token and the same window or chunk.
 
-    A group with either is local: no later token sees positions before `first_visible`.
+    A group with a window or a chunk is local: no later token sees positions before `first_visible`.
 
     Raises:
         ValueError: a size is less than 1, or both window and chunk are given.
@@ -51,11 +51,11 @@ class KVGroup:
 
     @property
     def reach(self) -> int | None:
-        """Most tokens that a token sees, its own included; None: all of them."""
+        """Most tokens that a token sees, itself included; None: all of them."""
         return self.chunk if self.window is None else self.window
 
     def first_visible(self, position: int) -> int:
-        """The first position that the token at `position` sees."""
+        """Return the first position that the token at `position` sees."""
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
@@ -63,7 +63,7 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Sizes from which all page arithmetic follows.
+    """Sizes that determine all page arithmetic.
 
     Raises:
         ValueError: a size is negative, or the block size is not a power of two in 16..256.
@@ -82,8 +82,8 @@ class CacheSpec:
     attention_parity: float = math.inf
     """Tokens of context at which full attention is half of a token's work."""
     model_bytes: tuple[int, int] | None = None
-    """On several ranks: bytes of the checkpoint of the whole model, without local blocks, and of
-    its full-attention KV for a token. Rungs lie as on one rank."""
+    """On several ranks: bytes of a checkpoint of the whole model, without local blocks, and of its
+    full-attention KV per token. So rungs have the same positions as on one rank."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -114,23 +114,23 @@ class CacheSpec:
         return choose_page_bytes(self.groups, self.block_size_tokens)
 
     def pair_bytes(self, group: int) -> int:
-        """Bytes of K and V of one layer of the group, one block."""
+        """Return the bytes of K and V of one layer of the group, one block."""
         return self.groups[group].bytes_per_token * self.block_size_tokens
 
     def pairs_per_page(self, group: int) -> int:
-        """Whole (layer, block) pairs of the group that fit into one page."""
+        """Return the number of whole (layer, block) pairs of the group that fit into one page."""
         return self.page_bytes // self.pair_bytes(group)
 
     @cached_property
     def pages_per_block(self) -> tuple[int, ...]:
-        """Per group: pages of one block of all its layers."""
+        """Per group: number of pages of one block, all layers."""
         return tuple(
             -(-group.num_layers // self.pairs_per_page(i)) for i, group in enumerate(self.groups)
         )
 
     @cached_property
     def kv_pages_per_block(self) -> int:
-        """Pages of one block of all full-attention layers (0 where there are none)."""
+        """Number of pages of one block of all full-attention layers (0 if there are none)."""
         return sum(self.pages_per_block[i] for i in self.full_groups)
 
     @cached_property
@@ -168,7 +168,7 @@ class CacheSpec:
 
     @cached_property
     def rung_bytes(self) -> tuple[int, int]:
-        """Bytes of a checkpoint and of a token's KV, whose ratio places rungs."""
+        """Bytes of a checkpoint and of a token's KV; their ratio is the distance of rungs."""
         return self.model_bytes or (self.checkpoint_bytes, self.kv_bytes_per_token)
 
     @cached_property
@@ -184,38 +184,38 @@ class CacheSpec:
 
     @cached_property
     def needs_state(self) -> bool:
-        """Whether a prompt resumes only at checkpoints, for a recurrent state or local KV."""
+        """Whether prompts resume only at checkpoints, because of recurrent states or local KV."""
         return self.state_bytes > 0 or bool(self.local_groups)
 
     def work(self, start: int, end: int) -> float:
-        """Work to compute the tokens [start, end), in units of a token without context: attention
-        adds position / attention_parity to each."""
+        """Return the work to compute the tokens [start, end), in units of a token without context:
+        attention adds position / attention_parity to each."""
         return (end - start) * self.mean_work(start, end)
 
     def mean_work(self, start: int, end: int) -> float:
-        """Mean `work` of the tokens [start, end)."""
+        """Return the mean `work` of the tokens [start, end)."""
         return 1.0 + (start + end) / (2.0 * self.attention_parity)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold num_tokens tokens."""
+        """Return the number of blocks of num_tokens tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
     def first_local_block(self, group: int, position: int) -> int:
-        """First block of a local group that the token at `position`, the next one, sees."""
+        """Return the first block of a local group that the next token, at `position`, sees."""
         return self.groups[group].first_visible(position) // self.block_size_tokens
 
     def local_blocks(self, group: int, position: int) -> slice:
-        """Blocks of a local group that a checkpoint at `position` needs: those that the token at
-        `position` sees before itself, possibly none."""
+        """Return the blocks of a local group that a checkpoint at `position` needs: those that the
+        token at `position` sees before itself, possibly none."""
         first = self.first_local_block(group, position)
         if self.groups[group].first_visible(position) == position:
             return slice(first, first)
         return slice(first, self.num_blocks(position))
 
     def max_local_blocks(self, group: int, chunk_tokens: int) -> int:
-        """Most blocks of a local group that a request of any length holds if its forwards have at
-        most chunk_tokens tokens. A forward writes all of its tokens before it reads any, so it
-        needs room for them beside the tokens that its first token sees."""
+        """Return the most blocks of a local group that a request of any length holds if its
+        forwards have at most chunk_tokens tokens. A forward writes all its tokens before it reads
+        any, so it needs room for them beside the tokens that its first token sees."""
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 
@@ -225,9 +225,9 @@ def common_spec(
     attention_parity: float,
     model_bytes: tuple[int, int] | None = None,
 ) -> CacheSpec:
-    """One spec for several ranks, which decide alike only if they count the same pages. It has the
-    attention groups of all ranks, each with the most layers of any rank, and the largest states.
-    Ranks with less leave a part of their pages unused.
+    """Return one spec for several ranks, which decide alike only if they count the same pages. It
+    has the attention groups of all ranks, each with the most layers of any rank, and the largest
+    states. Ranks with fewer layers or smaller states leave a part of their pages unused.
 
     Args:
         specs: one per rank, in rank order, of one block size.
@@ -251,8 +251,8 @@ def common_spec(
 
 
 def group_keys(groups: Sequence[KVGroup]) -> list[tuple]:
-    """Keys of the groups: bytes, window, chunk, and the number of earlier groups with the same
-    three. Equal keys on several ranks are one group."""
+    """Return keys of the groups: bytes, window, chunk, and the number of earlier groups with the
+    same three. Groups of several ranks with equal keys are one group."""
     seen: Counter[tuple] = Counter()
     keys = []
     for group in groups:
@@ -263,17 +263,18 @@ def group_keys(groups: Sequence[KVGroup]) -> list[tuple]:
 
 
 def aligned(num_bytes: int) -> int:
-    """num_bytes rounded up to the alignment of a checkpoint's parts."""
+    """Return num_bytes rounded up to the alignment of a checkpoint's parts."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> int:
-    """The page size for these groups.
+    """Return the page size for these groups.
 
     One group: a block is one page. Several: a whole number of pairs of one group, such that a block
-    of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group the one
-    with the fewest pages wins (long tables cost time); if there is none, the one with the least
-    padding. Groups are judged one by one, since requests decide how many blocks of each there are.
+    of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group, choose
+    the one with the fewest pages (long tables cost time); if there is none, the one with the least
+    padding. The limit holds for each group, since requests decide how many blocks of each there
+    are.
     """
     if not groups:
         return STATE_ONLY_PAGE_BYTES
@@ -281,8 +282,8 @@ def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> in
     layers = [group.num_layers for group in groups]
 
     def cost(page_bytes: int) -> tuple[float, int]:
-        """Largest padding of any group, as a part of its bytes, and pages of a block of all
-        groups."""
+        """Return the largest padding of any group, as a share of its bytes, and the pages of a
+        block of all groups."""
         pages = [-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs)]
         padding = max(
             count * page_bytes / (n * pair) for count, n, pair in zip(pages, layers, pairs)
