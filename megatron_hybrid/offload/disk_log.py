@@ -1,7 +1,7 @@
 """DiskLog: `index.log`, the records of a cache folder and their pages.
 
-One line for each record written or dropped: a checksum, then JSON. A line counts once it is
-complete; a damaged one is reported and skipped.
+One line per written or dropped record: a checksum, then JSON. A line is valid once it is complete;
+a damaged line is logged and skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STALE_LINES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record on the disk, and its place."""
+    """A record on the disk, and its pages."""
 
     record: Record
     parent: bytes | None
@@ -37,21 +37,21 @@ class DiskLog:
     """The log of one folder.
 
     Args:
-        path: of the file, which need not exist. It is opened by the first `compact`.
+        path: of the file, which need not exist. The first `compact` opens it.
         page_bytes: bytes of a page.
-        warn: called with the damaged part ("index.log line 7") and the reason.
+        warn: callback with the damaged part ("index.log line 7") and the reason.
     """
 
     def __init__(self, path: Path, page_bytes: int, warn: Callable[[str, str], None]):
         self.descriptor: int | None = None
-        """Of the open file."""
+        """Descriptor of the open file; None before the first `compact`."""
         self._path = path
         self._page_bytes = page_bytes
         self._warn = warn
         self._num_lines = 0
 
     def read(self) -> list[tuple[str, Placed]]:
-        """The present records, parents first, each with the name of its line.
+        """Return the present records, parents first, each with the name of its line.
 
         Raises:
             OSError: the file cannot be read.
@@ -61,7 +61,7 @@ class DiskLog:
             try:
                 key, placed = self._parse(text)
             except (ValueError, TypeError, KeyError, MemoryError) as error:
-                self._warn(line, f"not used, it makes no sense ({error!r})")
+                self._warn(line, f"not used, it cannot be parsed ({error!r})")
                 continue
             entries.pop(key, None)  # a rewritten record is ordered behind its parent
             if placed is not None:
@@ -69,7 +69,7 @@ class DiskLog:
         return list(entries.values())
 
     def _whole_lines(self) -> Iterator[tuple[str, bytes]]:
-        """Names and texts of the undamaged lines."""
+        """Yield names and texts of the undamaged lines."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -79,12 +79,12 @@ class DiskLog:
                 if not line.endswith(b"\n"):
                     self._warn(name, "not used, it is incomplete")
                 elif checksum != b"%08x" % zlib.crc32(text):
-                    self._warn(name, "not used, its checksum does not fit")
+                    self._warn(name, "not used, its checksum is wrong")
                 else:
                     yield name, text
 
     def _parse(self, text: bytes) -> tuple[bytes, Placed | None]:
-        """The key of a line, and its record's place; None: the record was dropped.
+        """Return the key of a line, and its record's place; None if the record was dropped.
 
         Raises:
             ValueError, TypeError, KeyError, MemoryError: not a line of this format.
@@ -107,7 +107,7 @@ class DiskLog:
         """Log a written record.
 
         Raises:
-            OSError: writing failed; so for `drop`.
+            OSError: writing failed; also raised by `drop`.
         """
         self._append(_put_line(placed))
 
@@ -120,11 +120,11 @@ class DiskLog:
         self._num_lines += 1
 
     def is_stale(self, num_records: int) -> bool:
-        """Whether most lines are of dropped records. num_records: number of present ones."""
+        """Return whether most lines are of dropped records. num_records: number of present ones."""
         return self._num_lines > 2 * num_records + MAX_STALE_LINES
 
     def compact(self, placed: Iterable[Placed]) -> None:
-        """Rewrite the log with these records only. The old log stays until the new one is
+        """Rewrite the log with these records only. The old log is kept until the new one is
         complete.
 
         Raises:
@@ -139,7 +139,7 @@ class DiskLog:
 
 
 def size_of_log(placed: Iterable[Placed]) -> int:
-    """Bytes of a log of these records only."""
+    """Return the bytes of a log of these records only."""
     return sum(len(_put_line(each)) for each in placed)
 
 
@@ -166,7 +166,7 @@ def _line(entry: dict) -> bytes:
 
 
 def runs_of(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(row, first slot, count) of each run of neighbouring slots."""
+    """Yield (row, first slot, count) of each run of consecutive slots."""
     if not len(slots):
         return
     starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
@@ -175,14 +175,14 @@ def runs_of(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, in as many calls as needed."""
+    """Write all of `data`; one call may write less."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically: after a crash it has the old content or the new one."""
+    """Replace a file's content atomically: after a crash it has the old or the new content."""
     new = path.with_name(path.name + ".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -190,12 +190,12 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
         os.replace(new, path)
     except BaseException:
-        new.unlink(missing_ok=True)  # a partial file would take room from the next attempt
+        new.unlink(missing_ok=True)  # a partial file would take space from the next attempt
         raise
     finally:
         os.close(descriptor)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # so that the name survives a power failure, too
+        os.fsync(folder)  # the name must survive a power failure, too
     finally:
         os.close(folder)

@@ -2,13 +2,13 @@
 
     cache.json   fingerprint of the model (`fingerprint.py`), and the size of a page
     pages.bin    pages, in any order
-    index.log    one line for each record written or dropped (`disk_log.py`)
-    lock         held by the engine that uses the folder
+    index.log    one line per written or dropped record (`disk_log.py`)
+    lock         locked by the engine that uses the folder
 
-Crash safety: a record's pages are written before its line, and it counts once the line is complete;
-the line of a drop is written before the pages are reused. So a crash loses only pending writes.
-Every line and every record has a checksum; damaged ones are reported and never used. A record's
-checksum includes the fingerprint, so bytes of other weights never fit.
+Crash safety: a record's pages are written before its line, and the record is valid once the line is
+complete; the line of a drop is written before the pages are reused. So a crash loses only pending
+writes. Every line and every record has a checksum; damaged ones are logged and never used. A
+record's checksum includes the fingerprint, so bytes from other weights never match.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Version of the folder and of a page's content: raised when either changes."""
+"""Version of the folder and of a page's content; increased when either changes."""
 MAX_WAITING_BYTES = 1 << 30
-"""Pending bytes to write beyond which the store accepts no further state or prompt."""
+"""The store accepts no further state or prompt while more bytes are waiting to be written."""
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
@@ -51,14 +51,14 @@ class CacheFolderError(ValueError):
 
 
 def real_path(folder: str | os.PathLike) -> Path:
-    """The absolute path of a folder, which need not exist, without links.
+    """Return the absolute path of a folder, without links; it need not exist.
 
     Raises:
-        CacheFolderError: no folder can have that name.
+        CacheFolderError: the name is not possible for a folder.
     """
     try:
         return Path(folder).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, NUL, half a character
+    except (OSError, RuntimeError, ValueError) as error:  # cyclic links, NUL, half a character
         raise CacheFolderError(
             f"{str(folder)!r} cannot be used as a cache folder: {error}. Name another one, in "
             "cache_dir or for save_cache"
@@ -69,13 +69,13 @@ class DiskStore:
     """Records' pages in a folder.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         page_bytes: bytes of a page.
-        fingerprint: hashes of all that the records depend on, by name.
+        fingerprint: hashes of everything that the records depend on, by name.
         pin_memory: read into pinned memory, for asynchronous copies to a CUDA device.
 
     Raises:
-        CacheFolderError: the folder holds something else, was made for another model or
+        CacheFolderError: the folder holds other files, was created for another model or
             configuration, or another engine uses it. Nothing in it has changed.
     """
 
@@ -96,11 +96,11 @@ class DiskStore:
         self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
         self._waiting: dict[bytes, HostPages] = {}
         self.waiting_bytes = 0
-        """Host memory of pending writes."""
+        """Bytes of host memory of pending writes."""
         self._changed = threading.Condition()
         self._closing = self._closed = False
         self._process = os.getpid()
-        self._error: Exception | None = None  # of writing, since the last `recover`
+        self._error: Exception | None = None  # the last write error since `recover`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
         self._is_full = False  # since the last `was_full`
@@ -108,7 +108,7 @@ class DiskStore:
         self.num_unwritten = 0
         """Records that could not be written, since the start."""
         self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
-        """The last damaged, unreadable or unwritable parts, as logged."""
+        """The last logged problems: damaged, unreadable or unwritable parts."""
         self._head_hash = self._hash_head()
         self._lock, self._pages = self._open_folder()
         self._log = DiskLog(self.folder / _LOG, page_bytes, self._warn)
@@ -118,7 +118,7 @@ class DiskStore:
     # ---- opening ----
 
     def _open_folder(self) -> tuple[int, int]:
-        """Open the folder. Returns the descriptors of the lock and of the pages."""
+        """Open the folder. Return the descriptors of the lock and of the pages."""
         lock = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class DiskStore:
             ) from None
 
     def _check_files(self) -> None:
-        """Raises CacheFolderError for a folder of something else, before anything is written."""
+        """Raise CacheFolderError if the folder holds other files, before anything is written."""
         entries = {entry.name: entry for entry in self.folder.iterdir()}
         others = entries.keys() - {_LOCK, f"{_HEAD}.new"}
         if others and _HEAD not in entries:
@@ -157,7 +157,7 @@ class DiskStore:
             )
         for name in (_HEAD, f"{_HEAD}.new", _PAGES, _LOG, f"{_LOG}.new", _LOCK):
             entry = entries.get(name)
-            # The target of a link may be any file, and would be overwritten.
+            # A link may point to any file, which would be overwritten.
             if entry is not None and (entry.is_symlink() or not entry.is_file()):
                 what = "a link" if entry.is_symlink() else "no file"
                 raise CacheFolderError(
@@ -186,8 +186,8 @@ class DiskStore:
                 )
 
     def load(self) -> list[tuple[Record, bytes | None]]:
-        """The records of the folder, parents first, each with its parent's key; starts the writer.
-        Call it once, before anything else. It also works on a full disk.
+        """Return the records of the folder, parents first, each with its parent's key, and start
+        the writer. Call it once, before anything else. It also works on a full disk.
 
         Raises:
             CacheFolderError: the log cannot be read.
@@ -201,7 +201,7 @@ class DiskStore:
             ) from None
         size = os.fstat(self._pages).st_size // self.page_bytes
         found, taken = [], np.zeros(size, dtype=bool)
-        for line, placed in reversed(entries):  # of two records on a page the later one is valid
+        for line, placed in reversed(entries):  # the later of two records on one page is valid
             slots = placed.slots
             if (slots >= size).any() or taken[slots].any():
                 self._warn(line, "not used, its pages are not there")
@@ -217,17 +217,17 @@ class DiskStore:
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
     def _compact(self, *, may_shed: bool = False) -> None:
-        """Rewrite the head, and the log without dropped records; the old ones stay until the new
-        ones are complete. Pages that no record uses become free.
+        """Rewrite the head, and the log without dropped records; the old files are kept until the
+        new ones are complete. Pages without a record become free.
 
-        may_shed: if there is no room for the log, give up the records with the last pages.
+        may_shed: if there is no room for the log, shed the records with the last pages.
 
         Raises:
             OSError: writing failed, or the folder's files were removed or replaced.
         """
         self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
-        # First, since the new log may need the room behind the last record. A crash in between is
-        # safe: lines of the old log about pages cut off fail the check of the file's size, or a
+        # Cut first, since the new log may need the space behind the last record. A crash in between
+        # is safe: old log lines of pages that were cut off fail the check of the file's size, or a
         # checksum.
         self._cut_pages()
         try:
@@ -235,15 +235,15 @@ class DiskStore:
         except OSError as error:
             if not may_shed or self._has_shed or error.errno not in _NO_SPACE:
                 raise
-            self._has_shed = True  # only once: other processes may take the freed room
+            self._has_shed = True  # only once: other processes may take the freed space
             self._shed_for_log()
             self._log.compact(self._placed.values())
         self._has_shed = False
         self._write_head()
 
     def _cut_pages(self) -> None:
-        """Cut the file behind the last record's pages, and list the free pages before it, which may
-        be reused once the log no longer names them."""
+        """Cut the file behind the last record's pages, and list the free pages before that, which
+        may be reused once no log line has them."""
         used = [placed.slots for placed in self._placed.values()]
         used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self._num_slots = int(used.max(initial=-1)) + 1
@@ -253,8 +253,7 @@ class DiskStore:
         os.ftruncate(self._pages, self._num_slots * self.page_bytes)
 
     def _shed_for_log(self) -> None:
-        """Give up the records in the last bytes of the file, twice as many bytes as the log
-        needs."""
+        """Shed the records in the last bytes of the file, twice as many bytes as the log needs."""
         num_bytes = 2 * size_of_log(self._placed.values())
         limit = self._num_slots - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
@@ -269,7 +268,7 @@ class DiskStore:
         write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
 
     def _check_ours(self, *opened: tuple[str, int]) -> None:
-        """Raises OSError if the folder's files are no longer those that were opened."""
+        """Raise OSError if the folder's files are no longer the opened ones."""
         for name, descriptor in opened:
             try:
                 is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
@@ -277,8 +276,8 @@ class DiskStore:
                 is_ours = False
             if not is_ours:
                 raise OSError(
-                    f"{self.folder / name} was removed or replaced while an engine used it, what "
-                    f"was saved there is lost (close the engine and open a new one)"
+                    f"{self.folder / name} was removed or replaced while an engine used it; its "
+                    f"records are lost (close the engine and open a new one)"
                 )
 
     def _warn(self, what: str, why: str) -> None:
@@ -289,8 +288,8 @@ class DiskStore:
     # ---- as the store of a tier ----
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked process: it lacks the threads that read and write, so
-        that waiting for them would never end."""
+        """Raise RuntimeError in a forked process: it lacks the threads that read and write, so
+        waiting for them would never end."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the cache folder {self.folder} belongs to process {self._process}, of which "
@@ -322,25 +321,25 @@ class DiskStore:
             self._unwritten.append(record)
 
     def take_lost(self) -> list[Record]:
-        """Records that could not be written, since the last call."""
+        """Return the records that could not be written since the last call."""
         with self._changed:
             taken, self._unwritten = self._unwritten, []
         return taken
 
     def was_full(self) -> bool:
-        """Whether the disk or a quota was full, since the last call."""
+        """Return whether the disk or a quota was full since the last call."""
         with self._changed:
             was_full, self._is_full = self._is_full, False
         return was_full
 
     def free_bytes(self) -> int:
-        """Bytes free for more records, without their lines in the log."""
+        """Return the free bytes for more records, without their lines in the log."""
         disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize * 7 // 8
 
     def get(self, record: Record) -> Future[HostPages | None]:
-        """A future of its pages; None: damaged or dropped. The future raises if they cannot be read
-        now."""
+        """Return a future of the record's pages, or of None if they are damaged or dropped. The
+        future raises if they cannot be read now."""
         self.check_process()
         waiting = self._waiting.get(record.key)
         if waiting is not None:
@@ -353,12 +352,12 @@ class DiskStore:
         try:
             return self._read(record)
         except Exception as error:
-            self._warn(_PAGES, f"reading a record of position {record.position} failed ({error})")
+            self._warn(_PAGES, f"reading the record at position {record.position} failed ({error})")
             raise
 
     def _read(self, record: Record) -> HostPages | None:
         placed = self._placed.get(record.key)
-        if placed is None:  # writing it failed
+        if placed is None:  # it could not be written
             return None
         shape = len(placed.slots), self.page_bytes
         data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
@@ -366,20 +365,20 @@ class DiskStore:
         for row, slot, count in runs_of(placed.slots):
             part = target[row * self.page_bytes : (row + count) * self.page_bytes]
             offset = slot * self.page_bytes
-            while part:  # one call reads 2 GiB at most
+            while part:  # one call reads at most 2 GiB
                 read = os.preadv(self._pages, [part], offset)
                 if not read:
-                    self._warn(f"{_PAGES} page {slot}", "not used, the file ends before its end")
+                    self._warn(f"{_PAGES} page {slot}", "not used, the file is too short")
                     return None
                 part, offset = part[read:], offset + read
         if self._checksum(record, data.numpy()) != placed.checksum:
             what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
-            self._warn(what, "not used, their checksum does not fit")
+            self._warn(what, "not used, their checksum is wrong")
             return None
         return HostPages(data)
 
     def _checksum(self, record: Record, pages: np.ndarray) -> str:
-        """Hash of a record's bytes, its key and the fingerprint."""
+        """Return a hash of a record's bytes, its key and the fingerprint."""
         digest = blake2b(record.key, digest_size=16, key=self._head_hash)
         digest.update(np.ascontiguousarray(pages))
         return digest.hexdigest()
@@ -399,7 +398,7 @@ class DiskStore:
                 operation, record, data = self._jobs[0]
             try:
                 is_done = self._run_job(operation, record, data)
-            except Exception as error:  # the thread must go on: others wait for it
+            except Exception as error:  # the thread must continue: others wait for it
                 self._note_failure(error)
                 is_done = False
             with self._changed:
@@ -414,8 +413,7 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _run_job(self, operation: str, record: Record, data: HostPages | None) -> bool:
-        """Run a job; returns whether it was done: after a failure nothing is written for a
-        while."""
+        """Run a job. Return whether it was done: after a failure nothing is written for a while."""
         if operation == "drop":
             self._forget(record)
         elif self._retry_at is not None and time.monotonic() < self._retry_at:
@@ -430,14 +428,14 @@ class DiskStore:
         return True
 
     def _note_failure(self, error: Exception) -> None:
-        """Writing failed: nothing is written until a `_compact` succeeds. Meanwhile no page is
+        """Note a write error: nothing is written until a `_compact` succeeds. Until then no page is
         reused, so the files stay valid."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             with self._changed:
                 self._is_full = True
         self._retry_at = time.monotonic() + RETRY_SECONDS
-        self._warn("", f"writing failed ({error}); it is tried again in {RETRY_SECONDS:.0f} s")
+        self._warn("", f"writing failed ({error}); next attempt in {RETRY_SECONDS:.0f} s")
 
     def _write(self, record: Record, data: HostPages) -> None:
         pages = data.numpy()
@@ -475,8 +473,8 @@ class DiskStore:
         """Bind the folder, which holds no records, to another fingerprint.
 
         Raises:
-            OSError: writing failed, or the folder's files were removed or replaced. They stay valid
-                for the old fingerprint, and nothing is written until `recover` succeeds.
+            OSError: writing failed, or the folder's files were removed or replaced. The files stay
+                valid for the old fingerprint, and nothing is written until `recover` succeeds.
         """
         self._wait_for_jobs()
         self._head.update(fingerprint)
@@ -484,8 +482,8 @@ class DiskStore:
         self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
-        """Cut pages.bin to max_bytes: move the pages behind that to free ones before it. The
-        records must fit. A full disk leaves the file as it is."""
+        """Cut pages.bin to max_bytes: move the pages behind that size to free pages before it. The
+        records must fit. If the disk is full, the file does not change."""
         self._wait_for_jobs()
         limit = max_bytes // self.page_bytes
         if self._retry_at is not None or self._num_slots <= limit:
@@ -509,7 +507,7 @@ class DiskStore:
         """Resume writing after a failure.
 
         Raises:
-            OSError: it failed again, or the folder's files were removed or replaced.
+            OSError: writing failed again, or the folder's files were removed or replaced.
         """
         self._wait_for_jobs()
         if self._error is not None:
@@ -525,7 +523,7 @@ class DiskStore:
         self._error = self._retry_at = None
 
     def _write_error(self, error: Exception) -> OSError:
-        return OSError(f"writing to {self.folder} failed: {error}; remedy that, then call it again")
+        return OSError(f"writing to {self.folder} failed: {error}; fix that, then call it again")
 
     def _wait_for_jobs(self) -> None:
         self.check_process()
@@ -534,10 +532,11 @@ class DiskStore:
                 self._changed.wait()
 
     def flush(self) -> None:
-        """Wait until all records that were put are on the disk, safe from a power failure.
+        """Wait until all records are on the disk, safe from a power failure.
 
         Raises:
-            OSError: writing failed since the last `recover`, or the folder's files are gone.
+            OSError: writing failed since the last `recover`, or the folder's files were removed or
+                replaced.
         """
         self._wait_for_jobs()
         if self._error is not None:
@@ -548,8 +547,8 @@ class DiskStore:
 
     @interrupts_wait()
     def close(self) -> None:
-        """Finish pending writes, cancel pending reads and unlock the folder. A forked process
-        leaves the lock to its parent. After an interrupt, call it again."""
+        """Finish pending writes, cancel pending reads and unlock the folder. In a forked process
+        the folder stays locked by the parent. After an interrupt, call it again."""
         is_ours = os.getpid() == self._process
         if is_ours:
             with self._changed:
@@ -562,14 +561,14 @@ class DiskStore:
             return
         self._closed = True
         if is_ours:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may hold a copy of it open
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have a copy open
         for descriptor in (self._pages, self._log.descriptor, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
 
     def close_from_anywhere(self) -> None:
-        """`close` for the garbage collector, which may run in a thread of this store, where waiting
-        for that thread would never end."""
+        """`close` for the garbage collector, which may run in a thread of this store; there,
+        waiting for that thread would never end."""
         if threading.current_thread().name.startswith(_THREADS):
             threading.Thread(target=self.close, name="cache-close").start()
         else:

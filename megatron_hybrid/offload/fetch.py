@@ -1,8 +1,8 @@
-"""Fetches: parts of prompts that are copied from a tier back into the pool.
+"""Fetches: copies of parts of prompts from a tier into the pool.
 
-This file decides, from the cache's bookkeeping alone: what to fetch, when to read it, when the pool
-has room for it, when it becomes visible. The tier's store reads the bytes (`RecordStore.get`); when
-the step runs that was planned, a `PageMover` writes them into the pool. No tensor is seen here.
+This file decides, from the cache's bookkeeping alone, what to fetch, when to read it, when the pool
+has room for it, and when it becomes visible. The tier's store reads the bytes (`RecordStore.get`);
+a `PageMover` writes them into the pool when the planned step runs. No tensors here.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
     from megatron_hybrid.offload.page_mover import Arrival, HostPages, PageMover
 
 MAX_READ_BYTES = 1 << 30
-"""Most bytes read from the disk and not yet in the pool; the first request in line may exceed
+"""Most bytes read from the disk and not yet in the pool; the first request in the queue may exceed
 it."""
 MAX_WAIT_SECONDS = 0.005
-"""Most time that a step without work waits for a read, before its caller gets control again."""
+"""Most time that a step without work waits for a read before it returns."""
 
 
 class FetchState(Enum):
     """Progress of a fetch."""
 
     FOUND = auto()
-    """A tier has it; reading has not begun."""
+    """In a tier; reading has not begun."""
     READING = auto()
-    """Being read into host memory, or there."""
+    """Being read into host memory, or already there."""
     LACKS_ROOM = auto()
-    """In host memory; running requests fill the pool."""
+    """In host memory; the pool is full of pinned pages."""
     PLANNED = auto()
-    """It has pages of the pool; the step that loads it has not run."""
+    """Has pages of the pool; the step that loads it has not run."""
     LOADING = auto()
     """Being copied from host memory into the pages of its lease."""
     DONE = auto()
     """In the pool, visible to all requests."""
     FAILED = auto()
-    """Damaged, unreadable or given up: nothing of it is in the pool."""
+    """Damaged, unreadable or cancelled: nothing of it is in the pool."""
 
 
 class Progress(IntEnum):
-    """Why a fetch cannot go on; of several ranks the largest counts."""
+    """Whether a fetch can continue, or why not; of several ranks the largest value counts."""
 
     READY = 0
-    """It can: it is read, or it has arrived."""
+    """It can continue: it is read, or it has arrived."""
     PENDING = 1
-    """It is still being read, or copied into the pool."""
+    """It is being read, or copied into the pool."""
     UNREADABLE = 2
     """A record cannot be read now."""
     DAMAGED = 3
@@ -72,14 +72,14 @@ class FetchStats:
 
     fetches: int = 0
     fetched_tokens: int = 0
-    """Prompt tokens that need no computing because a tier had them."""
+    """Prompt tokens not computed because a tier had them."""
     fetches_failed: int = 0
-    """Found, but damaged or unreadable."""
+    """Fetches that were damaged or unreadable."""
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Part of a prompt that is copied from a tier into the pool."""
+    """A copy of a part of a prompt from a tier into the pool."""
 
     tokens: np.ndarray  # int32 [p]
     salt: str
@@ -87,7 +87,7 @@ class Fetch:
     record: Record
     first_block: int  # the blocks before it were in the pool
     chain: list[Record]
-    skipped_before: int  # tokens that the pool alone would have skipped
+    skipped_before: int  # tokens that would be skipped without the fetch
     wanted: list[Record]  # the chain's blocks from first_block on, then the state
     state: FetchState = FetchState.FOUND
     num_waiting: int = 0  # requests
@@ -99,11 +99,11 @@ class Fetch:
 
     @property
     def position(self) -> int:
-        """p: start of a prefill after the fetch."""
+        """p: start of the prefill after the fetch."""
         return self.record.position
 
     def progress(self) -> Progress:
-        """What keeps it from going on, on this rank."""
+        """Return its progress on this rank."""
         if self.state is FetchState.LOADING:
             return Progress.READY if self.arrival.is_done() else Progress.PENDING
         if self.state not in (FetchState.READING, FetchState.LACKS_ROOM):
@@ -115,7 +115,8 @@ class Fetch:
         return Progress.DAMAGED if self.damaged() else Progress.READY
 
     def damaged(self) -> list[Record]:
-        """The first record that is read and damaged, as far as is known."""
+        """Return the first record that is known to be damaged, in a list; empty if there is
+        none."""
         for record, read in zip(self.wanted, self.reads):
             if read.done() and not read.exception() and read.result() is None:
                 return [record]
@@ -140,19 +141,19 @@ class Fetch:
 
 
 class Fetches:
-    """All fetches in progress.
+    """All running fetches.
 
-    For each waiting request, in order: `start`, `read`, and when it can start `bring`; then `poll`.
-    The step runs what `take_loads` gives it with `load`; if it fails, `abort`. When the request is
-    admitted `count` it, when it is cancelled `leave`.
+    For each waiting request, in order, call `start`, `read`, and when the request can start,
+    `bring`; then `poll`. The step runs the loads of `take_loads` with `load`; if it fails, call
+    `abort`. When a request is admitted, call `count`; when it is cancelled, `leave`.
 
     Args:
         cache: the pool's bookkeeping.
         tiers: the fastest first; this list may change.
         keys: of recent prefixes.
         mover: writes into the pool.
-        is_shared: several ranks fetch together: progress is what all have agreed on
-            (`facts`, `settle`), not what this one sees.
+        is_shared: several ranks fetch together: progress is agreed by all ranks (`facts`,
+            `settle`), not taken from this rank alone.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Fetches:
         self.tiers = tiers
         self.stats = FetchStats()
         self.read_bytes = 0
-        """Host memory of bytes that were read and are not in the pool yet."""
+        """Bytes of host memory that were read and are not in the pool yet."""
         self._cache = cache
         self._spec = cache.spec
         self._keys = keys
@@ -182,18 +183,18 @@ class Fetches:
     # ---- agreement of ranks ----
 
     def facts(self) -> list[int]:
-        """The time in ms, and the progress of each fetch, as this rank sees them."""
+        """Return the time in ms, and the progress of each fetch, on this rank."""
         fetches = self._fetches.values() if self._is_shared else ()
         return [int(time.monotonic() * 1000), *(fetch.progress() for fetch in fetches)]
 
     def settle(self, facts: Sequence[int]) -> None:
-        """Go on with the largest facts of all ranks."""
+        """Set the time and the progress of fetches to the largest facts of all ranks."""
         now, *progress = facts
         self._now = now / 1000
         self._agreed = dict(zip(self._fetches, progress))
 
     def damaged(self, tier: Tier) -> list[bytes]:
-        """Keys of records of a tier that this rank has read and found damaged."""
+        """Return the keys of records of a tier that this rank read and found damaged."""
         fetches = [fetch for fetch in self._fetches.values() if fetch.tier is tier]
         return [record.key for fetch in fetches for record in fetch.damaged()]
 
@@ -211,8 +212,8 @@ class Fetches:
         return bool(self._fetches)
 
     def find(self, tokens: np.ndarray, salt: str, skipped: int) -> tuple[Tier, Record] | None:
-        """The deepest record of a prompt, at least a block deeper than `skipped` tokens; of equal
-        ones the one in the faster memory."""
+        """Return the deepest record of a prompt that is at least a block deeper than `skipped`
+        tokens, and its tier; of equal records, the one in the faster tier."""
         size = self._spec.block_size_tokens
         keys = self._keys.of(tokens, salt)
         best = None
@@ -223,10 +224,10 @@ class Fetches:
         return best
 
     def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
-        """The fetch of the part of a prompt that a tier has and the pool lacks; None: there is
-        none."""
+        """Return the fetch of the part of a prompt that a tier has and the pool lacks; None if
+        there is no such part."""
         tier = found = None
-        with optional_decision(lambda error: None):  # then the prompt is computed
+        with optional_decision(lambda error: None):  # without memory, the prompt is computed
             match, size = self._cache.match(tokens, salt), self._spec.block_size_tokens
             deeper = self.find(tokens, salt, match.skipped_tokens)
             if deeper is not None:
@@ -247,14 +248,14 @@ class Fetches:
         return fetch
 
     def leave(self, fetch: Fetch) -> None:
-        """A request that waits for a fetch is cancelled; the last one ends the fetch."""
+        """Note that a request waiting for a fetch was cancelled; the last one cancels the fetch."""
         fetch.num_waiting -= 1
         if not fetch.num_waiting and not fetch.is_over:
             self._give_up(fetch)
 
     def count(self, fetch: Fetch, skipped_tokens: int) -> int:
-        """A request that waited for a fetch was admitted. Returns the tokens that it skips thanks
-        to the fetch."""
+        """Count an admitted request that waited for a fetch. Return the number of tokens that it
+        skips because of the fetch."""
         if fetch.has_failed:
             return 0
         tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
@@ -263,7 +264,7 @@ class Fetches:
 
     def read(self, fetch: Fetch, *, is_first: bool) -> None:
         """Start reading the records of a fetch, within `MAX_READ_BYTES`. is_first: the first
-        request in line waits for it, so it is read in any case."""
+        request in the queue waits for it, so the limit does not apply."""
         if fetch.state is not FetchState.FOUND:
             return
         num_bytes = self.read_bytes + _bytes_to_read(fetch, fetch.wanted)
@@ -272,9 +273,9 @@ class Fetches:
                 self._read(fetch, fetch.wanted)
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
-        """Plan to load a read fetch, once there is room for the whole request that waits for it,
-        and publish it when it has arrived. Call it when that request could start (arguments as in
-        `PrefixCache.acquire`)."""
+        """Plan the load of a read fetch once there is room for the whole request that waits for it,
+        and publish the fetch when it has arrived. Call it when that request could start (arguments
+        as in `PrefixCache.acquire`)."""
         if fetch.is_coming:
             self._publish_if_there(fetch)
             return
@@ -288,17 +289,17 @@ class Fetches:
             ):
                 self._planned[fetch.record.key] = self._targets(fetch)
                 fetch.state = FetchState.PLANNED
-        if fetch.state is FetchState.READING:  # blocks that the pool has evicted meanwhile
+        if fetch.state is FetchState.READING:  # blocks that the pool evicted meanwhile
             self.bring(fetch, capacity_tokens, chunk_tokens)
 
     def take_loads(self) -> dict[bytes, list[np.ndarray]]:
-        """The loads of the step that is planned: pages for each record, by key."""
+        """Return the loads of the planned step: pages for each record, by key."""
         loads, self._planned = self._planned, {}
         return loads
 
     def load(self, key: bytes, targets: list[np.ndarray]) -> None:
         """Start to copy a read fetch into pages of the pool, int32 [n] for each record. If it
-        raises, nothing is on its way."""
+        raises, no copy is running."""
         fetch = self._fetches[key]
         pages = [read.result() for read in fetch.reads]
         # The pool may have got the first blocks meanwhile.
@@ -306,18 +307,18 @@ class Fetches:
         fetch.state = FetchState.LOADING
 
     def fail(self, key: bytes) -> None:
-        """End a fetch that could not be loaded for want of memory."""
+        """End a fetch that could not be loaded for lack of memory."""
         self._fail(self._fetches[key])
 
     def abort(self) -> None:
-        """The step failed: end the fetches that it has not begun to load."""
+        """End the fetches that a failed step has not begun to load."""
         for fetch in list(self._fetches.values()):
             if fetch.state is FetchState.PLANNED:
                 self._fail(fetch)
 
     def poll(self) -> bool:
-        """Publish fetches that have arrived in the pool, which makes them evictable. Return whether
-        there was one."""
+        """Publish the fetches that have arrived in the pool, which makes them evictable. Return
+        whether there were any."""
         fetches = list(self._fetches.values())
         return any([self._publish_if_there(fetch) for fetch in fetches])
 
@@ -333,22 +334,22 @@ class Fetches:
                 return
 
     def give_up_all(self) -> None:
-        """End all fetches; running copies into the pool are completed."""
+        """Cancel all fetches; running copies into the pool are completed."""
         for fetch in list(self._fetches.values()):
             self._give_up(fetch)
 
     def _adopt(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> bool:
-        """Lease pages of the pool for a fetch that is read. False: there is no room, or more has to
+        """Lease pages of the pool for a read fetch. Return False if there is no room, or more must
         be read."""
         size, position = self._spec.block_size_tokens, fetch.position
         lease = self._cache.adopt(
             fetch.tokens, fetch.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
         )
         if lease is None:
-            fetch.state = FetchState.LACKS_ROOM  # again later
+            fetch.state = FetchState.LACKS_ROOM  # the next `bring` tries again
             return False
         shared = lease.shared_tokens // size
-        if shared < fetch.first_block:  # the pool has evicted some of its blocks: read these, too
+        if shared < fetch.first_block:  # the pool evicted some of its blocks: read these, too
             self._cache.release(lease)
             more = fetch.chain[shared : fetch.first_block]
             fetch.wanted[:0], fetch.first_block = more, shared
@@ -360,7 +361,7 @@ class Fetches:
         return True
 
     def _targets(self, fetch: Fetch) -> list[np.ndarray]:
-        """Pages of the pool for each wanted record that the pool lacks, int32 [n]."""
+        """Return pages of the pool for each wanted record that the pool lacks, int32 [n]."""
         spec, lease, position = self._spec, fetch.lease, fetch.position
         shared = lease.shared_tokens // spec.block_size_tokens
         targets = list(lease.block_table[shared : len(fetch.chain)])
@@ -395,8 +396,8 @@ class Fetches:
 
     @contextmanager
     def _may_fail(self, fetch: Fetch) -> Iterator[None]:
-        """Context of a fetch's operations: an exception fails the fetch, and is swallowed if it is
-        a lack of memory."""
+        """Run an operation of a fetch: an exception fails the fetch, and is suppressed if it is a
+        lack of memory."""
         try:
             yield
         except Exception as error:
@@ -407,7 +408,7 @@ class Fetches:
             note_decided_by_memory()
 
     def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
-        """End a fetch that failed: its prompt is computed. retries_later: not before
+        """End a failed fetch; its prompt is computed. retries_later: no new fetch of its record for
         `RETRY_SECONDS`."""
         self._end(fetch, FetchState.FAILED)
         self.stats.fetches_failed += 1
@@ -417,7 +418,7 @@ class Fetches:
             self._unreadable_until = {**still, fetch.record.key: now + RETRY_SECONDS}
 
     def _give_up(self, fetch: Fetch) -> None:
-        """End a fetch that no request waits for; a running copy into the pool is completed."""
+        """Cancel a fetch for which no request waits; a running copy into the pool is completed."""
         if fetch.state is FetchState.LOADING:
             fetch.arrival.wait()
             self._publish(fetch)
@@ -432,8 +433,8 @@ class Fetches:
         fetch.state = state
         self.read_bytes -= fetch.read_bytes
         if fetch.arrival is not None:
-            fetch.arrival.wait()  # it may have failed on another rank only, and still be written
-        fetch.reads, fetch.arrival = [], None  # requests may outlive the fetch, its bytes must not
+            fetch.arrival.wait()  # a fetch that failed on another rank may still be copied here
+        fetch.reads, fetch.arrival = [], None  # free the bytes: requests may outlive the fetch
         fetch.tier.unpin(fetch.record)
         del self._fetches[fetch.record.key]
         self._planned.pop(fetch.record.key, None)
@@ -444,7 +445,7 @@ class Fetches:
     # ---- moving bytes ----
 
     def _read(self, fetch: Fetch, records: list[Record]) -> None:
-        """Start reading `records`, which come before the other records of a fetch."""
+        """Start reading `records`, which precede the other records of a fetch."""
         fetch.reads = [fetch.tier.store.get(record) for record in records] + fetch.reads
         fetch.state = FetchState.READING
         self._agreed.pop(fetch.record.key, None)
@@ -453,18 +454,18 @@ class Fetches:
         self.read_bytes += num_bytes
 
     def _is_sound(self, fetch: Fetch, progress: Progress) -> bool:
-        """Whether all records could be read and none is damaged; if not, end the fetch."""
+        """Return whether all records were read and none is damaged; if not, end the fetch."""
         if progress is Progress.READY:
             return True
-        if not self._is_shared:  # else the exchange of `damaged` has removed them on all ranks
+        if not self._is_shared:  # else the exchange of `damaged` removes them on all ranks
             for record in fetch.damaged():
-                fetch.tier.remove(record)  # and what follows it
-        # Unreadable ones may be readable later.
+                fetch.tier.remove(record)  # and its descendants
+        # Unreadable records may be readable later.
         self._fail(fetch, retries_later=progress is Progress.UNREADABLE)
         return False
 
 
 def _bytes_to_read(fetch: Fetch, records: list[Record]) -> int:
     if fetch.tier.name == "host":
-        return 0  # they are in host memory already
+        return 0  # already in host memory
     return sum(record.num_bytes for record in records)

@@ -9,7 +9,7 @@ from megatron_hybrid.offload.tier import LOST, Record
 
 
 class HostStore:
-    """Records' pages by key. Dropped pages are freed when nothing reads them any more."""
+    """Records' pages by key. Dropped pages are freed after their last read."""
 
     def __init__(self):
         self._pages: dict[bytes, HostPages | None] = {}  # None: lost
@@ -35,7 +35,7 @@ class HostStore:
         return future
 
     def pages(self, record: Record) -> HostPages | object:
-        """A record's pages, or LOST."""
+        """Return a record's pages, or LOST."""
         return self._pages[record.key] or LOST
 
     def drop(self, record: Record) -> None:

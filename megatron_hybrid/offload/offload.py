@@ -1,8 +1,8 @@
-"""Offload: the tiers below the pool, host memory and a disk, and the copies between them.
+"""Offload: the tiers below the pool (host memory, a disk), and the copies between them.
 
-Down: items evicted from the pool are offered to the first tier, those that it refuses or evicts to
-the next one. A tier keeps an item that is worth more than the records it has to evict. Up: see
-`fetch.py`.
+Down: items evicted from the pool are offered to the first tier; items that it refuses or evicts are
+offered to the next one. A tier keeps an item that is worth more than the records evicted for it.
+Up: see `fetch.py`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Offload(CacheListener):
     Args:
         cache: the pool's bookkeeping.
         mover: of the pool's bytes.
-        host_bytes: capacity of the host tier; 0: there is none.
-        disk: an opened folder; None: there is no disk tier.
+        host_bytes: capacity of the host tier; 0: no host tier.
+        disk: an opened folder; None: no disk tier.
         disk_bytes: capacity of the disk tier.
-        ranks: those of the engine. All have the same records in the same order, and what one
-            alone finds out is exchanged once a step (`poll`).
+        ranks: of the engine. All have the same records in the same order; facts that only one rank
+            sees are exchanged once per step (`poll`).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Offload(CacheListener):
         if self.tiers:
             cache.watch(self)
         # The store's threads keep the store and the lock of its folder alive: release them even if
-        # nobody closes the engine.
+        # the engine is not closed.
         self._close_disk = weakref.finalize(self, disk.close_from_anywhere) if disk else None
 
     @property
@@ -96,7 +96,7 @@ class Offload(CacheListener):
         return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
 
     def tier_of(self, checkpoint: Checkpoint) -> str:
-        """Where a state is: "pool", a tier's name, or "evicted"."""
+        """Return where a state is: "pool", a tier's name, or "evicted"."""
         if checkpoint.pages is None:
             for tier in self.tiers:
                 if checkpoint.tier_key in tier:
@@ -104,8 +104,8 @@ class Offload(CacheListener):
         return tier_in_pool(checkpoint)
 
     def counters(self) -> dict[str, int]:
-        """Counters since the start, and the present contents of the tiers."""
-        if self._ranks.size == 1:  # else all ranks have to do so at a time
+        """Return counters since the start, and the present contents of the tiers."""
+        if self._ranks.size == 1:  # several ranks can poll only together
             self.poll()
         disk = self.disk
         held = {
@@ -120,7 +120,7 @@ class Offload(CacheListener):
         return {**asdict(self.fetches.stats), **held, **self._tier_counts()}
 
     def _tier_counts(self) -> dict[str, int]:
-        """Counters of the tiers since the start; also after `close`."""
+        """Return counters of the tiers since the start; also after `close`."""
         counts = dict(self._closed_counts)
         for tier in self.tiers:
             counts[f"{tier.name}_records_evicted"] = tier.num_evicted
@@ -137,10 +137,10 @@ class Offload(CacheListener):
         for tier in self.tiers:
             tier.clear()
         if self.disk is not None:
-            self.disk.capacity_bytes = self._disk_bytes  # it may have been full
+            self.disk.capacity_bytes = self._disk_bytes  # less while the disk was full
 
     def close(self) -> None:
-        """Finish pending writes to the disk; from now on nothing is kept or fetched."""
+        """Finish pending writes to the disk; afterwards nothing is kept or fetched."""
         self.fetches.give_up_all()
         if self.disk is not None:
             self.disk.store.close()
@@ -154,15 +154,15 @@ class Offload(CacheListener):
         return self._disk_accepts
 
     def poll(self, said: int = 0) -> int:
-        """Take in what has happened outside of the steps: records lost for want of memory or disk
-        space, fetches that can go on. Call it before each step, on all ranks.
+        """Process events from outside the steps: records lost for lack of memory or disk space, and
+        progress of fetches. Call it before each step, on all ranks.
 
-        Returns: the largest `said` of all ranks, a number of the caller's in the same exchange.
+        Returns: the largest `said` of all ranks, a number that the caller adds to the exchange.
         """
         disk, is_full, accepts = self.disk, False, True
         lost = [tier.take_lost() + self.fetches.damaged(tier) for tier in self.tiers]
         if disk is not None:
-            # A full disk is met after the last write: waiting ones may fail, too.
+            # Handle a full disk after the last pending write: these may fail, too.
             is_full = not disk.store.waiting_bytes and disk.store.was_full()
             accepts = self._ranks.size == 1 or disk.store.accepts()
         facts = [said, any(lost), is_full, not accepts, *self.fetches.facts()]
@@ -183,25 +183,25 @@ class Offload(CacheListener):
     # ---- down ----
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
-        """The pool evicts a state."""
+        """Offer a state evicted from the pool."""
         if self.spec.needs_state:
             with self._optional():
                 self._offer_state(checkpoint, self.tiers)
 
     def on_evict_blocks(self, edge: Edge, start: int) -> None:
-        """The pool evicts KV, in pure attention."""
+        """Offer KV evicted from the pool, in pure attention."""
         with self._optional():
             self._offer_blocks(edge, edge.held_end, self.tiers)
 
     def _optional(self) -> AbstractContextManager[None]:
-        """Context of keeping an item in a tier: a lack of memory is only counted."""
+        """Return the context to keep an item in a tier: a lack of memory is only counted."""
         return optional_decision(lambda error: self.tiers[0].note_lack_of_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
-        """Offer a stored state, with the KV before it, to tiers, until one keeps it."""
+        """Offer a stored state, with the KV before it, to tiers until one keeps it."""
         size, position = self.spec.block_size_tokens, checkpoint.position
         if position < size:
-            return  # computing less than a block is faster
+            return  # it is faster to compute less than a block
         salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
         keys = self._keys.of(tokens, salt)
         full = position // size
@@ -220,8 +220,8 @@ class Offload(CacheListener):
                 break
 
     def _offer_blocks(self, edge: Edge, end: int, tiers: list[Tier]) -> None:
-        """Offer the full blocks of KV of the prefix that ends at position `end` of an edge to
-        tiers, until one keeps them."""
+        """Offer the full KV blocks of the prefix that ends at position `end` of an edge to tiers
+        until one keeps them."""
         size = self.spec.block_size_tokens
         end = end // size * size
         if not end:
@@ -233,11 +233,12 @@ class Offload(CacheListener):
                 break
 
     def _offer_of_host(self, lower: Tier, record: Record) -> None:
-        """The host tier evicts a record."""
+        """Offer a record evicted from the host tier to a lower tier."""
         self._keep_in(lower, record, HostSource(self.tiers[0].store, record.chain(), record))
 
     def _offer_of_disk(self, other: Tier, record: Record) -> None:
-        """Offer a record of the disk tier to that of another folder, unless it is damaged."""
+        """Offer a record of the disk tier to the disk tier of another folder, unless it is
+        damaged."""
         store = self.disk.store
         chain = [*record.chain(), record] if record.is_state else record.chain()
         reads = [None if each.key in other else store.get(each) for each in chain]
@@ -258,12 +259,12 @@ class Offload(CacheListener):
     # ---- everything ----
 
     def save_to(self, tier: Tier) -> None:
-        """Copy everything cached to a disk tier, as far as there is room: from the pool, the most
-        valuable first, then from host memory, then from the own disk. Ctrl-C takes effect between
-        two records.
+        """Copy everything cached to a disk tier while there is room: first from the pool, the most
+        valuable first, then from host memory, then from the engine's own disk tier. Ctrl-C takes
+        effect between two records.
 
         Raises:
-            OSError: writing failed, or reading from the own disk.
+            OSError: writing failed, or reading from the engine's own disk tier.
         """
         with self._ranks.together("recovering the cache folder"):
             tier.store.recover()
@@ -296,7 +297,7 @@ class Offload(CacheListener):
                 except OSError as error:
                     if self._ranks.size == 1:
                         raise
-                    failed = error  # all ranks must enter the same records: these will be lost
+                    failed = error  # all ranks must add the same records: these will be lost
             with interrupts_wait():
                 offer()
         if failed is not None:
@@ -305,7 +306,7 @@ class Offload(CacheListener):
 
 
 class PoolSource:
-    """Bytes of a state and its blocks in the pool (`tier.Source`)."""
+    """A state and its blocks in the pool (`tier.Source`)."""
 
     def __init__(self, mover: PageMover, rows: np.ndarray, state_pages: np.ndarray):
         self._mover, self._rows, self._state_pages = mover, rows, state_pages
@@ -318,7 +319,7 @@ class PoolSource:
 
 
 class HostSource:
-    """Bytes of a record of the host tier, and of the blocks before it (`tier.Source`)."""
+    """A record of the host tier, and the blocks before it (`tier.Source`)."""
 
     def __init__(self, store: HostStore, chain: list[Record], record: Record):
         self._store, self._chain, self._record = store, chain, record
@@ -331,7 +332,7 @@ class HostSource:
 
 
 class ReadSource:
-    """Bytes of a record read from disk, after those of the blocks before it (`tier.Source`)."""
+    """The blocks before a record, then the record, as read from disk (`tier.Source`)."""
 
     def __init__(self, pages: list[HostPages | None]):
         self._pages = pages
@@ -344,7 +345,7 @@ class ReadSource:
 
 
 def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: int | None) -> None:
-    """Raises ValueError if a tier is too small for one block. disk_cache_bytes None: no disk."""
+    """Raise ValueError if a tier is too small for one block. disk_cache_bytes None: no disk."""
     least = least_capacity_bytes(spec)
     for name, capacity, source in (
         ("host_cache_bytes", host_cache_bytes, "host_cache_bytes"),
@@ -367,9 +368,9 @@ def disk_tier(
     *,
     shrinks: bool = True,
 ) -> Tier:
-    """A tier with the records of a folder that all ranks have. If they take more than
-    `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the tier is as large as
-    its records. accepts: as for `Tier`."""
+    """Return a tier with the records that the folders of all ranks have. If they exceed
+    `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the capacity is the
+    size of the records. accepts: as for `Tier`."""
     try:
         with ranks.together("reading the cache folder"):
             found = store.load()
@@ -381,7 +382,7 @@ def disk_tier(
         tier.load(found)
         store.shrink(capacity_bytes)
     except BaseException:
-        store.close()  # else nobody could open the folder again
+        store.close()  # else the folder would stay locked
         raise
     return tier
 
@@ -389,8 +390,8 @@ def disk_tier(
 def _on_all_ranks(
     found: list[tuple[Record, bytes | None]], store: DiskStore, ranks: Ranks
 ) -> list[tuple[Record, bytes | None]]:
-    """The records that the folders of all ranks have, in the order and with the worth of the first
-    rank's; the others are dropped. A crash leaves folders that differ."""
+    """Return the records that the folders of all ranks have, with order and worth from the first
+    rank; drop the others. Folders may differ after a crash."""
     if ranks.size == 1:
         return found
     first, *others = ranks.gather(

@@ -1,8 +1,8 @@
 """PageMover: copies pages between the pool and host memory, concurrently with the model's steps.
 
-On a CUDA device outgoing pages are first gathered on the device, on the steps' own stream, so that
-they may be overwritten at once; copies to pinned host memory and back run on a stream of their own.
-Elsewhere both are plain copies.
+On a CUDA device, pages for the host are first gathered on the device, on the stream of the steps,
+so that they may be overwritten at once; copies to and from pinned host memory run on a separate
+stream. On other devices both are plain copies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class HostPages:
     data: Tensor
     """uint8 [n, page_bytes]."""
     arrived: torch.cuda.Event | None = None
-    """Set while they are being copied; None: they have arrived."""
+    """Recorded after the copy; None: the pages have arrived."""
 
     def numpy(self) -> np.ndarray:
-        """uint8 [n, page_bytes]; waits until they have arrived. Thread-safe."""
+        """Return the pages, uint8 [n, page_bytes], after they have arrived. Thread-safe."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.data.numpy()
@@ -45,14 +45,14 @@ class PageMover:
     def _ids(self, pages: np.ndarray) -> Tensor:
         ids = torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
         if self._on_cuda:
-            ids = ids.pin_memory()  # else the copy waits for all that the device has to do
+            ids = ids.pin_memory()  # else the copy waits for all queued work of the device
         return ids.to(self._pool.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:
         """Copy the pages of each list (int32 [n]); the pages may be overwritten at once."""
         if not page_lists:
             return []
-        # A tensor per list: an evicted record frees its bytes without waiting for others.
+        # One tensor per list: an evicted record frees its bytes independently of others.
         if not self._on_cuda:
             copies = [self._pool.index_select(0, self._ids(pages)) for pages in page_lists]
             return [HostPages(data) for data in copies]
@@ -70,11 +70,11 @@ class PageMover:
         return [HostPages(data, arrived) for data in parts]
 
     def to_pool(self, page_lists: list[np.ndarray], sources: list[HostPages]) -> Arrival:
-        """Write `sources` into the pages of each list, which nobody else may use until the arrival.
-        If it raises, no copy is running."""
+        """Write `sources` into the pages of each list, which must not be used until the arrival. If
+        it raises, no copy is running."""
         arrival = Arrival(sources)
         if self._on_cuda:
-            # The pages may be reused: earlier steps read them first.
+            # Reused pages: earlier steps must read them first.
             self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
             try:
                 with torch.cuda.stream(self._stream):
@@ -104,6 +104,6 @@ class Arrival:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Return when they have arrived."""
+        """Wait until the pages have arrived."""
         if self.event is not None:
             self.event.synchronize()

@@ -1,8 +1,8 @@
-"""PrefixKeys: keys of blocks and states, for memories that keep no tokens.
+"""PrefixKeys: keys of blocks and states, for tiers, which store no tokens.
 
-The key of a full block is a hash of the salt and all tokens up to the block's end, that of a state
-also of the tokens behind the last full block: 256 bits of BLAKE2b, so that nobody can find two
-prefixes with one key.
+The key of a full block is a hash of the salt and all tokens up to the block's end; the key of a
+state also covers the tokens behind the last full block. Keys are 256 bits of BLAKE2b, so that
+nobody can find two prefixes with the same key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_hybrid.cache.index.tree import common_prefix
 
 _BYTES = 32
 MAX_RECENT = 8
-"""Sequences whose keys are remembered (10 bytes a token with blocks of 16)."""
+"""Sequences whose keys are cached (10 bytes per token with blocks of 16)."""
 
 
 class PrefixKeys:
@@ -41,11 +41,12 @@ class PrefixKeys:
         return np.frombuffer(self._bytes, dtype="<i4")
 
     def take_over(self, other: PrefixKeys, num_tokens: int) -> None:
-        """Take the keys of another sequence with the same first num_tokens tokens."""
+        """Copy the keys of another sequence with the same first num_tokens tokens."""
         self._chain = other._chain[: 1 + 4 * num_tokens // self._block_bytes]
 
     def block(self, index: int) -> bytes:
-        """Key of block `index`, which must be full: hash of the first (index + 1) * B tokens."""
+        """Return the key of block `index`, which must be full: a hash of the first (index + 1) * B
+        tokens."""
         chain, size = self._chain, self._block_bytes
         while len(chain) <= index + 1:
             start = (len(chain) - 1) * size
@@ -56,13 +57,13 @@ class PrefixKeys:
         return chain[index + 1]
 
     def blocks(self, count: int) -> list[bytes]:
-        """Keys of the first `count` blocks."""
+        """Return the keys of the first `count` blocks."""
         if count:
             self.block(count - 1)
         return self._chain[1 : count + 1]
 
     def state(self, position: int) -> bytes:
-        """Key of the state after `position` tokens."""
+        """Return the key of the state after `position` tokens."""
         full = position * 4 // self._block_bytes
         before = self.block(full - 1)
         tail = self._bytes[full * self._block_bytes : position * 4]
@@ -70,7 +71,7 @@ class PrefixKeys:
 
 
 class RecentKeys:
-    """Keys of the last few sequences: the common prefix of a conversation's turns is hashed once.
+    """Keys of the last sequences: the common prefix of a conversation's turns is hashed once.
 
     Args:
         block_size_tokens: B.
@@ -81,7 +82,7 @@ class RecentKeys:
         self._recent: deque[PrefixKeys] = deque(maxlen=MAX_RECENT)
 
     def of(self, tokens: np.ndarray, salt: str) -> PrefixKeys:
-        """Keys of a sequence (int32 [L])."""
+        """Return the keys of a sequence (int32 [L])."""
         keys = PrefixKeys(tokens, salt, self._size)
         best, common = None, 0
         for other in self._recent:
@@ -91,7 +92,7 @@ class RecentKeys:
                     best, common = other, shared
         if best is not None:
             keys.take_over(best, common)
-            if common == min(best.num_tokens, keys.num_tokens):  # the longer one stays
+            if common == min(best.num_tokens, keys.num_tokens):  # keep only the longer one
                 self._recent.remove(best)
                 if common < best.num_tokens:
                     self._recent.append(best)
@@ -101,5 +102,5 @@ class RecentKeys:
 
 
 def _bytes_of(salt: str) -> bytes:
-    """Bytes of a string, also of one that is no valid Unicode (JSON has some)."""
+    """Return the bytes of a string, which may be invalid Unicode (as in some JSON)."""
     return salt.encode("utf-8", "surrogatepass")

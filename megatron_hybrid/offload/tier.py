@@ -1,12 +1,12 @@
-"""Tier: the contents of one memory below the pool (host memory, a disk), and its eviction.
+"""Tier: the records of one memory below the pool (host memory, a disk), and their eviction.
 
-It keeps records: the KV of one full block, or a state with the rows of its own partial block. A
-record's parent is the block before it, so a tier is a forest, and each record can be used without
-the pool: all blocks before it are in the tier, too.
+A record is the KV of one full block, or a state with the KV of its own partial block. Its parent is
+the block before it, so a tier is a forest. All blocks before a record are in the tier, so it can be
+used without the pool.
 
 Records without children are evicted by Greedy-Dual-Size-Frequency (Cherkasova 1998): priority =
-clock + uses x saved work / freed bytes, where the clock is the priority of the last evicted record
-and also advances with each refused one. Priorities are static, so an eviction is a heap operation.
+clock + uses x saved work / freed bytes. The clock is the priority of the last evicted record; it
+also advances with each refused record. Priorities are static, so an eviction is a heap operation.
 The bytes are in the tier's store.
 """
 
@@ -24,9 +24,9 @@ from megatron_hybrid.offload.prefix_keys import PrefixKeys
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
-"""Pause after a read or a write that failed."""
+"""Pause after a failed read or write."""
 LOST = object()
-"""In place of bytes for which there was no memory."""
+"""Stands for bytes that were lost for lack of memory."""
 
 
 class Record:
@@ -56,17 +56,17 @@ class Record:
         self.position = position  # tokens up to its end
         self.num_bytes = num_bytes
         self.is_state = is_state
-        self.saved_work = 0.0  # work to be done again without it (`CacheSpec.work`)
-        self.cost_bytes = num_bytes  # its own, and of the blocks that were kept with it
+        self.saved_work = 0.0  # work to redo without it (`CacheSpec.work`)
+        self.cost_bytes = num_bytes  # its own, and of the blocks that were added with it
         self.uses = 1
         self.priority = 0.0
         self.num_children = 0
-        self.states_at: dict[int, int] = {}  # position: its children that are states there
+        self.states_at: dict[int, int] = {}  # position: number of child states there
         self.pins = 0
         self.queued: Key | None = None
 
     def chain(self) -> list[Record]:
-        """The blocks from the first one to it, itself included if it is a block."""
+        """Return the blocks from the first one to this record, itself included if it is a block."""
         found = []
         record = self.parent if self.is_state else self
         while record is not None:
@@ -79,32 +79,32 @@ class RecordStore(Protocol):
     """The bytes of a tier. The type of `data` is the store's own."""
 
     def accepts(self) -> bool:
-        """Whether it takes more now (not if its writer cannot keep up)."""
+        """Return whether it takes more records now (not if its writer cannot keep up)."""
 
     def put(self, record: Record, data: Any) -> None:
         """Keep a record's bytes."""
 
     def put_lost(self, record: Record) -> None:
-        """As `put` of bytes that are lost."""
+        """Like `put`, for a record whose bytes are lost."""
 
     def take_lost(self) -> list[Record]:
-        """Records whose bytes were lost since the last call."""
+        """Return the records whose bytes were lost since the last call."""
 
     def get(self, record: Record) -> Any:
-        """A record's bytes, or a future of them."""
+        """Return a record's bytes, or a future of them."""
 
     def drop(self, record: Record) -> None:
-        """Forget a record's bytes."""
+        """Drop a record's bytes."""
 
 
 class Source(Protocol):
     """The bytes of a state or of blocks, to be copied into a tier."""
 
     def blocks(self, indices: list[int]) -> Iterable[Any]:
-        """Data of these blocks."""
+        """Return the data of these blocks."""
 
     def state(self) -> Any:
-        """Data of the state."""
+        """Return the data of the state."""
 
 
 class Tier:
@@ -114,11 +114,11 @@ class Tier:
         name: "host" or "disk", for messages and counters.
         spec: of the pool.
         capacity_bytes: most bytes of all records together.
-        store: holds their bytes.
-        on_evict: called with each record before it is evicted.
-        accepts: whether it takes more now; None: whether the store does.
-        keeps_lost: enter records also if there is no memory for their bytes, until `take_lost`
-            of the store is told to all ranks: each must have the same records.
+        store: holds the bytes of the records.
+        on_evict: callback with each record before its eviction.
+        accepts: whether the tier takes more records now; None: `store.accepts`.
+        keeps_lost: add records even without memory for their bytes, until all ranks know the
+            records of `take_lost`: each rank must have the same records.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Tier:
         self.used_bytes = 0
         self.num_states = self.num_evicted = 0
         self.num_without_memory = 0
-        """How often a copy found no memory."""
+        """Number of copies that failed for lack of memory."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
         self._on_evict = on_evict
@@ -161,12 +161,12 @@ class Tier:
         return self.num_records - self.num_states
 
     def records(self) -> list[Record]:
-        """All records, in the order of their arrival."""
+        """Return all records, in order of arrival."""
         return list(self._records.values())
 
     def find(self, keys: PrefixKeys) -> Record | None:
-        """The deepest record that a prompt with these keys can resume from: a state, in pure
-        attention a block. None: there is none."""
+        """Return the deepest record from which a prompt with these keys can resume: a state, in
+        pure attention a block. None if there is none."""
         found = None
         for index in range(keys.num_tokens // self._spec.block_size_tokens):
             record = self._records.get(keys.block(index))
@@ -174,7 +174,7 @@ class Tier:
                 break
             if not self._spec.needs_state:
                 found = record
-            # Prompts that differ in their last block only share a parent, any number of them.
+            # Any number of prompts that differ only in their last block may share a parent.
             for position in sorted(record.states_at, reverse=True):
                 if position > keys.num_tokens:
                     continue
@@ -199,14 +199,14 @@ class Tier:
         """Keep a state, or blocks of KV, if they are worth more than the records evicted for them.
 
         Args:
-            blocks: keys of all full blocks up to there; present ones are not copied again.
-            source: of the missing bytes.
+            blocks: keys of all full blocks up to there; present blocks are not copied again.
+            source: of missing bytes.
             state: key of the state after `position` tokens; None: only the blocks.
-            saved_work: work to be done again without the state (`CacheSpec.work`).
-            uses: of the state, this one included.
+            saved_work: work to redo without the state (`CacheSpec.work`).
+            uses: of the state, including this one.
         Returns:
-            Whether all of it is in the tier now. False also when the source finds no memory for its
-            copies (`optional_work`), which must fail no request.
+            Whether all of it is now in the tier. Also False if the source lacks memory for its
+            copies (`optional_work`), which must not fail a request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:
@@ -225,14 +225,14 @@ class Tier:
         else:
             cost += state_record_pages(spec, position) * spec.page_bytes
         if known * self._block_bytes + cost > self.capacity_bytes:
-            return False  # not even alone with the blocks before it
+            return False  # too large even alone with the blocks before it
         joint = last = self._records[blocks[known - 1]] if known else None
         if joint is not None:
             joint.pins += 1
         try:
             value = uses * saved_work / max(1, cost)
             if not self._make_room(cost, value):
-                # As if it had been kept and evicted: else unused records would stay for ever.
+                # As if it had been added and evicted: else unused records would stay forever.
                 self._clock += value * cost / self.capacity_bytes
                 return False
             data = None
@@ -266,7 +266,7 @@ class Tier:
                 self.unpin(joint)
 
     def add(self, record: Record, data: Any = None) -> None:
-        """Enter a record. data: its bytes, or LOST; None: the store has them already."""
+        """Add a record. data: its bytes, or LOST; None: the store already has them."""
         if data is LOST:
             self.store.put_lost(record)
         elif data is not None:
@@ -283,9 +283,9 @@ class Tier:
         self._queue.add(record)
 
     def load(self, found: list[tuple[Record, bytes | None]]) -> None:
-        """Enter records whose bytes the store has, each with its parent's key, parents first. Drops
-        descendants of missing records, and blocks that no state needs; then the least valuable
-        until the rest fits."""
+        """Add records whose bytes the store has, each with its parent's key, parents first. Drop
+        descendants of missing records, and blocks that no state needs; then evict the least
+        valuable until the rest fits."""
         for record, parent in found:
             if parent is not None and parent not in self._records:
                 self.store.drop(record)
@@ -299,19 +299,19 @@ class Tier:
         self._make_room(0, float("inf"))
 
     def count_use(self, record: Record) -> None:
-        """A prompt resumes from this record."""
+        """Count a prompt that resumes from this record."""
         record.uses += 1
         for each in [record] if self._spec.needs_state else record.chain():
             self._prioritise(each)
 
     def remove(self, record: Record) -> None:
-        """Remove a record, its descendants, and the blocks before it that no state needs any more.
-        No effect if it was removed before, even if its key was kept again since."""
+        """Remove a record, its descendants, and the blocks before it that no other state needs. No
+        effect if it was already removed, even if a new record has its key."""
         if not self._holds(record):
             return
         doomed = {id(record)}
         removed = [record]
-        if record.num_children:  # of a damaged one; children come after their parents
+        if record.num_children:  # a damaged record; children come after their parents
             for other in self._records.values():
                 if id(other.parent) in doomed:
                     doomed.add(id(other))
@@ -327,7 +327,7 @@ class Tier:
             parent = parent.parent
 
     def take_lost(self) -> list[bytes]:
-        """Keys of the present records whose bytes were lost since the last call."""
+        """Return keys of the present records whose bytes were lost since the last call."""
         return [record.key for record in self.store.take_lost() if self._holds(record)]
 
     def remove_key(self, key: bytes) -> None:
@@ -336,13 +336,13 @@ class Tier:
             self.remove(record)
 
     def clear(self) -> None:
-        """Forget every record."""
+        """Remove every record."""
         for record in reversed(self.records()):
             self._forget(record)
         self._queue.clear()
 
     def pin(self, record: Record) -> None:
-        """Keep a record, and so the blocks before it, until `unpin`."""
+        """Pin a record, and so the blocks before it, until `unpin`."""
         record.pins += 1
 
     def unpin(self, record: Record) -> None:
@@ -358,13 +358,13 @@ class Tier:
     # ---- within ----
 
     def note_lack_of_memory(self, error: Exception) -> None:
-        """Something evicted from the memory above is not kept here, for lack of memory to copy
-        it."""
+        """Count an item evicted from the tier above that is not kept here, for lack of memory to
+        copy it."""
         self.num_without_memory += 1
         if self.num_without_memory == 1:
             logger.warning(
-                "no memory for what leaves the pool (%s): it is not kept in the %s tier. Lower "
-                "host_cache_bytes or cache_bytes. Further times are only counted "
+                "no memory to copy items evicted from the pool (%s): they are not kept in the %s "
+                "tier. Lower host_cache_bytes or cache_bytes. Further failures are only counted "
                 "(%s_without_memory)",
                 error,
                 self.name,
@@ -378,7 +378,7 @@ class Tier:
         if record.num_children or record.pins or not self._holds(record):
             return None
         if self._spec.needs_state and not record.is_state:
-            return None  # it is evicted with the last state behind it
+            return None  # evicted with the last state behind it
         return 0, record.priority, record.position
 
     def _prioritise(self, record: Record) -> None:
@@ -386,7 +386,7 @@ class Tier:
         record.priority = self._clock + record.uses * saved
 
     def _make_room(self, num_bytes: int, value: float) -> bool:
-        """Make room for num_bytes more bytes if each record to evict is worth less per byte than
+        """Make room for num_bytes bytes if each record to evict is worth less per byte than
         `value`; else evict none."""
         missing = self.used_bytes + num_bytes - self.capacity_bytes
         going: list[Record] = []
@@ -406,7 +406,7 @@ class Tier:
                 self._on_evict(going[0])
                 self.num_evicted += 1
                 self.remove(going.pop(0))
-        finally:  # also when `on_evict` raises
+        finally:  # also if `on_evict` raises
             for record in going:
                 self._queue.add(record)
         if missing > 0:
@@ -415,7 +415,7 @@ class Tier:
         return True
 
     def _uncount(self, record: Record) -> int:
-        """Uncount a record in its ancestors. Returns the bytes that its eviction frees."""
+        """Uncount a record in its ancestors. Return the bytes that its eviction frees."""
         freed, parent = record.num_bytes, record.parent
         while parent is not None:
             parent.num_children -= 1
@@ -452,7 +452,8 @@ class Tier:
 
 
 def state_record_pages(spec: CacheSpec, position: int) -> int:
-    """Pages of a state's record: the state, its local blocks, and the KV of its partial block."""
+    """Return the number of pages of a state's record: the state, its local blocks, and the KV of
+    its partial block."""
     pages = spec.checkpoint_pages
     for group in spec.local_groups:
         blocks = spec.local_blocks(group, position)
@@ -463,7 +464,7 @@ def state_record_pages(spec: CacheSpec, position: int) -> int:
 
 
 def least_capacity_bytes(spec: CacheSpec) -> int:
-    """Least useful capacity of a tier: one block, and the state at its end."""
+    """Return the least useful capacity of a tier: one block, and the state at its end."""
     pages = spec.kv_pages_per_block
     if spec.needs_state:
         pages += state_record_pages(spec, spec.block_size_tokens)

@@ -372,7 +372,7 @@ def test_a_source_that_finds_no_memory_is_a_refusal(caplog, fails):
     assert store.data == before and not any(record.pins for record in tier.records())
     assert tier.num_without_memory == 2
     (logged,) = caplog.messages
-    assert logged.startswith("no memory for what leaves the pool (")
+    assert logged.startswith("no memory to copy items evicted from the pool (")
     assert keep(tier, [3] * 140, spec, saved=10**6)  # all that is old can go
     assert find(tier, [1] * 40) == 0
 
