@@ -302,7 +302,7 @@ class Fetches:
         raises, no copy is running."""
         fetch = self._fetches[key]
         pages = [read.result() for read in fetch.reads]
-        # The pool may have got the first blocks meanwhile.
+        # Meanwhile the pool may have got the first blocks from other requests.
         fetch.arrival = self._mover.to_pool(targets, pages[len(pages) - len(targets) :])
         fetch.state = FetchState.LOADING
 
