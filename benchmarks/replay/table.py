@@ -129,7 +129,8 @@ def lost_cells(cells: Sequence[Cell]) -> Iterator[str]:
             workload, model, in_flight, budget = where
             row = f"| {workload} | {model} | {in_flight} | {budget:g} | {skipped(ours):.1f} | "
             rows.append((-lead, f"{row}{skipped(other):.1f} | {other.engine} |"))
-    yield f"**Another engine is ahead in {len(rows)} of {compared} cells, by {AHEAD} points or more**"
+    ahead = f"in {len(rows)} of {compared} cells, by {AHEAD} points or more"
+    yield f"**Another engine is ahead {ahead}**"
     yield ""
     yield "| workload | model | in flight | GB | ours, better encoding | best other | which |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"

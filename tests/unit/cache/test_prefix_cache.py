@@ -9,7 +9,6 @@ from simulator import Simulator
 
 from megatron_hybrid.cache import eviction
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
-from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.hybrid import REFRESHED
 from megatron_hybrid.cache.policy.reuse import ReuseModel

@@ -19,7 +19,6 @@ from megatron_hybrid.cache.policy.placement import NO_RUNG
 from megatron_hybrid.cache.policy.protocol import NewState, Prompt
 from megatron_hybrid.cache.policy.reuse import PRIOR_GAP, PRIOR_PROBABILITY
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.report import MissReason
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=40_000, hidden_bytes=64)  # states of 20 pages
 
