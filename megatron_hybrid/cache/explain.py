@@ -24,7 +24,7 @@ _REASONS = {
     MissReason.STATE_NEVER_SAVED: "more tokens are known, but no state was saved there",
     MissReason.STATE_EVICTED: "a state after it was evicted",
     MissReason.KV_EVICTED: "the KV of the known tokens after it was evicted",
-    MissReason.BUDGET: "a state after it was wanted, but found no room",
+    MissReason.BUDGET: "a state after it was wanted, and found no room",
     MissReason.SALT: "its tokens are known, but under another salt",
     MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
 }
