@@ -82,7 +82,8 @@ class SharedBlockMixer(Mixer):
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
-        kv = KVShape(self.num_groups, self.config.kv_channels)
+        full_heads = self.config.num_query_groups
+        kv = KVShape(self.num_groups, self.config.kv_channels, full_heads=full_heads)
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
 
     def forward(
