@@ -147,8 +147,8 @@ bench-replay: $(VENV)/.installed-bench
 	    --plots benchmarks/results --markdown docs/replay.md
 
 bench-replay-models: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm vllm-fine \
-	    mcore marconi lru-16 lru-528 \
+	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm mcore marconi \
+	    lru-16 lru-528 \
 	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
 
 models-table: $(VENV)/.installed-test
