@@ -212,7 +212,7 @@ class Offload(CacheListener):
         state = {
             "state": checkpoint.tier_key,
             "position": position,
-            "saved_work": rebuild_work(checkpoint, checkpoint.previous(), self.spec),
+            "saved_work": rebuild_work(checkpoint.previous(), position, self.spec),
             "uses": checkpoint.uses + 1,
         }
         for tier in tiers:

@@ -22,6 +22,7 @@ from megatron_hybrid.cache.policy.values import (
     checkpoint_value,
     equal_start,
     kv_pages,
+    rebuild_work,
     tail_value,
     value_per_page,
 )
@@ -94,33 +95,27 @@ class HybridPolicy(Policy):
     def new_value(self, new: NewState) -> float:
         if not self.parts.price:
             return math.inf
-        start, pages = new.previous.position if new.previous else 0, new.pages
+        pages = new.pages
         if self._needs_state and self.parts.exclusive_kv:
-            pages += kv_pages(max(0, new.position - max(start, new.shared_tokens)), self.spec)
-        return value_per_page(self._new_rate(new), self._work(start, new.position), pages)
+            start = max(new.shared_tokens, new.previous.position if new.previous else 0)
+            pages += kv_pages(max(0, new.position - start), self.spec)
+        work = rebuild_work(new.previous, new.position, self.spec, self.parts)
+        return value_per_page(self._new_rate(new), work, pages)
 
     def replaces(self, new: NewState) -> bool:
         """Whether the previous state is worth less than the tokens between both."""
         parts, previous = self.parts, new.previous
         if previous is None or not (parts.price and parts.replacing and self._needs_state):
             return False
-        start = previous.previous()
-        kept = self.reuse.rate(previous) * self._work(
-            start.position if start else 0, previous.position
-        )
-        return self._new_rate(new) * self._work(previous.position, new.position) > kept
+        gained = rebuild_work(previous, new.position, self.spec, parts)
+        lost = rebuild_work(previous.previous(), previous.position, self.spec, parts)
+        return self._new_rate(new) * gained > self.reuse.rate(previous) * lost
 
     def _new_rate(self, new: NewState) -> float:
         """Expected uses per request of a new state."""
         if new.known is not None:
             return self.reuse.rate(new.known)
         return self.reuse.new_rate(new.kind, new.origin)
-
-    def _work(self, start: int, end: int) -> float:
-        """Work that a state at `end` saves beyond one at `start`."""
-        if self._needs_state and self.parts.work:
-            return self.spec.work(start, end)
-        return 1.0  # KV alone resumes; only the last hidden state is missing
 
     # ---- learning ----
 

@@ -66,11 +66,13 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
     return start
 
 
-def rebuild_work(checkpoint: Checkpoint, previous: Checkpoint | None, spec: CacheSpec) -> float:
-    """Work to compute a checkpoint's state again. previous: `checkpoint.previous()`."""
-    if not spec.needs_state:
+def rebuild_work(
+    previous: Checkpoint | None, position: int, spec: CacheSpec, parts: Parts = ALL_PARTS
+) -> float:
+    """Work to compute the state at a position again. previous: the stored state before it."""
+    if not (spec.needs_state and parts.work):
         return 1.0  # KV alone resumes; only the last hidden state is missing
-    return spec.work(previous.position if previous else 0, checkpoint.position)
+    return spec.work(previous.position if previous else 0, position)
 
 
 def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int:
@@ -110,5 +112,5 @@ def checkpoint_value(
         alone = parts.exclusive_kv and not checkpoint.is_covered()
         if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
             pages += kv_pages(exclusive_tokens(checkpoint, previous), spec)
-    work = rebuild_work(checkpoint, previous, spec) if parts.work else 1.0
+    work = rebuild_work(previous, checkpoint.position, spec, parts)
     return value_per_page(reuse.rate(checkpoint), work, pages)

@@ -40,8 +40,9 @@ from megatron_hybrid.cache.policy.values import (
 def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
     lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
     checkpoint = lower.checkpoints[position]
-    assert rebuild_work(checkpoint, checkpoint.previous(), HYBRID) == expected
-    assert rebuild_work(checkpoint, checkpoint.previous(), replace(HYBRID, state_bytes=0)) == 1
+    previous = checkpoint.previous()
+    assert rebuild_work(previous, position, HYBRID) == expected
+    assert rebuild_work(previous, position, replace(HYBRID, state_bytes=0)) == 1
 
 
 def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
@@ -49,15 +50,14 @@ def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_wor
     spec = replace(HYBRID, attention_parity=100.0)
     lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
     first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
-    works = [
-        rebuild_work(checkpoint, checkpoint.previous(), spec) for checkpoint in (first, second)
-    ]
+    works = [rebuild_work(each.previous(), each.position, spec) for each in (first, second)]
     each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
     assert works == pytest.approx(each_token)
     assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
-    assert [
-        rebuild_work(checkpoint, checkpoint.previous(), HYBRID) for checkpoint in (first, second)
-    ] == [100, 100]
+    assert [rebuild_work(each.previous(), each.position, HYBRID) for each in (first, second)] == [
+        100,
+        100,
+    ]
 
 
 def test_exclusive_tokens():
