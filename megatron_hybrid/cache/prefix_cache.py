@@ -731,8 +731,9 @@ class PrefixCache:
             self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
-        most = self._pages.most_needed(lease, capacity_tokens, chunk_tokens)
-        if not self.allocator.can_free(needed) or (is_new_request and not self._pays_off(most)):
+        if not self.allocator.can_free(needed) or (
+            is_new_request and not self._pays_off(lease, capacity_tokens, chunk_tokens)
+        ):
             self._pages.release(lease)
             return None
         self._tick += 1
@@ -748,10 +749,13 @@ class PrefixCache:
         self._open(lease, capacity_tokens, end)
         return lease
 
-    def _pays_off(self, num_pages: int) -> bool:
+    def _pays_off(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> bool:
         """Admission test: evict only candidates worth less than one more concurrent request."""
         running = len(self._leases)
-        if self.mode != "restore" or not running or num_pages <= self.allocator.num_free:
+        if self.mode != "restore" or not running:
+            return True
+        num_pages = self._pages.most_needed(lease, capacity_tokens, chunk_tokens)
+        if num_pages <= self.allocator.num_free:
             return True
         # Divided by all pages, not only the missing ones: so candidates evicted over several
         # attempts are together worth no more.

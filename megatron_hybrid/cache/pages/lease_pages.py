@@ -7,7 +7,8 @@ check `has_room` before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import mul
 
 import numpy as np
 
@@ -88,25 +89,25 @@ class LeasePages:
 
     def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
         """Return the number of pages that this room takes beyond those of the lease."""
-        spec = self._spec
-        blocks, local_blocks = self._missing(lease, capacity_tokens, end)
-        needed = blocks * spec.kv_pages_per_block
-        for group, missing in zip(spec.local_groups, local_blocks):
-            needed += missing * spec.pages_per_block[group]
-        return needed
+        return self._num_pages(*self._missing(lease, capacity_tokens, end))
 
     def most_needed(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
         """Return the most pages that this room takes at a time beyond those of the lease, over all
         forwards of at most chunk_tokens tokens: a later forward also needs the blocks that its
         first token sees. Blocks released by the lease meanwhile are still held by the state that it
         resumed from."""
-        spec = self._spec
         blocks, local_blocks = self._missing(lease, capacity_tokens, capacity_tokens)
-        needed = blocks * spec.kv_pages_per_block
-        for group, missing in zip(spec.local_groups, local_blocks):
-            most = spec.max_local_blocks(group, chunk_tokens or capacity_tokens)
-            needed += min(missing, most) * spec.pages_per_block[group]
-        return needed
+        most = (
+            self._spec.max_local_blocks(group, chunk_tokens or capacity_tokens)
+            for group in self._spec.local_groups
+        )
+        return self._num_pages(blocks, map(min, local_blocks, most))
+
+    def _num_pages(self, blocks: int, local_blocks: Iterable[int]) -> int:
+        """Return the pages of so many blocks of full attention, and of each local group."""
+        spec = self._spec
+        per_block = (spec.pages_per_block[group] for group in spec.local_groups)
+        return blocks * spec.kv_pages_per_block + sum(map(mul, local_blocks, per_block))
 
     def has_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
         """Return whether eviction could make the room."""
