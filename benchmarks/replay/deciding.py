@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.policies import LRUPolicy
-from benchmarks.replay.sweep import GB, best_replays
-from benchmarks.replay.table import header
+from benchmarks.replay.sweep import GB, Cell, best_replays
+from benchmarks.replay.table import header, is_rival
 from benchmarks.replay.traces import load
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.cache.pages.spec import CacheSpec
@@ -126,14 +126,13 @@ def requests_of(workload: str, seed: int | None, trace: Path | None) -> tuple[li
     if workload == MOONCAKE:
         return list(load(trace, 3000)), 0
     generate = {name: each.generate for name, each in WORKLOADS.items()}
-    parts = [generate[workload](**({} if seed is None else {"seed": seed}))] if seed else []
     if workload == CHANGING[0]:
         parts = [generate["short-classify"](limit=30_000, seed=11), generate["chat"](seed=1)]
     elif workload == CHANGING[1]:
         parts = [generate["rag-fork"](limit=600, seed=1)]
         parts += [generate["rag-fork"](limit=400, seed=seed) for seed in (2, 3, 4)]
-    elif not parts:
-        parts = [generate[workload]()]
+    else:
+        parts = [generate[workload](**({} if seed is None else {"seed": seed}))]
     parts = [list(part) for part in parts]
     # Each part has sessions of its own.
     requests = [
@@ -169,13 +168,11 @@ def published(folder: Path = RESULTS) -> Results:
     found: Results = {}
     for name in PUBLISHED:
         for cell in json.loads((folder / name).read_text(encoding="utf-8"))["cells"]:
-            engine = cell["engine"]
-            if engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling")):
-                continue
-            where = (cell[key] for key in ("workload", "geometry", "in_flight", "budget_gb"))
-            workload, *rest = where
-            result = [cell["skipped_percent"], cell["micros_median"]]
-            found.setdefault(str(Case(workload, None, *rest)), {})[engine] = result
+            cell = Cell(**cell)
+            if is_rival(cell):
+                case = Case(cell.workload, None, cell.geometry, cell.in_flight, cell.budget_gb)
+                result = [cell.skipped_percent, cell.micros_median]
+                found.setdefault(str(case), {})[cell.engine] = result
     return found
 
 

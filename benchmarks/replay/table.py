@@ -97,7 +97,7 @@ def header(first: str, others: Sequence[str]) -> str:
 def overview(cells: Sequence[Cell]) -> str:
     """Where a rival is ahead; then many models in one Markdown table per number in flight: ours and
     the best of the rivals at each budget."""
-    lines = [*lost_cells(cells)]
+    lines = [*cells_behind(cells)]
     for (in_flight,), compared in sorted(by(cells, "in_flight").items()):
         lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", ""]
         lines.append("| workload | model | GB | ours | ours-int8 | best other | which |")
@@ -115,7 +115,7 @@ def overview(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def lost_cells(cells: Sequence[Cell]) -> Iterator[str]:
+def cells_behind(cells: Sequence[Cell]) -> Iterator[str]:
     """A Markdown table of the cells in which a rival skips more than ours in either encoding."""
     rows, compared = [], 0
     for where, group in by(cells, "workload", "geometry", "in_flight", "budget_gb").items():
