@@ -21,6 +21,7 @@ from recurrences import assert_near, layouts, seeded
 
 from megatron_hybrid.ops import RaggedLayout, dispatch, paged_attention
 from megatron_hybrid.ops.attention import triton as kernels
+from megatron_hybrid.ops.attention import work
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +56,33 @@ def test_the_kernel_equals_brute_force(layout, pattern, sinks, block_size, group
     check(layout, pattern, block_size, group, P, sinks, by_row, seed)
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(work, "PART", 64)
+    monkeypatch.setattr(work, "MAX_PARTS", 4)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("pattern", [PLAIN, kernels.AttentionPattern(0.3, window=50)])
-def test_keys_of_few_queries_are_split_and_joined(monkeypatch, pattern, sinks):
-    monkeypatch.setattr(kernels, "SPLIT", 64)
-    check(RaggedLayout((1, 5, 1, 30), (300, 130, 0, 70), (), 2), pattern, sinks=sinks)
+@pytest.mark.parametrize(
+    "pattern",
+    [PLAIN, kernels.AttentionPattern(0.3, window=50), kernels.AttentionPattern(0.3, chunk=200)],
+)
+@pytest.mark.usefixtures("small_parts")
+def test_keys_of_few_queries_are_split_and_joined(pattern, sinks):
+    """Parts get larger inside of the second sequence, at position 256."""
+    check(RaggedLayout((1, 12, 1, 30), (300, 250, 0, 70), (), 2), pattern, sinks=sinks)
 
 
-def test_other_sequences_change_no_bit_of_a_row(monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT", 64)
+@pytest.mark.usefixtures("small_parts")
+def test_several_launches_share_the_memory_of_parts(monkeypatch):
+    layout = RaggedLayout((1, 12, 1, 30), (300, 250, 0, 70), (), 2)
+    one = check(layout, PLAIN)
+    monkeypatch.setattr(kernels, "PARTIAL_BYTES", 12 * 4 * 4 * (8 + 2))  # 12 results of 4 heads
+    assert torch.equal(check(layout, PLAIN), one)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_other_sequences_change_no_bit_of_a_row():
     generator = seeded(1)
     layout = RaggedLayout((1, 7, 40), (250, 90, 20))
     q, keys, values = paged_case(layout, 2, generator)

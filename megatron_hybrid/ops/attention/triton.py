@@ -1,13 +1,11 @@
 """Paged attention in Triton: prefill and decode of a ragged batch, every pattern, any block size.
 
-Scores and sums are fp32. Keys are read in blocks whose places are absolute, and split into parts of
-`SPLIT` for sequences with few new tokens, so a row's bits depend neither on other sequences nor on
-how many there are.
+Scores and sums are fp32. Keys are read in blocks whose places are absolute, and split into parts
+for sequences with few new tokens (see `work.py`), so a row's bits depend neither on other sequences
+nor on how many there are.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,15 +14,9 @@ from torch import Tensor
 
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import check
+from megatron_hybrid.ops.attention.work import PARTIAL_BYTES, Tiles, split_keys, whole_keys
 from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.to_device import to_device
-
-SPLIT = 1024
-"""Keys that one program reads where there are few queries; a multiple of any key block."""
-
-FEW_TOKENS = 16
-"""New tokens up to which the keys of a sequence are split over programs."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,14 +32,17 @@ def attention_kernel(
     partial_ptr,
     maxima_ptr,
     sums_ptr,
-    tile_sequences_ptr,
-    tile_firsts_ptr,
+    sequences_ptr,
+    row_starts_ptr,
+    row_ends_ptr,
+    key_starts_ptr,
+    sizes_ptr,
+    tokens_ptr,
+    places_ptr,
     boundaries_ptr,
     starts_ptr,
-    offsets_ptr,
     scale,
     softcap,
-    num_splits,
     stride_q_row,
     stride_q_head,
     stride_q_dim,
@@ -73,7 +68,7 @@ def attention_kernel(
     CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -85,26 +80,25 @@ def attention_kernel(
     A row is a query and one of the GROUP query heads of the key/value head, heads side by side, so
     that keys are read once for all. Queries and keys are BLOCK_D + BLOCK_D2 wide.
     """
-    tile, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(tile_sequences_ptr + tile).to(tl.int64)
-    first = tl.load(tile_firsts_ptr + tile)
+    number, kv = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(sequences_ptr + number).to(tl.int64)
+    first, end = tl.load(row_starts_ptr + number), tl.load(row_ends_ptr + number)
     row = tl.load(boundaries_ptr + sequence).to(tl.int64)
-    length = tl.load(boundaries_ptr + sequence + 1).to(tl.int32) - row.to(tl.int32)
     start = tl.load(starts_ptr + sequence)
 
     place = first + tl.arange(0, BLOCK_M)
     query, head = place // GROUP, kv * GROUP + place % GROUP
-    alive = query < length
+    alive = place < end
     position = start + query
-    last_query = tl.minimum(first + BLOCK_M - 1, length * GROUP - 1) // GROUP
-    low, high = 0, start + last_query + 1
+    low, high = 0, start + (end - 1) // GROUP + 1
     if WINDOW > 0:
         low = tl.maximum(start + first // GROUP - WINDOW + 1, 0)
     if CHUNK > 0:
         low = (start + first // GROUP) // CHUNK * CHUNK
-    if SPLIT_KEYS > 0:
-        low = tl.maximum(low, split * SPLIT_KEYS)
-        high = tl.minimum(high, (split + 1) * SPLIT_KEYS)
+    if SPLIT:
+        part_start, size = tl.load(key_starts_ptr + number), tl.load(sizes_ptr + number)
+        low = tl.maximum(low, part_start)
+        high = tl.minimum(high, part_start + size)
 
     d, d2, p = tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, BLOCK_D2), tl.arange(0, BLOCK_P)
     q_rows = q_ptr + (row + query)[:, None] * stride_q_row + head[:, None] * stride_q_head
@@ -158,13 +152,23 @@ def attention_kernel(
         average = tl.dot(weights.to(q.dtype), v, average * kept[:, None], input_precision="ieee")
         largest = new
 
-    inside = live & (p[None, :] < P)
-    if SPLIT_KEYS > 0:
-        offset = tl.load(offsets_ptr + sequence).to(tl.int64)
-        part = ((offset + query) * H + head) * num_splits + split
-        tl.store(partial_ptr + part[:, None] * P + p[None, :], average, mask=inside)
-        tl.store(maxima_ptr + part, largest, mask=alive)
-        tl.store(sums_ptr + part, total, mask=alive)
+    if SPLIT:
+        row_low = position * 0
+        if WINDOW > 0:
+            row_low = tl.maximum(position - WINDOW + 1, 0)
+        if CHUNK > 0:
+            row_low = position // CHUNK * CHUNK
+        sees = alive & (part_start <= position) & (part_start + size > row_low)
+        token = tl.load(tokens_ptr + number) + query - first // GROUP
+        part = tl.load(places_ptr + token, mask=sees, other=0).to(tl.int64)
+        part = (part + part_start // size - row_low // size) * H + head
+        tl.store(
+            partial_ptr + part[:, None] * P + p[None, :],
+            average,
+            mask=sees[:, None] & (p[None, :] < P),
+        )
+        tl.store(maxima_ptr + part, largest, mask=sees)
+        tl.store(sums_ptr + part, total, mask=sees)
     else:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=alive, other=0.0).to(tl.float32)
@@ -173,7 +177,7 @@ def attention_kernel(
         tl.store(
             out_rows + head[:, None] * stride_out_head + p[None, :] * stride_out_dim,
             average / tl.where(alive, total, 1.0)[:, None],
-            mask=inside,
+            mask=live & (p[None, :] < P),
         )
 
 
@@ -185,33 +189,22 @@ def join_kernel(
     sinks_ptr,
     out_ptr,
     rows_ptr,
-    positions_ptr,
-    num_splits,
+    places_ptr,
     stride_out_row,
     stride_out_head,
     stride_out_dim,
     H: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """The parts of one row, joined in order."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, position = tl.load(rows_ptr + number).to(tl.int64), tl.load(positions_ptr + number)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(position - WINDOW + 1, 0)
-    if CHUNK > 0:
-        low = position // CHUNK * CHUNK
     p = tl.arange(0, BLOCK_P)
     largest, total = float("-inf"), 0.0
     average = tl.zeros((BLOCK_P,), tl.float32)
-    parts = (number.to(tl.int64) * H + head) * num_splits
-    for split in range(low // SPLIT_KEYS, position // SPLIT_KEYS + 1):
-        part = parts + split
+    for place in range(tl.load(places_ptr + number), tl.load(places_ptr + number + 1)):
+        part = tl.cast(place, tl.int64) * H + head
         found = tl.load(maxima_ptr + part)
         new = tl.maximum(largest, found)
         kept, weight = tl.exp2(largest - new), tl.exp2(found - new)
@@ -221,46 +214,9 @@ def join_kernel(
         largest = new
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E - largest)
+    row = tl.load(rows_ptr + number).to(tl.int64)
     out_row = out_ptr + row * stride_out_row + head * stride_out_head
     tl.store(out_row + p * stride_out_dim, average / total, mask=p < P)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Work of one launch: rows of some sequences, BLOCK_M at a time, as int32 tensors."""
-
-    sequences: Tensor
-    firsts: Tensor
-    """First row of each tile in its sequence."""
-    offsets: Tensor
-    """Number of each sequence's first token among those of these sequences."""
-    rows: Tensor
-    """Flat rows of these tokens."""
-    positions: Tensor
-    """Their positions."""
-
-    @classmethod
-    def of(
-        cls, layout: RaggedLayout, few: bool, group: int, block_m: int, device: torch.device
-    ) -> Tiles | None:
-        """Tiles of the sequences with few new tokens, or of the others; None: there are none."""
-
-        def make() -> Tiles | None:
-            sequences, firsts, offsets, rows, positions = [], [], [], [], []
-            for r, length in enumerate(layout.lengths):
-                offsets.append(len(rows))
-                if (length <= FEW_TOKENS) == few:
-                    tiles = range(0, length * group, block_m)
-                    sequences += [r] * len(tiles)
-                    firsts += tiles
-                    rows += range(layout.cu_seqlens[r], layout.cu_seqlens[r + 1])
-                    positions += range(layout.start_positions[r], layout.end_positions[r])
-            if not sequences:
-                return None
-            numbers = (sequences, firsts, offsets, rows, positions)
-            return cls(*(to_device(n, device, torch.int32) for n in numbers))
-
-        return layout.cached(("attention tiles", few, group, block_m, device), make)
 
 
 def configuration(D: int, P: int, num_bytes: int, few: bool) -> tuple[dict[str, int], int]:
@@ -324,66 +280,66 @@ def run(
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0
-    shape = {
-        "H": H,
-        "P": P,
-        "WINDOW": pattern.window or 0,
-        "CHUNK": pattern.chunk or 0,
-        "HAS_SINKS": sinks_H is not None,
-    }
     table = SequenceTable.of(layout, q_THD.device)
-    for few, split_keys in ((True, SPLIT), (False, 0)):
+    pages = (k_pages_nBKD, v_pages_nBKP, block_table_RM, sinks_H)
+    strides = (
+        *q_THD.stride(),
+        *k_pages_nBKD.stride(),
+        *v_pages_nBKP.stride(),
+        *block_table_RM.stride(),
+        *out_THP.stride(),
+    )
+
+    def attend(tiles: Tiles, partial: tuple[Tensor | None, ...], few: bool) -> None:
         blocks, num_warps = configuration(D, P, q_THD.element_size(), few)
-        tiles = Tiles.of(layout, few, H // K, blocks["BLOCK_M"], q_THD.device)
-        if tiles is None:
-            continue
-        num_splits, parts = 1, (None, None, None)
-        if split_keys:
-            num_splits = -(-layout.last_end // SPLIT)
-            sizes = (len(tiles.rows), H, num_splits)
-            parts = tuple(q_THD.new_empty(*sizes, *n, dtype=torch.float32) for n in ((P,), (), ()))
-        attention_kernel[len(tiles.firsts), K, num_splits](
+        attention_kernel[len(tiles.sequences), K](
             q_THD,
-            k_pages_nBKD,
-            v_pages_nBKP,
-            block_table_RM,
-            sinks_H,
+            *pages,
             out_THP,
-            *parts,
-            tiles.sequences,
-            tiles.firsts,
+            *partial,
+            *tiles,
             table.boundaries,
             table.starts,
-            tiles.offsets,
             pattern.scale,
             pattern.softcap or 1.0,
-            num_splits,
-            *q_THD.stride(),
-            *k_pages_nBKD.stride(),
-            *v_pages_nBKP.stride(),
-            *block_table_RM.stride(),
-            *out_THP.stride(),
-            **shape,
+            *strides,
+            H=H,
             GROUP=H // K,
             D=D,
+            P=P,
             B=B,
+            WINDOW=pattern.window or 0,
+            CHUNK=pattern.chunk or 0,
             HAS_SOFTCAP=pattern.softcap is not None,
-            SPLIT_KEYS=split_keys,
+            HAS_SINKS=sinks_H is not None,
+            SPLIT=few,
             **blocks,
             num_warps=num_warps,
         )
-        if split_keys:
-            join_kernel[len(tiles.rows), H](
-                *parts,
-                sinks_H,
-                out_THP,
-                tiles.rows,
-                tiles.positions,
-                num_splits,
-                *out_THP.stride(),
-                **shape,
-                SPLIT_KEYS=split_keys,
-                BLOCK_P=blocks["BLOCK_P"],
-                num_warps=4,
-            )
+
+    blocks, _ = configuration(D, P, q_THD.element_size(), few=True)
+    most = PARTIAL_BYTES // (4 * H * (P + 2))
+    launches = split_keys(layout, pattern, H // K, blocks["BLOCK_M"], most, q_THD.device)
+    if launches:
+        sizes = (max(parts.num_places for parts in launches), H)
+        partial = tuple(q_THD.new_empty(*sizes, *n, dtype=torch.float32) for n in ((P,), (), ()))
+    for parts in launches:
+        attend(parts.tiles, partial, few=True)
+        join_kernel[len(parts.rows), H](
+            *partial,
+            sinks_H,
+            out_THP,
+            parts.rows,
+            parts.places,
+            *out_THP.stride(),
+            H=H,
+            P=P,
+            HAS_SINKS=sinks_H is not None,
+            BLOCK_P=blocks["BLOCK_P"],
+            num_warps=4,
+        )
+    blocks, _ = configuration(D, P, q_THD.element_size(), few=False)
+    tiles = whole_keys(layout, H // K, blocks["BLOCK_M"], q_THD.device)
+    if tiles is not None:
+        attend(tiles, (None, None, None), few=False)
     return out_THP

@@ -1,0 +1,182 @@
+"""Which program of the attention kernel computes which rows over which keys.
+
+A sequence with many new tokens has enough rows for all programs of a GPU: each reads all keys that
+its rows see. One with few has not, so its keys are split into parts, each with a program of its
+own, and a second kernel joins what the parts give. The parts of a token follow from its position
+and the pattern alone, so its result has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hybrid.ops.attention.pattern import AttentionPattern
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
+
+FEW_TOKENS = 16
+"""New tokens up to which the keys of a sequence are split."""
+
+PART = 1024
+"""Keys of the smallest part; a multiple of any block of keys."""
+
+MAX_PARTS = 32
+"""Parts of the keys that one token sees. Beyond `MAX_PARTS` times `PART` keys parts get larger."""
+
+PARTIAL_BYTES = 64 << 20
+"""What the parts of one launch give takes no more; what needs more is done in several launches."""
+
+
+class Tiles(NamedTuple):
+    """Programs of one launch, as int32 tensors with a number for each."""
+
+    sequences: Tensor
+    row_starts: Tensor
+    """First row: token of the sequence in this call * query heads of a key/value head + head."""
+    row_ends: Tensor
+    """Behind the last row."""
+    key_starts: Tensor | None = None
+    """First key of the part, a multiple of its size; None: all keys."""
+    sizes: Tensor | None = None
+    """Keys of the part."""
+    tokens: Tensor | None = None
+    """Number of the first row's token in `Parts`."""
+    places: Tensor | None = None
+    """See `Parts`."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One launch over parts of keys, and how its results are joined."""
+
+    tiles: Tiles
+    rows: Tensor
+    """int32, flat row of each token: `[n]`."""
+    places: Tensor
+    """int32, where the results of each token's parts begin, and their number: `[n + 1]`."""
+    num_places: int
+
+
+def whole_keys(
+    layout: RaggedLayout, group: int, block_m: int, device: torch.device
+) -> Tiles | None:
+    """The sequences with many new tokens, `block_m` rows a program; None: there are none.
+
+    Args:
+        group: query heads of a key/value head.
+    """
+
+    def make() -> Tiles | None:
+        numbers = [
+            (r, first, min(first + block_m, length * group))
+            for r, length in enumerate(layout.lengths)
+            if length > FEW_TOKENS
+            for first in range(0, length * group, block_m)
+        ]
+        if not numbers:
+            return None
+        return Tiles(*(to_device(n, device, torch.int32) for n in zip(*numbers, strict=True)))
+
+    return layout.cached(("whole keys", group, block_m, device), make)
+
+
+def split_keys(
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    group: int,
+    block_m: int,
+    most_places: int,
+    device: torch.device,
+) -> list[Parts]:
+    """The sequences with few new tokens, in launches of at most `most_places` results."""
+    key = ("split keys", pattern.window, pattern.chunk, group, block_m, most_places, device)
+    return layout.cached(
+        key, lambda: list(_launches(layout, pattern, group, block_m, most_places, device))
+    )
+
+
+def part_size(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
+    """Keys of each part of the tokens at these positions: `PART` times a power of two."""
+    firsts, sizes = _first_keys(positions, pattern), np.full_like(positions, PART)
+    while (too_many := positions // sizes - firsts // sizes >= MAX_PARTS).any():
+        sizes[too_many] *= 2
+    return sizes
+
+
+def _first_keys(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
+    return np.maximum(pattern.first_visible(positions), 0)
+
+
+def _launches(
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    group: int,
+    block_m: int,
+    most_places: int,
+    device: torch.device,
+) -> Iterator[Parts]:
+    few = [r for r, length in enumerate(layout.lengths) if length <= FEW_TOKENS]
+    if not few:
+        return
+    # Of each token: its sequence, its number there, its position.
+    lengths = np.array([layout.lengths[r] for r in few])
+    sequences = np.repeat(few, lengths)
+    queries = np.arange(len(sequences)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions = np.array(layout.start_positions)[sequences] + queries
+    rows = np.array(layout.cu_seqlens)[sequences] + queries
+    sizes = part_size(positions, pattern)
+    first_parts = _first_keys(positions, pattern) // sizes
+    counts = positions // sizes - first_parts + 1
+
+    # A run is a few tokens of one sequence whose parts are of one size: what a program can take.
+    per_run = max(1, block_m // group)
+    starts = queries % per_run == 0
+    starts[1:] |= sizes[1:] != sizes[:-1]
+    (firsts,) = starts.nonzero()
+    lasts = np.append(firsts[1:], len(starts)) - 1
+    ends = np.cumsum(counts)
+    before = (ends - counts)[firsts]
+    # Runs of a launch begin below `budget`, so the last one of them ends below `most_places`.
+    budget = max(1, most_places - int((ends[lasts] - before).max()) + 1)
+    cuts = (np.diff(before // budget, prepend=-1) > 0).nonzero()[0]
+
+    def device_tensor(numbers: np.ndarray) -> Tensor:
+        return to_device(numbers.astype(np.int32), device, torch.int32)
+
+    for begin, end in zip(cuts, (*cuts[1:], len(firsts)), strict=True):
+        first, last = firsts[begin:end], lasts[begin:end]
+        token, token_end = first[0], last[-1] + 1
+        places = np.append(ends - counts, ends[-1])[token : token_end + 1]
+        places = places - places[0]
+        # One program for each run, BLOCK_M of its rows, and part of the keys.
+        num_tiles = -(-((last - first + 1) * group) // block_m)
+        num_parts = positions[last] // sizes[first] - first_parts[first] + 1
+        runs = np.repeat(np.arange(len(first)), num_tiles * num_parts)
+        within = np.arange(len(runs)) - np.repeat(
+            np.cumsum(num_tiles * num_parts) - num_tiles * num_parts, num_tiles * num_parts
+        )
+        tile, part = within // num_parts[runs], within % num_parts[runs]
+        row_starts = queries[first][runs] * group + tile * block_m
+        row_ends = np.minimum(row_starts + block_m, (queries[last][runs] + 1) * group)
+        run_sizes = sizes[first][runs]
+        tiles = (
+            sequences[first][runs],
+            row_starts,
+            row_ends,
+            (first_parts[first][runs] + part) * run_sizes,
+            run_sizes,
+            first[runs] - token + (row_starts // group - queries[first][runs]),
+        )
+        places_n = device_tensor(places)
+        yield Parts(
+            Tiles(*map(device_tensor, tiles), places_n),
+            device_tensor(rows[token:token_end]),
+            places_n,
+            int(places[-1]),
+        )
