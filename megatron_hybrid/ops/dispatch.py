@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ class Backend:
     """Why it is unusable in this process, such as a library that is not installed."""
     device_type: str | None = None
     """The one kind of device it serves, such as "cuda"; None: any."""
+    remarks: Callable[[], Sequence[str]] = tuple
+    """What a user should know of it on this device, such as configs that are left out. Called where
+    the backend can serve alone."""
 
     def refusal(self, *inputs: Any) -> str | None:
         """Why it cannot serve these inputs; None where it can."""

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,8 @@ TRITON = {"triton": "triton"}
 
 
 def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priority: int) -> Backend:
-    """The backend in a module with `run` and `verify`, which is imported at the first call.
+    """The backend in a module with `run`, `verify` and, where there are some, `REMARKS`, which is
+    imported at the first call.
 
     Args:
         name: of the backend.
@@ -45,9 +46,13 @@ def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priorit
     def verify(*inputs: Any) -> str | None:
         return load().verify(*inputs)
 
+    def remarks() -> Sequence[str]:
+        return getattr(load(), "REMARKS", ())
+
     absent = [what for library, what in libraries.items() if not _is_there(library)]
     missing = f"{absent[0]} is not installed" if absent else None
-    return Backend(name, run, verify, priority, missing, None if INTERPRETED else "cuda")
+    device_type = None if INTERPRETED else "cuda"
+    return Backend(name, run, verify, priority, missing, device_type, remarks)
 
 
 def _on_device_of(inputs: tuple) -> AbstractContextManager:

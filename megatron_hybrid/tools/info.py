@@ -29,19 +29,24 @@ def environment() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """For each op its usable backends, by priority, and the reasons against the others.
+    """For each op its usable backends, by priority, what to know of them, and the reasons against
+    the others.
 
     Raises:
         ValueError: the environment forces a backend that no op has.
     """
     dispatch.check_forced()
-    return {name: _summary(op.refusals()) for name, op in sorted(dispatch.OPS.items())}
+    return {name: _summary(op) for name, op in sorted(dispatch.OPS.items())}
 
 
-def _summary(reasons: dict[str, str | None]) -> str:
+def _summary(op: dispatch.Op) -> str:
+    reasons = op.refusals()
     serving = [name for name, reason in reasons.items() if reason is None]
-    refusing = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
-    return "; ".join([", then ".join(serving), *refusing])
+    told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    for backend in op.backends:
+        if backend.name in serving:
+            told += [f"{backend.name}: {remark}" for remark in backend.remarks()]
+    return "; ".join([", then ".join(serving), *told])
 
 
 def _version(distribution: str) -> str:

@@ -31,7 +31,6 @@ from megatron_hybrid.ops import (
     selective_scan,
     ssd_scan,
 )
-from megatron_hybrid.ops.ssd.mcore import right_configs
 
 
 @dataclass(frozen=True)
@@ -174,14 +173,3 @@ def test_where_gradients_are_wanted_the_reference_serves(kernels):
     y = kernels.run(inputs, parameters, None, layout, kernels.chunk_sizes[0])
     y.sum().backward()
     assert all(t.grad is not None for t in inputs)
-
-
-def test_configs_that_miscompile_are_left_out():
-    def config(rows, stages, warps):
-        return triton.Config({"BLOCK_SIZE_M": rows}, num_stages=stages, num_warps=warps)
-
-    right = [config(64, 1, 4), config(32, 3, 4), config(64, 3, 2)]
-    wrong = [config(64, 3, 4), config(128, 2, 8)]
-    assert right_configs([*wrong, *right]) == right
-    (one,) = right_configs(wrong)  # as in a deterministic mode, which has a single config
-    assert right_configs([one]) == [one]

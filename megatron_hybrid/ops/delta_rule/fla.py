@@ -14,14 +14,24 @@ from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
+from fla.utils import TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
+from megatron_hybrid.ops.hopper import is_hopper
 from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+
+REMARKS = []
+"""See `kernel_backend`."""
+if is_hopper() and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
+    REMARKS.append(
+        "forward passes alone: fla-core refuses its gated backward on Hopper with Triton 3.4 to "
+        "3.7.0, which compile it wrongly"
+    )
 
 
 def verify(

@@ -9,14 +9,18 @@ and final states have the same bits with captures and without. (Steps are not co
 from __future__ import annotations
 
 import torch
-import triton
-from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
+from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd, _bmm_chunk_fwd_kernel
 from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd, _chunk_scan_fwd_kernel
-from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
+from megatron.core.ssm.ops.ssd_chunk_state import (
+    _chunk_cumsum_fwd,
+    _chunk_state_fwd,
+    _chunk_state_fwd_kernel,
+)
 from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.hopper import leave_racing_configs_out
 from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
@@ -24,20 +28,12 @@ from megatron_hybrid.ops.ssd import reference
 from megatron_hybrid.ops.ssd.triton import capture, step
 
 
-def right_configs(configs: list[triton.Config]) -> list[triton.Config]:
-    """Those that Triton compiles rightly for sm_90. Where one has stages, 4 or 8 warps and tiles of
-    64 rows, a product of matrices runs on over the end of a loop, and whole rows become NaN (vLLM
-    leaves out the same ones). One of core's own where none of these is right."""
-    right = [
-        config
-        for config in configs
-        if config.num_stages == 1 or config.num_warps % 4 or config.kwargs["BLOCK_SIZE_M"] % 64
-    ]
-    tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
-    return right or [triton.Config(tiles, num_stages=4, num_warps=2)]
-
-
-_chunk_scan_fwd_kernel.configs = right_configs(_chunk_scan_fwd_kernel.configs)
+REMARKS = [
+    remark
+    for kernel in (_chunk_scan_fwd_kernel, _chunk_state_fwd_kernel, _bmm_chunk_fwd_kernel)
+    for remark in leave_racing_configs_out(kernel)
+]
+"""See `kernel_backend`."""
 
 
 def verify(

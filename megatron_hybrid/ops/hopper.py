@@ -1,0 +1,62 @@
+"""What Triton compiles wrongly for Hopper (compute capability 9), and how kernels keep clear of it.
+
+A product of matrices by wgmma runs on while the program goes on. Before it has waited, a program may
+write neither the registers that the product reads, nor shared memory that other warps' products
+read. Triton breaks both rules in loops with stages, where a product runs on into the next iteration:
+
+- If its first factor is in registers, that iteration makes the factor anew, and may do so before
+  the wait: whole rows become NaN. So it is in megatron-core's `chunk_scan`, with Triton 3.6 and 3.7.
+- If there are eight warps, each four wait for their own products alone, up to Triton 3.7.
+
+So our kernels multiply by wgmma with four warps, and make factors behind the wait; the tests look at
+what was compiled (`tests/helpers/wgmma.py`). Configs of megatron-core that can race are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+TILES = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
+"""Of a config for two warps that each kernel of megatron-core's Mamba-2 has."""
+
+left_out: dict[Autotuner, list[triton.Config]] = {}
+"""By kernel, so that a run on a GPU can try them."""
+
+
+@functools.cache
+def is_hopper() -> bool:
+    """Whether the current device is of compute capability 9."""
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def can_race(config: triton.Config) -> bool:
+    """Whether a kernel with this config multiplies by wgmma in a loop with stages: it takes four
+    warps and 64 rows."""
+    has_stages, has_group = config.num_stages > 1, config.num_warps % 4 == 0
+    return has_stages and has_group and config.kwargs["BLOCK_SIZE_M"] % 64 == 0
+
+
+def without_races(configs: list[triton.Config]) -> list[triton.Config]:
+    """Those of the configs that cannot race; where all can, as in a deterministic mode that has a
+    single one, one that megatron-core has otherwise."""
+    right = [config for config in configs if not can_race(config)]
+    return right or [triton.Config(TILES, num_stages=4, num_warps=2)]
+
+
+def leave_racing_configs_out(kernel: Autotuner) -> list[str]:
+    """Leave the configs that can race out of a kernel of megatron-core's Mamba-2, on Hopper.
+
+    Returns:
+        A remark for `megatron-hybrid info`; none where nothing is left out.
+    """
+    racing = [config for config in kernel.configs if can_race(config)]
+    if not racing or not is_hopper():
+        return []
+    left_out[kernel] = racing
+    kernel.configs = without_races(kernel.configs)
+    name = kernel.base_fn.__name__
+    return [f"{len(racing)} configs of {name} left out: Triton may compile them wrongly for Hopper"]
