@@ -3,14 +3,14 @@
 import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from megatron_hybrid.ops import gated_rms_norm
 
 T, G, C, EPS = 7, 3, 20, 1e-3
 MODULES = {
-    "gate first": (MambaRMSNormGated(C, C, eps=EPS), {}),
+    "gate first": (Zamba2RMSNormGated(C, C, eps=EPS), {}),
     "gate first, in groups": (
         FalconH1RMSNormGated(G * C, eps=EPS, n_groups=G, norm_before_gate=False),
         {},
