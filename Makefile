@@ -100,7 +100,8 @@ unit: $(VENV)/.installed-test
 functional: $(VENV)/.installed-test
 	$(PYTEST) tests/functional
 
-# torch, Transformer Engine and apex are those of $(PYTHON), held by pins.txt; of the rest megatron-core alone is pinned.
+# torch is that of $(PYTHON), and so are Transformer Engine and apex where it has them, all held by pins.txt; of the rest
+# megatron-core alone is pinned. Tests of Transformer Engine skip without it.
 test-gpu:
 	@gpus=$$($(PYTHON) tests/helpers/gpu_machine.py $(GPU_CONTAINER)) && mkdir -p $(GPU_VENV) && \
 	    $(PYTHON) -m pip --disable-pip-version-check list --format freeze | \

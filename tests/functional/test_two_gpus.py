@@ -35,6 +35,8 @@ def whole():
 @pytest.fixture(params=["local", "transformer_engine"])
 def sharded(request, whole):
     """This rank's half of `whole` on its GPU."""
+    if request.param != "local":
+        pytest.importorskip(request.param)
     config = HybridConfig.from_dict(
         whole.config.to_dict(), layer_spec=request.param, tensor_model_parallel_size=RANKS
     )

@@ -7,8 +7,6 @@ import ctypes
 import sys
 from importlib.util import find_spec
 
-MODULES = {"torch": "torch", "transformer_engine": "Transformer Engine"}
-
 
 def num_gpus() -> int:
     """The GPUs that CUDA shows to this process."""
@@ -24,12 +22,11 @@ def num_gpus() -> int:
 
 def main(container: str) -> None:
     gpus = num_gpus()
-    missing = [] if gpus else ["no NVIDIA GPU"]
-    missing += [f"no {name}" for module, name in MODULES.items() if find_spec(module) is None]
+    missing = ([] if gpus else ["no NVIDIA GPU"]) + ([] if find_spec("torch") else ["no torch"])
     if missing:
         sys.exit(
-            "make test-gpu needs an NVIDIA GPU, and torch and Transformer Engine in the Python "
-            f"that starts it; here: {', '.join(missing)}.\nIn a container that has them: "
+            "make test-gpu needs an NVIDIA GPU, and torch in the Python that starts it; here: "
+            f"{', '.join(missing)}.\nIn a container that has them, and Transformer Engine: "
             f'docker run --gpus all --ipc=host -v "$PWD":/src -w /src {container} make test-gpu'
         )
     print(gpus)
