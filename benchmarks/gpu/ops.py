@@ -512,7 +512,7 @@ FAMILIES = [
         "kimi_delta_attention",
         "Kimi-Linear-48B",
         _DELTA_SIZES | {"H_qk": 32, "per_channel": 1},
-        _TOY_DELTA | {"H_qk": 4, "per_channel": 1},
+        _TOY_DELTA | {"H_qk": 4, "chunk": 32, "per_channel": 1},
         delta_inputs,
         delta_work,
         _fla(*_KDA, True),

@@ -6,6 +6,7 @@ import differential
 import numpy as np
 import pytest
 import torch
+from backends_alone import let_backends_serve_alone
 from differential import PATTERNS, RandomRun
 from door import answer, door_engine, greedy_params
 from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_model
@@ -25,10 +26,13 @@ DEVICE = "cuda"
 
 
 def on_gpu(layer_spec: str, dtype: torch.dtype, pattern: str = ALL_MIXERS):
-    """The tiny model's weights in a model on the GPU."""
+    """The tiny model's weights in a model on the GPU, in chunks that the kernels take."""
     source = tiny_model(pattern)
     config = HybridConfig.from_dict(
-        source.config.to_dict(), layer_spec=layer_spec, params_dtype=dtype
+        source.config.to_dict(),
+        layer_spec=layer_spec,
+        params_dtype=dtype,
+        linear_chunk_size=32,
     )
     with torch.device(DEVICE):
         model = build_hybrid_model(config).eval()
@@ -51,8 +55,9 @@ def test_logits_equal_those_of_the_cpu(layer_spec):
 
 
 @pytest.mark.parametrize("symbol", "MG*W-ESCH+KL")
-def test_each_kind_of_layer_in_bf16_is_near_fp32_on_the_cpu(symbol):
+def test_each_kind_of_layer_in_bf16_is_near_fp32_on_the_cpu(monkeypatch, symbol):
     """In standard deviations of the logits; 0.12 at most on a CPU. All experts see each token."""
+    let_backends_serve_alone(monkeypatch)
     tokens = random_tokens(200)
     expected = full_logits(tiny_model(symbol + "-"), tokens)
     given = gpu_logits(on_gpu("local", torch.bfloat16, symbol + "-"), tokens)
@@ -83,7 +88,8 @@ def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
 
 @pytest.mark.parametrize("encoding", ["exact", "int8"])
 def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
-    """torch says so itself, of layers whose kernels are not references."""
+    """torch says so itself, of layers that backends serve alone."""
+    let_backends_serve_alone(monkeypatch)
     model = on_gpu("local", torch.bfloat16, "M*SGKE-W-")
     config = InferenceConfig(cache_bytes=8 << 20, max_tokens=64, state_encoding=encoding)
     engine = DynamicInferenceEngine(model, None, config)
