@@ -9,11 +9,7 @@ PINNED  := 3.11 3.12 3.13
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 PINS    := constraints/python$(or $(filter $(VERSION),$(PINNED)),$(lastword $(PINNED))).txt
 # Installed first and by itself, so that a CPU build that is there already stays.
-TORCH   ?= $(if $(PINS),torch==2.13.0,torch)
-
-# Pins that replace those of the same names.
-OTHER_PINS ?=
-OTHERS     := $(if $(OTHER_PINS),| grep -vE "^($(subst $() $(),|,$(shell sed -n "s/==.*//p" $(OTHER_PINS))))==" | cat - $(OTHER_PINS))
+TORCH   ?= torch
 
 # Of pip only errors show; QUIET= shows the rest, such as which requirements conflict.
 QUIET   ?= -qq
@@ -31,15 +27,12 @@ NEWEST_CORE := $(call core_of,constraints/python$(lastword $(PINNED)).txt)
 CHOSEN      := $(filter-out file,$(origin CORE) $(origin PINS) $(origin VENV))
 DOOR_CORE   := $(if $(CHOSEN),,$(filter-out $(call core_of,$(PINS)),$(NEWEST_CORE)))
 
-# Triton's kernels run by its interpreter there, on the newest pinned megatron-core, whose kernels are tested, too.
-KERNEL_VENV := .venv-kernels
-
 # It has builds of torch, Transformer Engine and apex that fit each other; PyPI has not.
 GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo demo-curve test door-tests kernel-tests interpreted-tests test-page unit functional soak test-gpu gpu-tests test-newest \
+.PHONY: demo demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests test-page unit functional soak test-gpu gpu-tests test-newest \
         test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -47,6 +40,7 @@ help:
 	@echo "make demo-curve    trains the demo model's first 200 steps; loss as in docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
+	@echo "make kernel-tests-torch-2.11  the kernels on torch 2.11 and its Triton, 3.6"
 	@echo "make test-page     the server's page in chromium, with screenshots"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps with"
@@ -83,8 +77,13 @@ test: $(VENV)/.installed-test
 door-tests: $(VENV)/.installed-test
 	$(PYTEST) $(DOOR_TESTS)
 
+# On the newest pinned megatron-core, whose kernels are tested, too. In an environment of their own: where fla-core is, every process
+# imports it, and warns that there is no GPU.
 kernel-tests:
-	@$(MAKE) --no-print-directory interpreted-tests VENV=$(KERNEL_VENV) CORE=$(NEWEST_CORE) OTHER_PINS=constraints/kernels.txt
+	@$(MAKE) --no-print-directory interpreted-tests VENV=.venv-kernels CORE=$(NEWEST_CORE)
+
+kernel-tests-torch-2.11:
+	@$(MAKE) --no-print-directory interpreted-tests VENV=.venv-torch-2.11 CORE=$(NEWEST_CORE) PINS=constraints/torch2.11.txt
 
 interpreted-tests: $(VENV)/.installed-kernels
 	$(PYTEST) tests/kernels
@@ -170,7 +169,7 @@ $(VENV)/.base: $(PINS)
 	@echo "Installing $(TORCH)$(if $(CORE), and megatron-core==$(CORE)) into $(VENV), with $(or $(PINS),the newest releases)"
 	@$(if $(and $(PINS),$(filter-out $(PINNED),$(VERSION))),echo "No pins for Python $(VERSION): those for $(lastword $(PINNED)) are used.")
 	@$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
-	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) $(OTHERS) > $(VENV)/constraints.txt)
+	@$(if $(PINS),sed "s/^megatron-core==.*/$(if $(CORE),megatron-core==$(CORE),&)/" $(PINS) > $(VENV)/constraints.txt)
 	@$(PIP) install --upgrade pip
 	@$(PIP) install "$(TORCH)"
 	@$(if $(CORE),$(PIP) install --no-deps --ignore-requires-python megatron-core==$(CORE))
@@ -187,14 +186,25 @@ $(VENV)/.installed-%: $(VENV)/.base setup.py
 	@$(PIP) install -e ".[$*]"
 	@touch $@ $(VENV)/.installed
 
-# From metadata alone. In an environment of its own: that of the tests may not install while a pin is wrong.
+# $(call resolve,file,Python,what is pinned beside what setup.py asks for), from metadata alone.
+define resolve
+printf "%s\n" pip setuptools $(3) | .venv-lock/bin/uv pip compile --quiet --upgrade \
+    --python-version $(2) --python-platform linux --no-annotate --custom-compile-command "make lock" \
+    --extra test --extra kernels --extra page --extra bench --extra dev --output-file constraints/$(1).txt setup.py -
+endef
+
+# In an environment of its own: that of the tests may not install while a pin is wrong. The interpreter of torch 2.11's Triton cannot read
+# arrays of numpy 2.4. A *.requires is what PyPI's build of a pinned torch asks for; === leaves out builds such as 2.13.0+cpu.
 lock:
 	@$(PYTHON) -m venv .venv-lock
-	@.venv-lock/bin/python -m pip $(QUIET) --disable-pip-version-check install $(if $(wildcard $(PINS)),--constraint $(PINS)) uv
-	for version in $(PINNED); do \
-	    echo "pip setuptools $(TORCH)" | tr " " "\n" | .venv-lock/bin/uv pip compile --quiet --upgrade \
-	        --python-version $$version --python-platform linux --no-annotate --custom-compile-command "make lock" \
-	        --extra test --extra page --extra bench --extra dev --output-file constraints/python$$version.txt setup.py - || exit 1; \
+	@.venv-lock/bin/python -m pip $(QUIET) --disable-pip-version-check install $(if $(wildcard $(PINS)),--constraint $(PINS)) pip uv
+	for version in $(PINNED); do $(call resolve,python$$version,$$version,torch==2.13.0) || exit 1; done
+	$(call resolve,torch2.11,$(firstword $(PINNED)),torch==2.11.0 "numpy<2.4")
+	rm -f constraints/*.requires
+	for torch in $$(sed -n "s/^torch==//p" constraints/*.txt | sort -u); do \
+	    .venv-lock/bin/python -m pip -qq install --dry-run --no-deps --ignore-installed --report - torch===$$torch | .venv-lock/bin/python -c \
+	        "import json, sys; print(*json.load(sys.stdin)['install'][0]['metadata']['requires_dist'], sep='\n')" \
+	        > constraints/torch-$$torch.requires || exit 1; \
 	done
 
 clean:

@@ -16,12 +16,19 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "constraints").glob("python*.txt"))
+CONSTRAINTS = ROOT / "constraints"
+FILES = sorted(CONSTRAINTS.glob("python*.txt"))
+ALL_FILES = sorted(CONSTRAINTS.glob("*.txt"))
 LINE = re.compile(r"([a-z0-9-]+)==([^\s;]+)")
 
 
 def version_of(file: Path) -> str:
-    return file.stem.removeprefix("python")
+    """Of Python; a file for another torch is resolved for the oldest, and all can install it."""
+    return (file if file in FILES else FILES[0]).stem.removeprefix("python")
+
+
+def stem(file: Path) -> str:
+    return file.stem
 
 
 def read_pins(file: Path) -> dict[str, Version]:
@@ -56,16 +63,45 @@ def test_files_are_those_of_the_makefile():
     assert versions.split()[0] == "3.11"
 
 
-@pytest.mark.parametrize("file", FILES, ids=version_of)
+@pytest.mark.parametrize("file", ALL_FILES, ids=stem)
 def test_each_requirement_of_ours_is_pinned_within_its_range(file):
     pins = read_pins(file)
-    extras = ("", "test", "bench", "dev")
+    extras = ("", "test", "kernels", "bench", "dev")
     ours = list(active(requires("megatron_hybrid"), version_of(file), extras))
-    assert {"torch", "megatron-core", "transformers", "ruff"} <= {item.name for item in ours}
+    wanted = {"torch", "megatron-core", "transformers", "triton", "fla-core", "ruff"}
+    assert wanted <= {item.name for item in ours}
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    torch = re.search(r"torch==[\d.]+", (ROOT / "Makefile").read_text())[0]
-    for requirement in [*ours, *map(Requirement, [*build, torch, "pip"])]:
+    for requirement in [*ours, *map(Requirement, [*build, "pip"])]:
         assert_pinned(requirement, pins)
+
+
+def recorded(torch: Version) -> list[str]:
+    """What PyPI's build of that release asks for, as `make lock` wrote it down."""
+    return (CONSTRAINTS / f"torch-{torch}.requires").read_text().splitlines()
+
+
+@pytest.mark.parametrize("file", ALL_FILES, ids=stem)
+def test_what_pypi_s_torch_asks_for_is_pinned_whichever_build_is_installed(file):
+    """A build for CPUs asks for neither Triton nor CUDA, and would hide a wrong pin."""
+    pins = read_pins(file)
+    assert "torch" in pins
+    wanted = list(active(recorded(pins["torch"]), version_of(file)))
+    assert {"triton", "nvidia-nccl-cu13"} <= {requirement.name for requirement in wanted}
+    for requirement in wanted:
+        assert_pinned(requirement, pins)
+
+
+def test_the_record_of_torch_is_what_the_installed_build_asks_for():
+    """PyPI's build asks for all of it, one of another index for a part."""
+    installed = distribution("torch")
+    version = Version(installed.version)
+    pinned = {read_pins(file)["torch"] for file in ALL_FILES}
+    assert {path.name for path in CONSTRAINTS.glob("*.requires")} == {
+        f"torch-{torch}.requires" for torch in pinned
+    }
+    if Version(version.public) in pinned:  # else it was asked for by TORCH=
+        record, asked = set(recorded(Version(version.public))), set(installed.requires)
+        assert asked <= record if version.local else asked == record
 
 
 def test_what_the_pinned_packages_ask_for_is_pinned_too():
@@ -121,6 +157,15 @@ def test_make_test_runs_the_door_on_the_newest_pinned_core_too(arguments, expect
     commands = run_make("-n", "test", *arguments).stdout.splitlines()
     runs = [line.split() for line in commands if "/bin/python -m pytest " in line]
     assert [(run[0].removesuffix("/bin/python"), run[-1]) for run in runs] == expected
+
+
+def test_kernels_have_a_run_on_the_torch_of_gpu_machines():
+    pins = read_pins(CONSTRAINTS / "torch2.11.txt")
+    assert (pins["torch"].release[:2], pins["triton"].release[:2]) == ((2, 11), (3, 6))
+    assert pins["numpy"] < Version("2.4"), "Triton 3.6's interpreter cannot read its arrays"
+    commands = run_make("-n", "kernel-tests-torch-2.11").stdout
+    assert "constraints/torch2.11.txt > .venv-torch-2.11/constraints.txt" in commands
+    assert ".venv-torch-2.11/bin/python -m pytest" in commands
 
 
 def test_make_test_gpu_tells_what_it_needs_before_it_installs(tmp_path):
