@@ -1,15 +1,17 @@
 """What Triton compiles wrongly for Hopper (compute capability 9), and how kernels keep clear of it.
 
-A product of matrices by wgmma runs on while the program goes on. Before it has waited, a program may
-write neither the registers that the product reads, nor shared memory that other warps' products
-read. Triton breaks both rules in loops with stages, where a product runs on into the next iteration:
+A product of matrices by wgmma runs on while the program goes on. Before it has waited, a program
+may write neither the registers that the product reads, nor shared memory that products of other
+warps read. Triton breaks both rules in loops with stages, as a product runs on into the next
+iteration:
 
 - If its first factor is in registers, that iteration makes the factor anew, and may do so before
-  the wait: whole rows become NaN. So it is in megatron-core's `chunk_scan`, with Triton 3.6 and 3.7.
+  the wait: whole rows become NaN. megatron-core's `chunk_scan` is so, with Triton 3.6 and 3.7.
 - If there are eight warps, each four wait for their own products alone, up to Triton 3.7.
 
-So our kernels multiply by wgmma with four warps, and make factors behind the wait; the tests look at
-what was compiled (`tests/helpers/wgmma.py`). Configs of megatron-core that can race are left out.
+So our kernels multiply by wgmma with four warps, and make factors behind the wait; the tests look
+at what was compiled (`tests/helpers/wgmma.py`). Configs of megatron-core that can race are left
+out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.to_device import to_device
+from megatron_hybrid.ops.to_device import all_to_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
@@ -106,7 +106,7 @@ class SequenceTable:
                 range(len(owners)),
                 [bisect_left(owners, r) for r in range(R + 1)],
             )
-            return cls(*(to_device(n, device, torch.int32) for n in numbers))
+            return cls(*all_to_device(numbers, device))
 
         return layout.cached(("sequence table", device), make)
 

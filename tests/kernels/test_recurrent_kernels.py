@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import triton
 from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.to_device import to_device
+from megatron_hybrid.ops.to_device import all_to_device
 
 FEW_TOKENS = 16
 """New tokens up to which the keys of a sequence are split."""
@@ -81,7 +81,7 @@ def whole_keys(
         ]
         if not numbers:
             return None
-        return Tiles(*(to_device(n, device, torch.int32) for n in zip(*numbers, strict=True)))
+        return Tiles(*all_to_device(list(zip(*numbers, strict=True)), device))
 
     return layout.cached(("whole keys", group, block_m, device), make)
 
@@ -109,6 +109,11 @@ def part_size(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
     return sizes
 
 
+def _counted_up_to(counts: np.ndarray) -> np.ndarray:
+    """0 .. n - 1 for each of the counts n, one behind the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _first_keys(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
     return np.maximum(pattern.first_visible(positions), 0)
 
@@ -127,7 +132,7 @@ def _launches(
     # Of each token: its sequence, its number there, its position.
     lengths = np.array([layout.lengths[r] for r in few])
     sequences = np.repeat(few, lengths)
-    queries = np.arange(len(sequences)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    queries = _counted_up_to(lengths)
     positions = np.array(layout.start_positions)[sequences] + queries
     rows = np.array(layout.cu_seqlens)[sequences] + queries
     sizes = part_size(positions, pattern)
@@ -146,22 +151,16 @@ def _launches(
     budget = max(1, most_places - int((ends[lasts] - before).max()) + 1)
     cuts = (np.diff(before // budget, prepend=-1) > 0).nonzero()[0]
 
-    def device_tensor(numbers: np.ndarray) -> Tensor:
-        return to_device(numbers.astype(np.int32), device, torch.int32)
-
     for begin, end in zip(cuts, (*cuts[1:], len(firsts)), strict=True):
         first, last = firsts[begin:end], lasts[begin:end]
         token, token_end = first[0], last[-1] + 1
         places = np.append(ends - counts, ends[-1])[token : token_end + 1]
         places = places - places[0]
-        # One program for each run, BLOCK_M of its rows, and part of the keys.
+        # A program for each run, BLOCK_M of its rows, and part of its keys.
         num_tiles = -(-((last - first + 1) * group) // block_m)
         num_parts = positions[last] // sizes[first] - first_parts[first] + 1
         runs = np.repeat(np.arange(len(first)), num_tiles * num_parts)
-        within = np.arange(len(runs)) - np.repeat(
-            np.cumsum(num_tiles * num_parts) - num_tiles * num_parts, num_tiles * num_parts
-        )
-        tile, part = within // num_parts[runs], within % num_parts[runs]
+        tile, part = np.divmod(_counted_up_to(num_tiles * num_parts), num_parts[runs])
         row_starts = queries[first][runs] * group + tile * block_m
         row_ends = np.minimum(row_starts + block_m, (queries[last][runs] + 1) * group)
         run_sizes = sizes[first][runs]
@@ -173,10 +172,5 @@ def _launches(
             run_sizes,
             first[runs] - token + (row_starts // group - queries[first][runs]),
         )
-        places_n = device_tensor(places)
-        yield Parts(
-            Tiles(*map(device_tensor, tiles), places_n),
-            device_tensor(rows[token:token_end]),
-            places_n,
-            int(places[-1]),
-        )
+        *numbers, rows_n, places_n = all_to_device((*tiles, rows[token:token_end], places), device)
+        yield Parts(Tiles(*numbers, places_n), rows_n, places_n, int(places[-1]))

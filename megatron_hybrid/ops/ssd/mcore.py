@@ -27,7 +27,6 @@ from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 from megatron_hybrid.ops.ssd import reference
 from megatron_hybrid.ops.ssd.triton import capture, step
 
-
 REMARKS = [
     remark
     for kernel in (_chunk_scan_fwd_kernel, _chunk_state_fwd_kernel, _bmm_chunk_fwd_kernel)
