@@ -20,7 +20,7 @@ gives 0.12 at most on a CPU, but for single tokens that are sent to other expert
 
 @pytest.fixture(scope="module", params=config_names())
 def folder(request, tmp_path_factory):
-    """Experts are as wide as their kernel takes: rows of 16 bytes in bf16."""
+    """Widths of experts are rounded up, as their kernel takes rows of multiples of 16 bytes."""
     values = read_values(request.param)
     widths = {
         field: -(-values[field] // 8) * 8
