@@ -111,7 +111,7 @@ test-gpu:
 
 gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest -m gpu tests
-	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks need two, they do not run.")
+	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks do not run; they need two.")
 	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
 
 # Clients of a server that leave, lag and err; engine steps of which every other one meets failing allocations.
