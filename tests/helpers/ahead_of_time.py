@@ -1,244 +1,307 @@
-"""Compiles Triton kernels for GPUs that are not there, and tells what each needs of one.
+"""Compiles what published models launch on GPUs that are not there, and tells what it needs.
 
-python tests/helpers/ahead_of_time.py      # a line of JSON for each kernel and GPU
+python tests/helpers/ahead_of_time.py              # a line for each kernel and GPU, and a table
+python tests/helpers/ahead_of_time.py --libraries  # with all configs of megatron-core and fla-core
+
+A model is cut to a layer of each kind, and to narrow projections between them. What a kernel
+depends on stays: heads and their widths, states, windows, chunks, convolutions. An engine on the
+CPU runs prompts and decodes and captures states, by launches that do nothing but compile.
 """
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import json
-import re
 import subprocess
-import tempfile
-from collections.abc import Iterator
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import gpu_stub
 
-from megatron_hybrid.ops.attention import triton as attention
-from megatron_hybrid.ops.conv import triton as conv
-from megatron_hybrid.ops.delta_rule import triton as delta_rule
-from megatron_hybrid.ops.gated_norm import triton as gated_norm
-from megatron_hybrid.ops.selective_scan import triton as selective_scan
-from megatron_hybrid.ops.ssd import triton as ssd
+if TYPE_CHECKING:
+    from megatron_hybrid import HybridConfig
 
-GPUS = {90: "sm_90a", 100: "sm_100a"}
-"""Compute capability -> name of it for the assembler."""
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "tests" / "functional" / "huggingface" / "hub_configs"
+"""config.json as published."""
 
+OTHER_SIZES: dict[str, tuple[str, dict[str, int]]] = {
+    "falcon_h1_1_5b": (
+        "falcon_h1_0_5b",
+        {"kv_channels": 128, "mamba_num_heads": 48, "mamba_state_dim": 256},
+    ),
+    "falcon_h1_34b": (
+        "falcon_h1_0_5b",
+        {
+            **{"num_attention_heads": 20, "num_query_groups": 4, "kv_channels": 128},
+            **{"mamba_num_heads": 32, "mamba_head_dim": 128, "mamba_state_dim": 256},
+            "mamba_num_groups": 2,
+        },
+    ),
+    "gemma_3_12b": ("gemma_3_4b", {"num_attention_heads": 16, "num_query_groups": 8}),
+    "jamba_1_5_large": ("jamba_1_5_mini", {"num_attention_heads": 64, "mamba1_inner_size": 16384}),
+    "llama_3_1_70b": ("llama_3_1_8b", {"num_attention_heads": 64}),
+    "mamba2_2_7b": ("mamba_codestral_7b", {"mamba_num_heads": 80, "mamba_num_groups": 1}),
+    "nemotron_h_56b": (
+        "nemotron_h_8b",
+        {"num_attention_heads": 64, "mamba_num_heads": 256, "mamba_state_dim": 256},
+    ),
+    "qwen3_5_27b": ("qwen3_5_4b", {"num_attention_heads": 24, "linear_num_value_heads": 48}),
+}
+"""Checkpoint -> a smaller one of its architecture, and where its layers differ."""
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel with the types of its pointers and its compile-time constants."""
+ODD = {
+    "layer_pattern": "MGKS*WL+C",
+    "hidden_size": 48,
+    "vocab_size": 128,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "kv_channels": 20,
+    "sliding_window": 7,
+    "attention_chunk_size": 30,
+    "softmax_type": "learnable",
+    "attention_logit_softcap": 30.0,
+    "mamba_head_dim": 24,
+    "mamba_state_dim": 20,
+    "mamba_num_heads": 6,
+    "mamba_num_groups": 3,
+    "mamba_chunk_size": 16,
+    "mamba1_state_dim": 5,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 14,
+}
+"""Sizes that are no powers of two, none of which a stride of 16 bytes follows from."""
 
-    kernel: Any
-    constants: dict[str, Any]
-    dtype: str = "bf16"
-    """Of the pointers that are not listed."""
-    pointers: dict[str, str] | None = None
-    """Types of the others."""
-    num_warps: int = 4
-    num_stages: int = 3
+NARROW = {
+    "hidden_size": 64,
+    "vocab_size": 128,
+    "ffn_hidden_size": 64,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_latent_size": 32,
+}
+"""Fields on which no kernel of ours depends, where a model has them; but a gated short convolution
+has `hidden_size` channels."""
 
-    @property
-    def name(self) -> str:
-        values = ", ".join(f"{name}={value}" for name, value in self.constants.items())
-        return f"{self.kernel.__name__}({self.dtype}, {values})"
+WITHOUT_KERNELS = "-EBP"
+"""Symbols of layers that launch none of ours."""
+
+PROMPTS = ((1100,), (61, 24))
+"""Lengths of those that run side by side: a few keys and many, alone and not."""
+CAPTURED = 21
+"""A position in all of them whose states are captured."""
+
+OWN = "megatron_hybrid.ops."
+"""The package of our kernels."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel needs."""
+    """What a kernel needs; see `gpu_stub.Kernel`."""
 
+    model: str
+    """The first one that launches it."""
+    dtype: str
+    """Of the model."""
     kernel: str
     gpu: str
+    triton: str
     registers: int
-    """Of a thread."""
     spilled_bytes: int
-    """Of a thread, to memory."""
     shared_bytes: int
-
-
-INDEX_POINTERS = (
-    *("boundaries_ptr", "sequences_ptr", "chunks_ptr", "lengths_ptr", "table_ptr", "starts_ptr"),
-    *("captures_ptr", "ends_ptr", "owners_ptr", "places_ptr", "firsts_ptr"),
-    *("tile_sequences_ptr", "tile_firsts_ptr", "offsets_ptr", "rows_ptr", "positions_ptr"),
-)
-INDEX = {"slots_ptr": "i64", **dict.fromkeys(INDEX_POINTERS, "i32")}
-
-
-def cases() -> Iterator[Case]:
-    """Each kernel in the dtypes and shapes of published models, and of odd ones."""
-    yield from ssd_cases()
-    yield from attention_cases()
-    yield from selective_scan_cases()
-    yield from conv_cases()
-    yield from delta_rule_cases()
-    yield from norm_cases()
-
-
-def delta_rule_cases() -> Iterator[Case]:
-    shapes = [  # heads of keys and of values, channels of keys and of values, decays per channel
-        (16, 32, 128, 128, False),  # Qwen3-Next
-        (32, 32, 128, 128, True),  # Kimi Linear
-        (4, 4, 256, 512, False),  # the largest keys
-        (2, 6, 24, 20, True),
-    ]
-    float32 = ("g_ptr", "beta_ptr", "pool_ptr", "cum_ptr", "kept_ptr", "out_ptr")
-    pointers = {**dict.fromkeys(float32, "fp32"), **INDEX}
-    for H_qk, H, N, P, per_channel in shapes:
-        block_n = triton.next_power_of_2(N)
-        head = {"HEADS_PER_KEY": H // H_qk, "PER_CHANNEL": per_channel, "N": N, "P": P}
-        eps = {"EPS": delta_rule.L2NORM_EPS}
-        for dtype in ("bf16", "fp32"):
-            block_t = {"BLOCK_T": max(1, delta_rule.UNIT_ELEMENTS // block_n)}
-            constants = {"H_QK": H_qk, "N": N, **eps, **block_t, "BLOCK_N": block_n}
-            yield Case(delta_rule.unit_kernel, constants, dtype)
-            blocks = delta_rule.blocks(N, P, delta_rule.STEP_ELEMENTS)
-            constants = {**head, "USE_L2NORM": True, **eps, **blocks}
-            yield Case(delta_rule.step_kernel, constants, dtype, pointers)
-            if (num_bytes := 2 if dtype == "bf16" else 4) * N <= delta_rule.MAX_KEY_BYTES:
-                blocks, stages = delta_rule.recur_configuration(N, P, num_bytes)
-                constants = {"H": H, **head, "CHUNK": 64, **blocks}
-                yield Case(delta_rule.recur_kernel, constants, dtype, pointers, num_stages=stages)
-            blocks = delta_rule.blocks(N, P, delta_rule.CAPTURE_ELEMENTS, least=16)
-            constants = {"H": H, **head, **blocks, "ROWS": delta_rule.ROWS}
-            yield Case(delta_rule.capture_kernel, constants, dtype, pointers, num_warps=8)
-
-
-def attention_cases() -> Iterator[Case]:
-    plain = (0, 0, False, False)  # window, chunk, soft cap, sinks
-    forms = [  # query heads, key/value heads, key width, value width, dtype, bytes, pattern
-        (32, 8, 128, 128, "bf16", 2, plain),  # Nemotron-H-8B
-        (16, 2, 256, 256, "bf16", 2, plain),  # Qwen3-Next
-        (128, 1, 576, 512, "bf16", 2, plain),  # DeepSeek's latents
-        (64, 8, 64, 64, "bf16", 2, (128, 0, False, True)),  # GPT-OSS
-        (8, 4, 256, 256, "bf16", 2, (4096, 0, True, False)),  # Gemma 2
-        (40, 8, 128, 128, "bf16", 2, (0, 8192, False, False)),  # Llama 4
-        (4, 2, 64, 64, "fp32", 4, plain),  # the demo model
-        (10, 2, 80, 96, "fp32", 4, (0, 30, True, True)),
-    ]
-    float32 = ("partial_ptr", "maxima_ptr", "sums_ptr")
-    pointers = {**dict.fromkeys(float32, "fp32"), **INDEX}
-    for H, K, D, P, dtype, num_bytes, (window, chunk, softcap, sinks) in forms:
-        shape = {"H": H, "P": P, "WINDOW": window, "CHUNK": chunk, "HAS_SINKS": sinks}
-        for few, split in ((True, attention.SPLIT), (False, 0)):
-            blocks, num_warps = attention.configuration(D, P, num_bytes, few)
-            sizes = {"GROUP": H // K, "D": D, "B": 16, "HAS_SOFTCAP": softcap, "SPLIT_KEYS": split}
-            constants = {**shape, **sizes, **blocks}
-            yield Case(attention.attention_kernel, constants, dtype, pointers, num_warps)
-        joined = {"SPLIT_KEYS": attention.SPLIT, "BLOCK_P": blocks["BLOCK_P"]}
-        yield Case(attention.join_kernel, {**shape, **joined}, dtype, pointers)
-
-
-def selective_scan_cases() -> Iterator[Case]:
-    float32 = {"A_ptr": "fp32", "pool_ptr": "fp32", "out_ptr": "fp32"}
-    for channels, N in ((8192, 16), (40, 5)):  # Jamba-mini, and an odd one
-        block_n = triton.next_power_of_2(N)
-        block_c = min(triton.next_power_of_2(channels), selective_scan.ELEMENTS // block_n)
-        sizes = {"CHANNELS": channels, "N": N, "BLOCK_C": block_c, "BLOCK_N": block_n}
-        for dtype in ("bf16", "fp32"):
-            for flag in (True, False):
-                constants = {**sizes, "HAS_D": flag, "HAS_CAPTURES": flag}
-                yield Case(selective_scan.scan_kernel, constants, dtype, {**float32, **INDEX})
-
-
-def conv_cases() -> Iterator[Case]:
-    for C, K in ((10240, 4), (30, 3)):  # Nemotron-H-8B, and an odd one
-        for dtype in ("bf16", "fp32"):
-            sizes = {"C": C, "K": K, "BLOCK_C": conv.CHANNELS}
-            for flag in (True, False):
-                constants = {**sizes, "HAS_BIAS": flag, "SILU": flag, "BLOCK_T": conv.ROWS}
-                yield Case(conv.conv_kernel, constants, dtype, INDEX)
-            constants = {**sizes, "BLOCK_K": triton.next_power_of_2(K - 1)}
-            yield Case(conv.tails_kernel, constants, dtype, INDEX)
-
-
-def norm_cases() -> Iterator[Case]:
-    forms = [  # groups, channels, sigmoid, norm first, weight from 1
-        (8, 1280, False, False, False),  # Nemotron-H-8B
-        (1, 16384, False, True, False),  # the widest
-        (32, 128, False, True, False),  # Qwen3-Next
-        (32, 128, True, True, True),  # Kimi-Linear's gate
-        (3, 20, True, False, True),
-    ]
-    for G, C, sigmoid, norm_first, zero_centered in forms:
-        blocks, num_warps = gated_norm.configuration(C)
-        form = {"SILU": not sigmoid, "NORM_FIRST": norm_first, "ZERO_CENTERED": zero_centered}
-        form["ROUNDS_NORM"] = norm_first and G > 1
-        for dtype in ("bf16", "fp32"):
-            constants = {"G": G, "C": C, "EPS": 1e-5, **form, **blocks}
-            yield Case(gated_norm.norm_kernel, constants, dtype, num_warps=num_warps)
-
-
-def ssd_cases() -> Iterator[Case]:
-    shapes = [  # heads, groups, values, states
-        (128, 8, 64, 128),  # Nemotron-H-8B
-        (8, 1, 64, 64),  # the demo model
-        (6, 3, 24, 20),
-    ]
-    for H, G, P, N in shapes:
-        block_n = max(16, triton.next_power_of_2(N))
-        for dtype in ("bf16", "fp32"):
-            for has_D in (True, False):
-                sizes = {"HAS_D": has_D, "HEADS_PER_GROUP": H // G, "P": P, "N": N}
-                blocks = {"BLOCK_P": max(1, ssd.STEP_ELEMENTS // block_n), "BLOCK_N": block_n}
-                types = {"A_ptr": "fp32", "pool_ptr": "fp32", **INDEX}
-                yield Case(ssd.step_kernel, {**sizes, **blocks}, dtype, types)
-            for chunk in (128,):
-                sizes = {"H": H, "HEADS_PER_GROUP": H // G, "P": P, "N": N, "CHUNK": chunk}
-                blocks = {"BLOCK_P": max(16, triton.next_power_of_2(P)), "BLOCK_N": block_n}
-                names = ("dt_ptr", "cum_ptr", "ends_ptr", "initial_ptr", "out_ptr")
-                types = {**INDEX, **dict.fromkeys(names, "fp32")}
-                constants = {**sizes, **blocks, "ROWS": ssd.ROWS}
-                yield Case(ssd.capture_kernel, constants, dtype, types, num_warps=8)
-
-
-def compile_for(case: Case, capability: int) -> Compiled:
-    """Compile a kernel down to the machine's code.
-
-    Raises:
-        Exception: as the compiler has it.
-    """
-    signature, attributes = {}, {}
-    for place, name in enumerate(inspect.signature(case.kernel.fn).parameters):
-        if name in case.constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = "*" + (case.pointers or {}).get(name, case.dtype)
-            attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
-        else:
-            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
-    source = ASTSource(case.kernel, signature, case.constants, attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled = _assemble(compiled.asm["ptx"], GPUS[capability])
-    shared = compiled.metadata.shared
-    return Compiled(case.name, GPUS[capability], registers, spilled, shared)
-
-
-def _assemble(ptx: str, gpu: str) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread."""
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if gpu.startswith("sm_10"):
-        blackwell = assembler.with_name("ptxas-blackwell")
-        assembler = blackwell if blackwell.exists() else assembler
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(assembler), "-v", f"--gpu-name={gpu}", "-o", "/dev/null", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", told)[1])
-    return registers, sum(map(int, re.findall(r"(\d+) bytes spill stores", told)))
+    num_wgmma: int
+    num_mma: int
+    options: dict[str, int]
+    constants: dict[str, Any]
+    divisible: list[str]
 
 
 def main() -> None:
-    for case in cases():
-        for capability in GPUS:
-            print(json.dumps(asdict(compile_for(case, capability))), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", help="such as nemotron_h_8b:bfloat16; all by default")
+    parser.add_argument("--gpu", type=int, choices=gpu_stub.DEVICES, help="one of them alone")
+    parser.add_argument("--libraries", action="store_true", help="their kernels, too")
+    arguments = parser.parse_args()
+    if arguments.gpu is not None:
+        warnings.simplefilter("ignore")  # of libraries that are not there
+        models = arguments.models or all_models()
+        record = gpu_stub.install(arguments.gpu)
+        for compiled in compile_all(record, models, arguments.libraries):
+            print(json.dumps(asdict(compiled), default=str), flush=True)
+        return
+    rows = []
+    for gpu in gpu_stub.DEVICES:  # a process each: libraries and Triton keep to the first one
+        command = [sys.executable, *sys.argv, "--gpu", str(gpu)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                rows.append(json.loads(line))
+        if process.returncode:
+            sys.exit(process.returncode)
+    print(table(rows), file=sys.stderr)
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """The most that each kernel needs, in markdown."""
+    cases = defaultdict(list)
+    for row in rows:
+        cases[row["kernel"]].append(row)
+    lines = [
+        "| kernel | cases | registers of a thread | spilled bytes | shared memory of a block |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for kernel, its in sorted(cases.items()):
+        registers, spilled, shared = (
+            max(row[name] for row in its) for name in ("registers", "spilled_bytes", "shared_bytes")
+        )
+        kibibytes = -(-shared // 1024)
+        lines.append(f"| `{kernel}` | {len(its)} | {registers} | {spilled} | {kibibytes} KiB |")
+    return "\n".join(lines)
+
+
+def compile_all(
+    record: gpu_stub.Record, models: Iterable[str], libraries: bool
+) -> Iterator[Compiled]:
+    """Each kernel that the models launch, once.
+
+    Args:
+        record: of `gpu_stub.install`.
+        models: some of `all_models()`.
+        libraries: whether to compile megatron-core's and fla-core's kernels, too.
+    """
+    import torch
+    import triton
+
+    gpu_stub.let_backends_serve_the_cpu()
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # or libraries would refuse float32
+    known = 0
+    with _launches(libraries) as failures:
+        for model, dtype in (name.split(":") for name in models):
+            _answer(cut_config(model, dtype))
+            for kernel in list(record.kernels.values())[known:]:
+                yield Compiled(
+                    model,
+                    dtype,
+                    kernel.name.removeprefix(OWN),
+                    kernel.gpu,
+                    triton.__version__,
+                    kernel.registers,
+                    kernel.spilled_bytes,
+                    kernel.shared_bytes,
+                    kernel.num_wgmma,
+                    kernel.num_mma,
+                    kernel.options,
+                    kernel.constants,
+                    sorted(kernel.divisible),
+                )
+            known = len(record.kernels)
+    for name, options, error in failures:
+        print(f"{name} {options} does not compile: {error}", file=sys.stderr)
+
+
+def all_models() -> list[str]:
+    """Names and dtypes for `cut_config`, with a colon between."""
+    names = [*sorted(path.stem for path in CONFIGS.glob("*.json")), *OTHER_SIZES, "odd"]
+    return [f"{name}:{dtype}" for dtype in ("bfloat16", "float32") for name in names]
+
+
+def cut_config(name: str, dtype: str) -> HybridConfig:
+    """The configuration of a checkpoint, with the first layers up to one of each kind that
+    launches kernels, and narrow between them."""
+    from megatron_hybrid import HybridConfig
+    from megatron_hybrid.checkpoints.checkpoint import config_of
+    from megatron_hybrid.models.layer_pattern import layer_symbols
+
+    if name == "odd":
+        return HybridConfig.from_dict(ODD | {"params_dtype": dtype})
+    base, changes = OTHER_SIZES.get(name, (name, {}))
+    values = json.loads((CONFIGS / f"{base}.json").read_text(encoding="utf-8"))
+    whole = config_of(values, base)
+    kinds: dict[tuple, int] = {}
+    symbols = layer_symbols(whole.layer_pattern)
+    for number, symbol in enumerate(symbols, 1):
+        if symbol not in WITHOUT_KERNELS:
+            overrides = sorted(whole.overrides_of(number, symbol).items())
+            kinds.setdefault((symbol, repr(overrides)), number)
+    cut = symbols[: max(kinds.values())]
+    fields = whole.to_dict() | changes
+    fields |= {field: value for field, value in NARROW.items() if fields.get(field) is not None}
+    if "C" in cut:
+        fields["hidden_size"] = whole.hidden_size
+    fields["layer_pattern"] = "".join(cut)
+    fields["layer_overrides"] = {
+        layers: own
+        for layers, own in fields["layer_overrides"].items()
+        if layers in cut or (layers.isdigit() and int(layers) <= len(cut))
+    }
+    return HybridConfig.from_dict(fields | {"huggingface_config": None, "params_dtype": dtype})
+
+
+def _answer(config: HybridConfig) -> None:
+    """Run a random model's engine: prefills and decodes, with states captured."""
+    import numpy as np
+
+    from megatron_hybrid import (
+        DynamicInferenceEngine,
+        InferenceConfig,
+        SamplingParams,
+        build_hybrid_model,
+    )
+
+    sizes = InferenceConfig(max_requests=4, max_tokens=2048, max_sequence_length=2048)
+    engine = DynamicInferenceEngine(build_hybrid_model(config).eval(), None, sizes)
+    # Its logits are whatever was in memory.
+    params = SamplingParams(top_k=1, num_tokens_to_generate=3, ignore_termination=True)
+    rng = np.random.default_rng(0)
+    for lengths in PROMPTS:
+        prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+        engine.generate(prompts, params, cache_breakpoints=[CAPTURED])
+    engine.close()
+
+
+@contextmanager
+def _launches(libraries: bool) -> Iterator[list[tuple[str, dict[str, int], str]]]:
+    """Launches that go on where a kernel of ours needs too much, so that one run tells of all.
+    Those of libraries are left out, or their kernels that do not compile are listed."""
+    from triton.runtime.errors import OutOfResources
+    from triton.runtime.jit import JITFunction
+
+    run, failures = JITFunction.run, []
+
+    def launch(self: JITFunction, *inputs: Any, **named: Any) -> Any:
+        if self.module.startswith(OWN):
+            with suppress(OutOfResources):
+                return run(self, *inputs, **named)
+        elif libraries:
+            try:
+                return run(self, *inputs, **named)
+            except Exception as error:
+                options = {name: named.get(name) for name in ("num_warps", "num_stages")}
+                failures.append((f"{self.module}.{self.__name__}", options, str(error)[:200]))
+
+    JITFunction.run = launch
+    try:
+        yield failures
+    finally:
+        JITFunction.run = run
 
 
 if __name__ == "__main__":
