@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_stub
+import wgmma
 
 if TYPE_CHECKING:
     from megatron_hybrid import HybridConfig
@@ -128,6 +129,8 @@ class Compiled:
     shared_bytes: int
     num_wgmma: int
     num_mma: int
+    races: list[str]
+    """See `wgmma.races`."""
     options: dict[str, int]
     constants: dict[str, Any]
     divisible: list[str]
@@ -208,6 +211,7 @@ def compile_all(
                     kernel.shared_bytes,
                     kernel.num_wgmma,
                     kernel.num_mma,
+                    wgmma.races(kernel.text("ttgir")) if kernel.num_wgmma else [],
                     kernel.options,
                     kernel.constants,
                     sorted(kernel.divisible),

@@ -1,5 +1,11 @@
 """Configs that Triton compiles wrongly for Hopper are left out, and `info` says so."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import triton
 
@@ -45,3 +51,50 @@ def test_configs_are_left_out_on_hopper_alone(monkeypatch, is_hopper):
 def test_info_tells_the_remarks_of_a_backend(monkeypatch):
     monkeypatch.setattr(mcore, "REMARKS", leave_racing_configs_out(racing_kernel()))
     assert "mcore: 2 configs of racing left out" in backends()["ssd_scan"]
+
+
+COMPILE = """
+import json
+
+import gpu_stub
+import torch
+import wgmma
+
+record = gpu_stub.install(90)
+
+from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd_kernel
+from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd_kernel
+
+from benchmarks.gpu.ops import FAMILIES, prefill_layout
+from megatron_hybrid.ops import dispatch
+from megatron_hybrid.ops.hopper import left_out
+from megatron_hybrid.ops.ssd import mcore
+
+gpu_stub.let_backends_serve_the_cpu()
+for kernel in (_chunk_cumsum_fwd_kernel, _state_passing_fwd_kernel):
+    kernel.configs = kernel.configs[:1]
+for kernel, configs in left_out.items():
+    kernel.configs = configs[-1:]
+family = next(family for family in FAMILIES if family.op == "ssd_scan")
+inputs = family.inputs(family.sizes, prefill_layout(256), torch.device("cpu"), torch.bfloat16)
+mcore.run(*inputs)
+races = {
+    kernel.name.rpartition(".")[2]: wgmma.races(kernel.text("ttgir"))
+    for kernel in record.kernels.values()
+    if kernel.num_wgmma
+}
+print(json.dumps(races))
+"""
+
+
+def test_what_makes_rows_nan_is_found_in_what_triton_compiled():
+    """Four warps: chunk_scan's first factor is in registers, the others' are in shared memory."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
+    command = [sys.executable, "-c", COMPILE]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    races = json.loads(result.stdout.splitlines()[-1])
+    assert races.pop("_chunk_scan_fwd_kernel")
+    assert races == {"_chunk_state_fwd_kernel": [], "_bmm_chunk_fwd_kernel": []}
