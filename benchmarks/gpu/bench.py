@@ -1,4 +1,7 @@
-"""What the benchmarks for a GPU share: timing, the device's measured limits, results."""
+"""What the benchmarks for a GPU share: rows, timing, the device's measured limits.
+
+All that only a CUDA device has (events, graphs, streams, its profile and memory) is called here.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_hybrid.tools.rates import duration
 from megatron_hybrid.tools.roofline import Device, Work
@@ -19,38 +23,83 @@ T = TypeVar("T")
 
 WARM_UPS = 3
 """Calls that are not counted: kernels are compiled and tuned in them."""
+REPLAY_SECONDS = 0.3
+"""Of the counted replays of a graph together, where that is more than 3 of them."""
+CACHE_BYTES = 256 << 20
+"""Several times the second-level cache of any GPU."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """One measurement."""
+class Row:
+    """One measurement or one check."""
 
     what: str
-    seconds: float | None
-    """None: it did not run; the note says why."""
+    seconds: float | None = None
+    """None: nothing was timed."""
     bound: float | None = None
     """Least seconds by the measured limits of the device; None: on a CPU, or it has none."""
     others: dict[str, float | str] = field(default_factory=dict)
     """Name of another way to do the same -> its seconds, or why it did not run."""
+    numbers: dict[str, float | str] = field(default_factory=dict)
+    """What else was found: name, with a unit where it has one -> value."""
     goal: str = ""
     note: str = ""
+    fault: str = ""
+    """What is wrong; empty: nothing is."""
 
     @property
     def share(self) -> float | None:
         """Of the roofline: 1 is the best possible."""
-        return None if None in (self.bound, self.seconds) else self.bound / self.seconds
+        return self.bound / self.seconds if self.bound and self.seconds else None
 
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """What it is, time, share of the roofline, others' times in units of its own, goal."""
-        time_cell = "-" if self.seconds is None else duration(self.seconds)
-        if self.note:
-            time_cell += f" ({self.note})"
-        others = [
+    def values(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "share": self.share, "cells": self.cells()}
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """What it is, its result, its share of the roofline, and all else. Others' times are in
+        units of its own."""
+        result = "ok" if self.seconds is None else duration(self.seconds)
+        if self.fault:
+            result = f"FAULT: {self.fault}"
+        share = "" if self.share is None else f"{self.share:.0%}"
+        more = [self.note] if self.note else []
+        more += [f"{name} {_short(value)}" for name, value in self.numbers.items()]
+        more += [
             f"{name} {cost / self.seconds:.2f}x" if isinstance(cost, float) else f"{name}: {cost}"
             for name, cost in self.others.items()
         ]
-        share = "" if self.share is None else f"{self.share:.0%}"
-        return self.what, time_cell, share, "; ".join(others), self.goal
+        if self.goal:
+            more.append(f"goal {self.goal}")
+        return self.what, result, share, "; ".join(more)
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+class Timing(NamedTuple):
+    """Of one call."""
+
+    seconds: float
+    """On the device."""
+    host_seconds: float
+    """Until the host has queued it."""
+    by_graph: bool
+    """Whether no part of the host's time can be in the first number."""
+
+    def numbers(self) -> dict[str, float | str]:
+        """What a row says beside the time on the device."""
+        return {"host us": self.host_seconds * 1e6, **({} if self.by_graph else {"graph": "none"})}
+
+
+class Activity(NamedTuple):
+    """What the device did in one call."""
+
+    busy_seconds: float
+    launches: int
+    most: list[tuple[str, int, float]]
+    """Those kernels that took the most time together: name, launches, seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +109,36 @@ class Bench:
     device: torch.device
     toy: bool
     limits: Device | None
-    """Measured; None: on a CPU, of whose times no share of a roofline is claimed."""
+    """Measured; None: of no time a share of the roofline is claimed."""
+    once: bool = False
+    """Whether each call is made once, so that kernels are compiled and nothing is measured."""
 
     @classmethod
-    def start(cls, toy: bool) -> Bench:
-        """The CUDA device, after a measurement of its limits; without one, or for toy sizes on
-        request, the CPU."""
-        if toy or not torch.cuda.is_available():
+    def start(cls, toy: bool, once: bool = False) -> Bench:
+        """The CUDA device, with its limits measured unless all is called once; for toy sizes the
+        CPU.
+
+        Raises:
+            RuntimeError: there is no CUDA device.
+        """
+        if toy:
             torch.set_num_threads(1)  # at this size more only wait for each other
-            return cls(torch.device("cpu"), True, None)
+            return cls(torch.device("cpu"), True, None, once)
+        if not torch.cuda.is_available():
+            raise RuntimeError("there is no CUDA device; --toy runs all on the CPU at toy size")
         device = torch.device("cuda", torch.cuda.current_device())
-        bare = cls(device, False, None)
-        return cls(device, False, measured_limits(bare))
+        bare = cls(device, False, None, once)
+        return bare if once else cls(device, False, measured_limits(bare))
 
     @property
     def name(self) -> str:
         """Of the device."""
-        return torch.cuda.get_device_name(self.device) if self.limits else "CPU, toy size"
+        return "CPU, toy size" if self.toy else torch.cuda.get_device_name(self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device queues what it is asked to do."""
+        return self.device.type == "cuda"
 
     def size(self, full: T, toy: T) -> T:
         """What to run with."""
@@ -85,34 +147,88 @@ class Bench:
     @property
     def rounds(self) -> int:
         """Counted calls of a timing."""
-        return self.size(20, 1)
+        return 1 if self.toy or self.once else 20
 
-    def seconds(self, call: Callable[[], object], rounds: int | None = None) -> float:
-        """Median time of a call. On a GPU calls are queued one behind the other, so the host's
-        part shows only where it takes longer than the device's."""
-        rounds = rounds or self.rounds
-        for _ in range(self.size(WARM_UPS, 0)):
+    def timing(self, *calls: Callable[[], object], by_graph: bool = True) -> Timing:
+        """Median time of a call, of several that differ in their tensors alone: together these
+        should be larger than the device's cache.
+
+        On a GPU it is the replay of a graph of all calls. What cannot be captured is queued and
+        timed by events: there the host shows, where it takes longer than the device.
+
+        Args:
+            by_graph: false for calls that read host memory, which a replay would find changed.
+        """
+        if self.toy or self.once or not self.is_cuda:
+            times = [_wall_time(call) for call in calls]
+            self.wait()
+            return Timing(statistics.median(times), statistics.median(times), False)
+        for call in (*calls[:1] * WARM_UPS, *calls):
             call()
-        if self.device.type != "cuda":
-            return statistics.median(_wall_time(call) for _ in range(rounds))
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-        torch.cuda.synchronize()
-        for before, after in events:
+        self.wait()
+        queued = []
+        for _ in range(WARM_UPS):
+            self.wait()  # for an empty queue
+            queued.append(_wall_time(lambda: [call() for call in calls]) / len(calls))
+        host_seconds = min(queued)
+        self.wait()
+        replay = _captured(calls) if by_graph else None
+        if replay is None:
+            self.wait()
+            return Timing(self._by_events(list(calls) * self.rounds, 1), host_seconds, False)
+        one = self._by_events([replay], len(calls))
+        rounds = min(self.rounds, max(3, int(REPLAY_SECONDS / (one * len(calls)))))
+        return Timing(self._by_events([replay] * rounds, len(calls)), host_seconds, True)
+
+    def _by_events(self, actions: list[Callable[[], object]], count: int) -> float:
+        """Median time of one of `count` calls that each action makes; they are queued."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
+        for (before, after), action in zip(events, actions):
             before.record()
-            call()
+            action()
             after.record()
-        torch.cuda.synchronize()
-        return statistics.median(before.elapsed_time(after) / 1e3 for before, after in events)
+        self.wait()
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in events) / count
+
+    def seconds(self, *calls: Callable[[], object]) -> float:
+        """See `timing`."""
+        return self.timing(*calls).seconds
+
+    def sets(self, work: Work) -> int:
+        """How many sets of tensors a timing of some work needs: see `timing`."""
+        if self.toy or self.once:
+            return 1
+        return min(16, 1 + int(CACHE_BYTES / work.num_bytes))
 
     def wall_seconds(self, call: Callable[[], object]) -> float:
         """Time of one call with the device's work, as a caller sees it."""
         self.wait()
         return _wall_time(lambda: (call(), self.wait()))
 
+    def activity(self, call: Callable[[], object], most: int = 6) -> Activity:
+        """Profile one call; on a CPU torch's operators are what is counted."""
+        kind = ProfilerActivity.CUDA if self.is_cuda else ProfilerActivity.CPU
+        with profile(activities=[kind]) as found:
+            call()
+            self.wait()
+        side = "device" if self.is_cuda else "cpu"
+        totals = [
+            (event.key, event.count, getattr(event, f"self_{side}_time_total") / 1e6)
+            for event in found.key_averages()
+            if event.device_type.name == ("CUDA" if self.is_cuda else "CPU")
+        ]
+        totals.sort(key=lambda total: -total[2])
+        busy, launches = sum(t[2] for t in totals), sum(t[1] for t in totals)
+        return Activity(busy, launches, totals[:most])
+
     def wait(self) -> None:
         """Until the device has done all."""
-        if self.device.type == "cuda":
+        if self.is_cuda:
             torch.cuda.synchronize()
+
+    def peak_gigabytes(self) -> float:
+        """Of the device's memory, since this process began."""
+        return torch.cuda.max_memory_allocated() / 1e9 if self.is_cuda else 0.0
 
     def bound(self, works: Work | Iterable[Work]) -> float | None:
         """The least seconds of some work, or of several one behind the other."""
@@ -120,19 +236,30 @@ class Bench:
             return None
         return sum(map(self.limits.seconds, [works] if isinstance(works, Work) else works))
 
-    def guarded(self, what: str, results: Iterable[Result]) -> Iterator[Result]:
-        """The results; on a GPU what fails takes a row, and not the rest of the run with it."""
+    def guarded(self, what: str, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows; what fails takes a row, and not the rest of the run with it. At toy size it is
+        raised. So it is where the device cannot go on."""
         try:
-            yield from results
+            yield from rows
         except Exception as error:
             if self.toy:
                 raise
             traceback.print_exc()
-            yield Result(what, None, note=first_line(error))
+            yield Row(what, fault=first_line(error))
+            if self.is_poisoned():
+                raise
+
+    def is_poisoned(self) -> bool:
+        """Whether the device does nothing any more for this process, as after an illegal access."""
+        try:
+            self.wait()
+        except Exception:
+            return True
+        return False
 
     def free(self) -> None:
         """Give back the device memory that nobody uses any more."""
-        if self.device.type == "cuda":
+        if self.is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -153,9 +280,23 @@ class Bench:
         return times
 
 
-def first_line(error: Exception) -> str:
+def _captured(calls: tuple[Callable[[], object], ...]) -> Callable[[], None] | None:
+    """The replay of a graph of all calls, which have been made before; None: there can be none."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except Exception:  # of whatever kind: a call waits for the device, or allocates pinned memory
+        traceback.print_exc()
+        return None
+    graph.replay()
+    return graph.replay
+
+
+def first_line(error: Exception, width: int = 100) -> str:
     """What is wrong, in short."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:60]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:width]
 
 
 def _wall_time(call: Callable[[], object]) -> float:
@@ -167,13 +308,14 @@ def _wall_time(call: Callable[[], object]) -> float:
 def measured_limits(bench: Bench) -> Device:
     """What a copy and a product of large matrices reach: better than what is in a data sheet to
     judge kernels by."""
-    source = torch.empty(bench.size(1 << 30, 1 << 16), dtype=torch.uint8, device=bench.device)
+    count = bench.size(1 << 30, 1 << 16)
+    source = torch.randint(256, (count,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() / bench.seconds(lambda: target.copy_(source))
+    bandwidth = 2 * count / bench.seconds(lambda: target.copy_(source))
     n = bench.size(8192, 64)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
     flops = 2 * n**3 / bench.seconds(lambda: a @ b)
-    if bench.device.type == "cuda":
+    if bench.is_cuda:
         memory, name = torch.cuda.mem_get_info(bench.device)[1], torch.cuda.get_device_name()
     else:
         memory, name = 0, "CPU"

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Result, first_line
+from benchmarks.gpu.bench import Bench, Row, first_line
 from benchmarks.gpu.models import cut_config, cut_model
 from benchmarks.gpu.serving import first_token, make_engine, named, work_of
 from megatron_hybrid import HybridModel, SamplingParams, from_megatron
@@ -27,19 +27,19 @@ PATTERNS = ("M-M-M*-M-M-M*-", "*-*-*-*-")
 """Layers; the second ones need no mamba_ssm."""
 
 
-def run(bench: Bench) -> Iterator[Result]:
+def run(bench: Bench) -> Iterator[Row]:
     """Decode steps, first tokens, and prompts that are known already."""
     for pattern in PATTERNS:
-        for result in bench.guarded("does not run", _of_pattern(bench, pattern)):
-            yield named(f"{pattern} of Nemotron-H-8B's sizes", result)
+        for row in bench.guarded("does not run", _of_pattern(bench, pattern)):
+            yield named(f"{pattern} of Nemotron-H-8B's sizes", row)
         bench.free()
 
 
-def _of_pattern(bench: Bench, pattern: str) -> Iterator[Result]:
+def _of_pattern(bench: Bench, pattern: str) -> Iterator[Row]:
     sizes = bench.size(Sizes(), Sizes(length=40, batch=2, steps=2))
     core: CoreEngine | str = "needs a GPU"
     model = None
-    if bench.device.type == "cuda":
+    if bench.is_cuda:
         try:
             stock = stock_model(pattern, sizes)
             core, model = CoreEngine(bench, stock, sizes), from_megatron(stock)
@@ -60,7 +60,7 @@ class Sizes:
     steps: int = 20
 
 
-def compare(bench: Bench, ours: OurEngine, other: Engine | str, sizes: Sizes) -> Iterator[Result]:
+def compare(bench: Bench, ours: OurEngine, other: Engine | str, sizes: Sizes) -> Iterator[Row]:
     """Rows of two engines, in turn.
 
     Args:
@@ -92,8 +92,8 @@ def compare(bench: Bench, ours: OurEngine, other: Engine | str, sizes: Sizes) ->
 
 def _row(
     what: str, times: dict[str, float], other: Engine | str, bound: float | None = None
-) -> Result:
-    return Result(
+) -> Row:
+    return Row(
         what,
         times["megatron_hybrid"],
         bound,

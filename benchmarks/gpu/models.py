@@ -24,7 +24,7 @@ class Shape:
     num_symbols: int | None
     """Of its layer pattern, counted from the front, for one GPU; None: all."""
     num_toy_symbols: int
-    """The same on a CPU: a layer of each kind."""
+    """The same with a layer of each kind."""
 
 
 SHAPES = {
@@ -63,18 +63,22 @@ TOY = {
 """Fields in the place of published ones, where a model has them."""
 
 
-def cut_config(name: str, toy: bool, pattern: str | None = None) -> HybridConfig:
+def cut_config(name: str, toy: bool, pattern: str | None = None, few: bool = False) -> HybridConfig:
     """The configuration of a published model, cut.
 
     Args:
         name: of a file of `CONFIGS` and a key of `SHAPES`.
+        toy: toy size, and a layer of each kind.
+        few: a layer of each kind, of whatever size.
         pattern: symbols of its layers; None: as its `Shape` says.
     """
     values = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     whole = config_of(values, name).to_dict()
     shape = SHAPES[name]
     if pattern is None:
-        pattern = whole["layer_pattern"][: shape.num_toy_symbols if toy else shape.num_symbols]
+        pattern = whole["layer_pattern"][
+            : shape.num_toy_symbols if toy or few else shape.num_symbols
+        ]
     fields = {"layer_pattern": pattern, "huggingface_config": None}
     if toy:
         fields |= {key: value for key, value in TOY.items() if whole.get(key) is not None}
@@ -82,7 +86,8 @@ def cut_config(name: str, toy: bool, pattern: str | None = None) -> HybridConfig
 
 
 def cut_model(name: str, bench: Bench, pattern: str | None = None) -> HybridModel:
-    """Build the model with random weights on the bench's device."""
+    """Build the model with random weights on the bench's device, of few layers where each call is
+    made once."""
     torch.manual_seed(0)
     with torch.device(bench.device):
-        return build_hybrid_model(cut_config(name, bench.toy, pattern)).eval()
+        return build_hybrid_model(cut_config(name, bench.toy, pattern, bench.once)).eval()

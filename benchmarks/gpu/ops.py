@@ -1,4 +1,4 @@
-"""Each op by the backend that serves it, beside its reference, its roofline and other libraries."""
+"""Each op by the backend that serves it, beside its roofline and other libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, Result
-from benchmarks.gpu.models import cut_model
-from megatron_hybrid.models.mixers.base import StackInputs
-from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from benchmarks.gpu.bench import Bench, Row
 from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, dispatch
-from megatron_hybrid.tools.plan import spec_of
-from megatron_hybrid.tools.roofline import Attention, ModelWork, Work
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.tools.roofline import Attention, Work
 
 BLOCK = 16
 """Tokens of a KV block."""
@@ -36,7 +33,7 @@ class Family:
     sizes: Sizes
     toy: Sizes
     inputs: Callable[[Sizes, RaggedLayout, torch.device, torch.dtype], tuple]
-    """Arguments of the op for any layout."""
+    """Arguments of the op for any layout: model sizes, layout, device, dtype."""
     work: Callable[[Sizes, RaggedLayout], Work]
     """At least, in bf16 with fp32 states."""
     prefill_others: Callable[[Sizes, RaggedLayout, tuple], Makers]
@@ -46,41 +43,37 @@ class Family:
 
     @property
     def is_recurrent(self) -> bool:
-        return self.op != "paged_attention"
+        return self.op not in ("paged_attention", "gated_rms_norm", "expert_mlps")
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} of {self.model}"
 
 
-def run(bench: Bench) -> Iterator[Result]:
-    """All ops: a prefill, a decode, and what captures cost."""
+def run(bench: Bench, op: str | None = None) -> Iterator[Row]:
+    """All ops, or one: decodes, a prefill, and what captures cost."""
     for family in FAMILIES:
-        yield from bench.guarded(f"{family.op} of {family.model}", _of_family(bench, family))
-        bench.free()
-    yield from bench.guarded("expert layer", _expert_layer(bench))
+        if op in (None, family.op):
+            yield from bench.guarded(family.name, _of_family(bench, family))
+            bench.free()
 
 
-def _shape(bench: Bench) -> tuple[int, int, int]:
-    """Tokens of a prefill, batch and context of decodes."""
-    return bench.size((8192, 64, 8192), (48, 4, 40))
-
-
-def _of_family(bench: Bench, family: Family) -> Iterator[Result]:
-    tokens, batch, context = _shape(bench)
-    prefill, decode = prefill_layout(tokens), decode_layout(batch, context)
-    sizes = bench.size(family.sizes, family.toy)
-    for layout, others, what in (
-        (prefill, family.prefill_others, f"prefill of {tokens:,}"),
-        (decode, family.decode_others, f"{batch} decodes at {context:,}"),
-    ):
-        inputs = family.inputs(sizes, layout, bench.device, torch.bfloat16)
-        yield _measured(
-            bench,
-            f"{family.op} of {family.model}, {what}",
-            dispatch.OPS[family.op],
-            inputs,
-            family.work(sizes, layout),
-            others(sizes, layout, inputs),
-        )
+def _of_family(bench: Bench, family: Family) -> Iterator[Row]:
+    tokens, batch, context = bench.size((8192, 64, 8192), (48, 4, 40))
+    if bench.once:  # several of these share a GPU
+        context //= 4
+    layouts = {
+        f"decode {batch} at {context:,}": decode_layout(batch, context),
+        f"decode 1 at {context:,}": decode_layout(1, context),
+        f"prefill {tokens:,}": prefill_layout(tokens),
+    }
+    for what, layout in layouts.items():
+        yield _measured(bench, family, what, layout)
     if family.is_recurrent:
-        yield _captures(bench, family, sizes, prefill)
+        step = tokens // (CAPTURED + 1)
+        captures = tuple(step * i + 1 for i in range(1, CAPTURED + 1))  # in no grid
+        layout = RaggedLayout((tokens,), (0,), captures)
+        yield _measured(bench, family, f"prefill {tokens:,}, {CAPTURED} captures", layout)
 
 
 def prefill_layout(tokens: int) -> RaggedLayout:
@@ -93,63 +86,25 @@ def decode_layout(batch: int, context: int) -> RaggedLayout:
     return RaggedLayout((1,) * batch, (context - 1,) * batch)
 
 
-def _measured(
-    bench: Bench, what: str, op: dispatch.Op, inputs: tuple, work: Work, others: Makers
-) -> Result:
-    served_by = next(name for name, reason in op.refusals(*inputs).items() if reason is None)
-    if served_by != dispatch.REFERENCE:
-        others = {"reference": lambda: partial(op.reference, *inputs)} | others
-    seconds = bench.seconds(partial(op, *inputs))
-    return Result(what, seconds, bench.bound(work), bench.others(others), note=served_by)
-
-
-def _captures(bench: Bench, family: Family, sizes: Sizes, prefill: RaggedLayout) -> Result:
-    """A prefill with states captured at positions that are in no grid, and the same without."""
-    step = prefill.num_tokens // (CAPTURED + 1)
-    captures = tuple(step * i + 1 for i in range(1, CAPTURED + 1))
-    layout = RaggedLayout(prefill.lengths, prefill.start_positions, captures)
-    op = dispatch.OPS[family.op]
-    bare, captured = (
-        family.inputs(sizes, each, bench.device, torch.bfloat16) for each in (prefill, layout)
-    )
-    return Result(
-        f"{family.op} of {family.model} with {CAPTURED} states captured",
-        bench.seconds(lambda: op(*captured)),
-        others={"without": bench.seconds(lambda: op(*bare))},
-    )
-
-
-def _expert_layer(bench: Bench) -> Iterator[Result]:
-    """The routed experts by their layer, with norm and router, since their op takes what the router
-    makes."""
-    model = cut_model("qwen3_next_80b_a3b", bench, pattern="E")
-    work = ModelWork.of(model, spec_of(model, BLOCK, "exact"))
-    (layer,), config = model.decoder.layers, model.config
-    tokens, batch, _ = _shape(bench)
-
-    def measured(count: int) -> Result:
-        hidden = torch.randn(count, config.hidden_size, device=bench.device)
-        context = UncachedContext(RaggedLayout((count,), (0,)), bench.device)
-        call = partial(layer, hidden.to(config.params_dtype), context, StackInputs(None))
-        return Result(
-            f"expert layer of Qwen3-Next, {count:,} tokens",
-            bench.seconds(call),
-            bench.bound(work.forward([(0, count)], num_logits=0)),
-            bench.others({"reference": lambda: partial(_by_reference, call)}),
-        )
-
+def _measured(bench: Bench, family: Family, what: str, layout: RaggedLayout) -> Row:
+    op, sizes = dispatch.OPS[family.op], bench.size(family.sizes, family.toy)
+    work = family.work(sizes, layout)
     with torch.inference_mode():
-        results = [measured(tokens), measured(batch)]
-    yield from results
-
-
-def _by_reference(call: Callable[[], object]) -> object:
-    """A call with the references of all ops."""
-    before, dispatch.forced = dispatch.forced, dispatch.REFERENCE
-    try:
-        return call()
-    finally:
-        dispatch.forced = before
+        sets = [
+            family.inputs(sizes, layout, bench.device, torch.bfloat16)
+            for _ in range(bench.sets(work))
+        ]
+        timing = bench.timing(*(partial(op, *inputs) for inputs in sets))
+        is_decode = max(layout.lengths) == 1
+        others = family.decode_others if is_decode else family.prefill_others
+        return Row(
+            f"{family.name}, {what}",
+            timing.seconds,
+            bench.bound(work),
+            {} if layout.captures else bench.others(others(sizes, layout, sets[0])),
+            timing.numbers(),
+            note=next(name for name, reason in op.refusals(*sets[0]).items() if reason is None),
+        )
 
 
 # Inputs --------------------------------------------------------------------------------------
@@ -243,6 +198,37 @@ def attention_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple
     return q, k_pages, v_pages, table.to(device), layout, pattern, None
 
 
+def norm_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    T, G, C = layout.num_rows, sizes["G"], sizes["C"]
+    x, gate = (_randn(device, dtype, T, G, C) for _ in range(2))
+    return x, gate, _randn(device, dtype, G, C), 1e-5
+
+
+def expert_rows(sizes: Sizes, layout: RaggedLayout) -> list[int]:
+    """How many rows each expert has, if the pairs of all tokens go to one expert after another."""
+    pairs, E = layout.num_tokens * sizes["k"], sizes["E"]
+    return [-(-(pairs // E + (e < pairs % E)) // ROW_ALIGNMENT) * ROW_ALIGNMENT for e in range(E)]
+
+
+def expert_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    """Gated experts. All rows are some expert's."""
+    rows, (E, h, f) = expert_rows(sizes, layout), (sizes[name] for name in "Ehf")
+    return (
+        _randn(device, dtype, sum(rows), h),
+        torch.tensor(rows, device=device).cumsum(0, dtype=torch.int32),
+        _randn(device, dtype, E, 2 * f, h) * h**-0.5,
+        None,
+        _randn(device, dtype, E, h, f) * f**-0.5,
+        None,
+        _gated_silu,
+    )
+
+
+def _gated_silu(x: Tensor) -> Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
 # Work ----------------------------------------------------------------------------------------
 
 
@@ -285,6 +271,16 @@ def attention_work(sizes: Sizes, layout: RaggedLayout) -> Work:
         moved += attention.bytes_per_token * (attention.seen(start) + end - start)
         flops += attention.flops_per_pair * attention.pairs(start, end)
     return Work(moved, flops)
+
+
+def norm_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    return Work(3 * layout.num_rows * sizes["G"] * sizes["C"] * 2)
+
+
+def expert_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    rows, (h, f) = expert_rows(sizes, layout), (sizes[name] for name in "hf")
+    matrices = sum(count > 0 for count in rows) * 3 * f * h
+    return Work(2 * (matrices + 2 * sum(rows) * h), 6 * sum(rows) * f * h)
 
 
 # Other libraries: each call returns the outputs in our op's shape ----------------------------
@@ -463,7 +459,7 @@ _ATTENTION = (
     attention_decode_others,
 )
 _DELTA_SIZES = {"H": 32, "N": 128, "P": 128, "chunk": 64}
-_TOY_DELTA = {"H": 4, "N": 16, "P": 16, "chunk": 16}
+_TOY_DELTA = {"H": 4, "N": 16, "P": 16, "chunk": 32}
 _GDN = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"
 _KDA = "chunk_kda", "fused_recurrent_kda", "fla.ops.kda"
 FAMILIES = [
@@ -526,6 +522,26 @@ FAMILIES = [
         selective_scan_inputs,
         selective_scan_work,
         selective_scan_others,
+        _nothing,
+    ),
+    Family(
+        "gated_rms_norm",
+        "Nemotron-H-8B",
+        {"G": 8, "C": 1024},
+        {"G": 2, "C": 16},
+        norm_inputs,
+        norm_work,
+        _nothing,
+        _nothing,
+    ),
+    Family(
+        "expert_mlps",
+        "Qwen3-Next",
+        {"E": 512, "k": 10, "h": 2048, "f": 512},
+        {"E": 8, "k": 2, "h": 64, "f": 32},
+        expert_inputs,
+        expert_work,
+        _nothing,
         _nothing,
     ),
     Family(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from benchmarks.common import ONE_TOKEN
-from benchmarks.gpu.bench import Bench, Result
+from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.models import SHAPES, cut_model
 from megatron_hybrid import DynamicInferenceEngine, HybridModel, InferenceConfig, SamplingParams
 from megatron_hybrid.tools.rates import RESTORED
@@ -20,29 +22,33 @@ COPY_SECONDS = 50e-6
 """Allowed to a restore beside 1.1 times its bytes / bandwidth."""
 
 
-def run(bench: Bench) -> Iterator[Result]:
-    """All models, one after the other."""
-    for name, shape in SHAPES.items():
-        for result in bench.guarded("does not run", _of_model(bench, name)):
-            yield named(shape.name, result)
+def run(bench: Bench, name: str) -> Iterator[Row]:
+    """One model, by its name in `SHAPES`. What takes longest comes last."""
+    model = cut_model(name, bench)
+    short, long = bench.size(8192, 48), bench.size(65536, 64)
+    for part in (
+        partial(decodes, batches=bench.size((1, 8), (3,))),
+        partial(first_tokens, length=short, percents=RESTORED, rounds=bench.size(3, 1)),
+        saves,
+        prefill_with_saves,
+        partial(first_tokens, length=long, percents=bench.size((0, 100), (0,)), rounds=1),
+        partial(decodes, batches=bench.size((64,), ())),
+    ):
+        for row in bench.guarded("does not run", part(bench, model)):
+            yield named(SHAPES[name].name, row)
         bench.free()
 
 
-def _of_model(bench: Bench, name: str) -> Iterator[Result]:
-    model = cut_model(name, bench)
-    for part in (decodes, first_tokens, saves):
-        yield from bench.guarded(part.__name__, part(bench, model))
-
-
-def named(name: str, result: Result) -> Result:
-    """The result with the name of its model in front."""
-    return Result(**{**vars(result), "what": f"{name}: {result.what}"})
+def named(name: str, row: Row) -> Row:
+    """The row with the name of its model in front."""
+    return replace(row, what=f"{name}: {row.what}")
 
 
 def make_engine(bench: Bench, model: HybridModel, longest: int, batch: int, **fields):
-    """An engine whose pool holds `batch` requests of `longest` tokens, or two with their states."""
+    """An engine whose pool holds `batch` requests of `longest` tokens, or two with their states.
+    Where all is called once, several of these and cut models share a GPU."""
     config = InferenceConfig(
-        cache_bytes=bench.size(24 << 30, 16 << 20),
+        cache_bytes=16 << 20 if bench.toy else (4 if bench.once else 24) << 30,
         max_requests=batch,
         max_tokens=bench.size(8192, 32),
         max_sequence_length=longest,
@@ -62,13 +68,12 @@ def random_prompt(rng: np.random.Generator, model: HybridModel, length: int) -> 
     return rng.integers(0, model.config.vocab_size, length).tolist()
 
 
-def decodes(bench: Bench, model: HybridModel) -> Iterator[Result]:
+def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterator[Row]:
     """Whole steps, with scheduling and sampling, of requests that share nothing."""
-    batches, context = bench.size(((1, 8, 64), 8192), ((1, 3), 40))
-    steps = bench.size(20, 2)
+    context, steps = bench.size(8192, 40), 2 if bench.toy or bench.once else 12
     rng = np.random.default_rng(0)
     for batch in batches:
-        engine = make_engine(bench, model, 2 * context, max(batches), prefix_caching="off")
+        engine = make_engine(bench, model, 2 * context, batch, prefix_caching="off")
         # The first ones decode while the last ones are computed: none may end before the timing.
         count = 2 * (batch + steps) + 8
         params = SamplingParams(top_k=1, num_tokens_to_generate=count, ignore_termination=True)
@@ -82,59 +87,67 @@ def decodes(bench: Bench, model: HybridModel) -> Iterator[Result]:
             engine.step()
         middle = [context + len(r.generated_tokens) + steps // 2 for r in requests]
         times = [bench.wall_seconds(engine.step) for _ in range(steps)]
+        activity = bench.activity(engine.step)
         assert not any(request.closed for request in requests)
         works = work_of(engine).forward([(position, 1) for position in middle])
-        yield Result(
-            f"decode step, batch {batch}, context {context:,}",
-            seconds := statistics.median(times),
+        what = f"decode step, batch {batch}, context {context:,}"
+        seconds = statistics.median(times)
+        yield Row(
+            what,
+            seconds,
             bench.bound(works),
+            numbers={"busy ms": activity.busy_seconds * 1e3, "launches": activity.launches},
             goal=">= 80 %" if batch == 64 else "",
             note=f"{batch / seconds:,.0f} tokens/s",
         )
+        shares = {
+            f"{name[:40]} x{launches}": f"{spent * 1e3:.3g} ms"
+            for name, launches, spent in activity.most
+        }
+        yield Row(f"{what}, most busy in", activity.busy_seconds, numbers=shares)
         engine.close()
+        bench.free()
 
 
-def first_tokens(bench: Bench, model: HybridModel) -> Iterator[Result]:
+def first_tokens(
+    bench: Bench, model: HybridModel, length: int, percents: Sequence[int], rounds: int
+) -> Iterator[Row]:
     """Time to the first token of a prompt that is alone, with parts of it restored."""
-    lengths, rounds = bench.size(((8192, 65536), 3), ((48,), 1))
-    rng = np.random.default_rng(1)
-    for length in lengths:
-        engine = make_engine(bench, model, length + 64, 2)
-        work, max_tokens = work_of(engine), engine.config.max_tokens
-        first_token(bench, engine, random_prompt(rng, model, length))  # compiles kernels
-        for percent in RESTORED:
-            restored, times = length * percent // 100, []
-            for _ in range(rounds):
-                prompt = random_prompt(rng, model, length)
-                if restored:
-                    first_token(bench, engine, prompt[:restored])
-                times.append(first_token(bench, engine, prompt, skipped=restored))
-            seconds = statistics.median(times)
-            yield Result(
-                f"first token of {length:,}, {percent} % restored",
-                seconds,
-                bench.bound(work.first_token(length, restored, max_tokens)),
-                note="" if restored else f"prefill of {length / seconds:,.0f} tokens/s",
-            )
-        engine.close()
-    yield _prefill_with_saves(bench, model, lengths[0], rounds, rng)
+    rng = np.random.default_rng(length)
+    engine = make_engine(bench, model, length + 64, 2)
+    work, max_tokens = work_of(engine), engine.config.max_tokens
+    first_token(bench, engine, random_prompt(rng, model, length))  # compiles kernels
+    for percent in percents:
+        restored, times = length * percent // 100, []
+        for _ in range(1 if bench.once else rounds):
+            prompt = random_prompt(rng, model, length)
+            if restored:
+                first_token(bench, engine, prompt[:restored])
+            times.append(first_token(bench, engine, prompt, skipped=restored))
+        seconds = statistics.median(times)
+        yield Row(
+            f"first token of {length:,}, {percent} % restored",
+            seconds,
+            bench.bound(work.first_token(length, restored, max_tokens)),
+            note="" if restored else f"prefill of {length / seconds:,.0f} tokens/s",
+        )
+    engine.close()
 
 
-def _prefill_with_saves(
-    bench: Bench, model: HybridModel, length: int, rounds: int, rng: np.random.Generator
-) -> Result:
+def prefill_with_saves(bench: Bench, model: HybridModel) -> Iterator[Row]:
     """A prefill that saves states on its way, beside one that saves none."""
+    length, rng = bench.size(8192, 48), np.random.default_rng(2)
     breakpoints = [length * i // (CAPTURED + 1) + 1 for i in range(1, CAPTURED + 1)]
     times = {}
     for mode, arguments in (("restore", {"cache_breakpoints": breakpoints}), ("off", {})):
         engine = make_engine(bench, model, length + 64, 2, prefix_caching=mode)
         found = [
             first_token(bench, engine, random_prompt(rng, model, length), **arguments)
-            for _ in range(rounds + 1)
+            for _ in range(2 if bench.toy or bench.once else 4)
         ]
         times[mode] = statistics.median(found[1:])
         engine.close()
-    return Result(
+    yield Row(
         f"first token of {length:,} with {CAPTURED} states saved",
         times["restore"],
         others={"without a cache": times["off"]},
@@ -169,7 +182,7 @@ def first_token(
     return elapsed
 
 
-def saves(bench: Bench, model: HybridModel) -> Iterator[Result]:
+def saves(bench: Bench, model: HybridModel) -> Iterator[Row]:
     """One state copied to pages, and back: bytes are read once and written once."""
     engine = make_engine(bench, model, 256, 2)
     memory, spec = engine.memory, engine.cache.spec
@@ -177,16 +190,17 @@ def saves(bench: Bench, model: HybridModel) -> Iterator[Result]:
     bound = bench.bound(work_of(engine).restore())
     limit = None if bound is None else 1.1 * bound + COPY_SECONDS
     goal = "" if limit is None else f"<= {limit * 1e6:.0f} us"
-    size = f"{memory.slots.shape[1] / 1e6:.1f} MB"
-    yield Result(
-        f"a state saved, {size}",
-        bench.seconds(lambda: memory.save_checkpoint(memory.slots[0], pages)),
-        bound,
-    )
-    yield Result(
-        f"a state restored, {size}",
-        bench.seconds(lambda: memory.load_checkpoint(pages, 0)),
-        bound,
-        goal=goal,
-    )
+    size = memory.slots.shape[1]
+    for what, call in (
+        ("saved", lambda: memory.save_checkpoint(memory.slots[0], pages)),
+        ("restored", lambda: memory.load_checkpoint(pages, 0)),
+    ):
+        timing = bench.timing(call, by_graph=False)  # page numbers come from the host
+        yield Row(
+            f"a state {what}, {size / 1e6:.1f} MB",
+            timing.seconds,
+            bound,
+            numbers=timing.numbers() | {"TB/s": 2 * size / timing.seconds / 1e12},
+            goal=goal if what == "restored" else "",
+        )
     engine.close()

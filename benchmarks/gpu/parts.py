@@ -1,0 +1,172 @@
+"""The parts of a first run: `python -m benchmarks.gpu.parts NAME [ARGUMENT ...]`.
+
+Each is for a process of its own. A row is a line of standard output: `MARK`, and JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+
+from benchmarks.gpu import checks, core_engine, huggingface, ops, serving
+from benchmarks.gpu.autotuned import chosen
+from benchmarks.gpu.bench import Bench, Row, first_line
+from benchmarks.gpu.first_run import MARK, POISONED, ROOT, versions
+from megatron_hybrid.ops import dispatch
+
+TESTS = (
+    "tests/functional/test_gpu.py",
+    "tests/functional/test_gpu_ops.py",
+    "tests/functional/huggingface/test_adapters_on_gpu.py",
+)
+TEST_SECONDS = 60
+"""Limit of one test, where pytest-timeout is installed."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a part and print its rows. Returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu.parts")
+    parser.add_argument("name", choices=PARTS)
+    parser.add_argument("arguments", nargs="*", help="of the part: an op and a dtype, or a model")
+    parser.add_argument("--toy", action="store_true", help="on the CPU at toy size")
+    parser.add_argument(
+        "--once", action="store_true", help="make each call once, so that kernels are compiled"
+    )
+    parser.add_argument("--skip", type=int, default=0, help="so many checks, from the first one on")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", module="megatron")
+    bench, what = None, " ".join([options.name, *options.arguments])
+    began = time.perf_counter()
+
+    def tell(row: Row) -> None:
+        line = json.dumps({"device": bench and bench.name, **row.values()})
+        print(f"{MARK}{line}", flush=True)
+
+    try:
+        is_check = options.name in CHECKS
+        bench = Bench.start(options.toy, options.once or is_check)
+        with chosen(compiles_all=True) if options.once else nullcontext():
+            if is_check:
+                found = CHECKS[options.name](bench, *options.arguments)
+                return _made(bench, itertools.islice(found, options.skip, None), tell)
+            for row in PARTS[options.name](bench, *options.arguments):
+                if row.fault or not options.once:
+                    tell(row)
+        if options.once:
+            tell(Row(what, note=f"compiled in {time.perf_counter() - began:.0f} s"))
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        tell(Row(what, fault=f"{type(error).__name__}: {first_line(error)}"))
+        return 1
+
+
+def _made(bench: Bench, made: Iterable[checks.Check], tell: Callable[[Row], None]) -> int:
+    """Make checks and tell their rows, as far as the device survives them."""
+    for check in made:
+        try:
+            row = check.make()
+        except Exception as error:
+            traceback.print_exc()
+            row = Row(check.what, fault=f"{type(error).__name__}: {first_line(error)}")
+        tell(row)
+        if row.fault and bench.is_poisoned():
+            return POISONED
+        bench.free()
+    return 0
+
+
+def environment(bench: Bench) -> Iterator[Row]:
+    """Versions, the device and its limits, and which backend would serve each op."""
+    yield Row("versions", numbers=versions())
+    compilers = [name for name in ("cc", "gcc", "clang") if shutil.which(name)]
+    yield Row(
+        "C compiler",
+        note=compilers[0] if compilers else "",
+        fault="" if compilers else "none on PATH; Triton compiles its launchers with it",
+    )
+    if bench.limits is not None:
+        limits = bench.limits
+        numbers = {"TB/s": limits.bandwidth / 1e12, "bf16 TFLOP/s": limits.flops / 1e12}
+        yield Row(bench.name, numbers=numbers | {"GB": limits.memory_bytes / 1e9})
+    for name, op in dispatch.OPS.items():
+        reasons = {backend: reason or "usable" for backend, reason in op.refusals().items()}
+        yield Row(f"backends of {name}", numbers=reasons)
+
+
+def sanitizer(bench: Bench) -> Iterator[Row]:
+    """Each backend once under compute-sanitizer's memory check."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        yield Row("compute-sanitizer", note="is not on PATH")
+        return
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--print-limit", "20"]
+    command += [sys.executable, "-m", "benchmarks.gpu.parts", "small"]
+    process = subprocess.Popen(
+        command + (["--toy"] if bench.toy else []),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Else torch's own cache hides accesses behind a tensor's end.
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    told: list[str] = []
+    for line in process.stdout:
+        if line.startswith(MARK):
+            found = json.loads(line.removeprefix(MARK))
+            fault = f"{told[0]} ({len(told)} reports)" if told else found["fault"]
+            yield Row(f"memcheck of {found['what']}", note=found["note"], fault=fault)
+            told = []
+        else:
+            print(line, end="", flush=True)
+        if line.startswith("========= ") and line[10:11].strip():
+            if "ERROR SUMMARY" in line:
+                is_clean = "SUMMARY: 0 errors" in line
+                yield Row("memcheck", note=line[10:].strip(), fault="" if is_clean else "errors")
+            elif line[10:].startswith(("Invalid", "Misaligned")):
+                told.append(line[10:].strip())
+    if code := process.wait():
+        yield Row("memcheck", fault=told[0] if told else f"exit code {code}")
+
+
+def tests(bench: Bench) -> Iterator[Row]:
+    """The tests that need a GPU, by name; at toy size they are collected."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-p", "benchmarks.gpu.pytest_rows"]
+    command += ["-p", "no:terminal", "-s", "-o", "addopts="]
+    if bench.toy:
+        command += ["--collect-only"]
+    else:
+        command += ["-n", str(min(12, os.cpu_count() or 1))]
+        if importlib.util.find_spec("pytest_timeout"):
+            # A thread ends the worker, also where the device hangs; xdist starts another one.
+            command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
+    code = subprocess.run([*command, *TESTS], cwd=ROOT).returncode
+    yield Row("pytest", note=f"exit code {code}", fault="" if code in (0, 1) else "it did not end")
+
+
+CHECKS = {"check": checks.ops, "configs": checks.configs, "small": checks.small}
+PARTS = {
+    **CHECKS,
+    "environment": environment,
+    "sanitizer": sanitizer,
+    "tests": tests,
+    "ops": ops.run,
+    "serving": serving.run,
+    "transformers": huggingface.run,
+    "core_engine": core_engine.run,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
