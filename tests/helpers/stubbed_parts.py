@@ -1,0 +1,79 @@
+"""Parts of a first run on a GPU that is not there: its kernels compile, none runs.
+
+With arguments, those of one part. Without, all parts of both calls at toy size but those that this
+process cannot be (pytest, other libraries' models), each in a fork of this process, which has
+imported everything; fp32 and odd sizes are left out. Behind each comes a line: `END`, its exit
+code, its title.
+
+Autotuned kernels keep one config. With `--published` in front they keep all, and sizes are those of
+published models; lengths, layers and experts are few.
+"""
+
+import os
+import sys
+
+import gpu_stub
+from triton.runtime.autotuner import Autotuner
+
+IS_PUBLISHED = sys.argv[1:2] == ["--published"]
+
+
+def one_config() -> None:
+    """Cut the configs of kernels that are defined from now on."""
+    original = Autotuner.__init__
+
+    def init(self, fn, arg_names, configs, *args, **kwargs):
+        original(self, fn, arg_names, list(configs)[-1:], *args, **kwargs)
+
+    Autotuner.__init__ = init
+
+
+gpu_stub.install()
+if not IS_PUBLISHED:
+    one_config()
+
+import torch  # noqa: E402  libraries define their kernels when they are imported
+
+from benchmarks.gpu import checks, parts  # noqa: E402
+from benchmarks.gpu.bench import Bench  # noqa: E402
+from benchmarks.gpu.first_run import BUDGETS, phases  # noqa: E402
+from benchmarks.gpu.ops import FAMILIES  # noqa: E402
+from megatron_hybrid.tools.roofline import Device  # noqa: E402
+
+
+class Published(Bench):
+    """A CPU that takes sizes of a GPU."""
+
+    def size(self, full, toy):
+        """Of models and checks the full one, of all else, such as lengths, the small one."""
+        return full if isinstance(full, dict) or full == checks.SIZES else toy
+
+
+def published_sizes() -> None:
+    """Let all parts run so."""
+    device = Device("not there", 1e15, 3e12, 80 << 30, "made up")
+    Bench.start = lambda toy, once=False: Published(torch.device("cpu"), False, device, True)
+    next(f for f in FAMILIES if f.op == "expert_mlps").sizes["E"] = 32
+
+
+def run_all() -> None:
+    """See above."""
+    checks.SIZES = ("published", "toy")
+    for part in (part for call in BUDGETS for phase in phases(call) for part in phase):
+        if part.arguments[0] in ("tests", "transformers") or "fp32" in part.arguments:
+            continue
+        if (child := os.fork()) == 0:
+            os._exit(parts.main([*part.arguments, "--toy"]))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"END {code} {part.title}", flush=True)
+
+
+if __name__ == "__main__":
+    gpu_stub.let_backends_serve_the_cpu()
+    if IS_PUBLISHED:
+        del sys.argv[1]
+        published_sizes()
+    if len(sys.argv) == 1:
+        run_all()
+    else:
+        sys.exit(parts.main())

@@ -1,0 +1,89 @@
+"""All parts of a first run on a GPU that is not there: their launches compile, their rows come."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from triton.runtime.autotuner import Config
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.gpu.autotuned import Chosen, NoFit
+from benchmarks.gpu.first_run import AUTOTUNED, MARK, MODELS, OPS, main
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "helpers" / "stubbed_parts.py"
+NOT_COMPUTED = re.compile(
+    r"(error [^,]+, at most [\d.e-]+|other bits in 3 runs|padding rows are not zero)(, |$)"
+)
+"""What checks say of kernels that did not run."""
+
+
+def test_each_part_runs_to_its_end_and_only_values_are_wrong():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows, ends, found = [], {}, []
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            found.append(json.loads(line.removeprefix(MARK)))
+        elif line.startswith("END "):
+            _, code, title = line.split(maxsplit=2)
+            ends[title], rows = (int(code), found), rows + found
+            found = []
+    wrong = {row["what"]: NOT_COMPUTED.sub("", row["fault"]) for row in rows}
+    assert {what: fault for what, fault in wrong.items() if fault} == {}
+    assert {title: code for title, (code, _) in ends.items() if code} == {}
+    expected = {f"check {op} bf16" for op in OPS} | {f"configs {op}" for op in AUTOTUNED}
+    expected |= {f"{part} {model}" for part in ("serving", "compile serving") for model in MODELS}
+    expected |= {f"compile ops {op}" for op in OPS} | {"ops", "environment", "core_engine"}
+    assert expected <= {title for title, (_, rows) in ends.items() if rows}
+    kernels = {row["what"].split(",")[0] for op in AUTOTUNED for row in ends[f"configs {op}"][1]}
+    assert {"_chunk_scan_fwd_kernel", "_bmm_chunk_fwd_kernel", "chunk_fwd_kernel_o"} <= kernels
+    served = {row["note"] for row in ends["ops"][1]}
+    assert served == {"triton", "mcore", "fla", "grouped_mm"}
+
+
+def test_a_call_runs_its_parts_as_processes(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    places = ["--results", str(tmp_path), "--logs", str(tmp_path)]
+    assert main(["quick", "--toy", "--parts", "environment", *places]) == 0
+    (table,) = tmp_path.glob("*.md")
+    assert "| environment | " in table.read_text() and "| well |" in table.read_text()
+    assert "backends of ssd_scan" in table.read_text()
+
+
+def test_the_config_of_least_risk_that_fits_is_the_one_that_runs():
+    risky, split, single = (
+        Config({"BLOCK": 64}, num_warps=4, num_stages=3),
+        Config({"BLOCK": 32}, num_warps=2, num_stages=5),
+        Config({"BLOCK": 128}, num_warps=8, num_stages=1),
+    )
+    configs = [risky, split, single]
+    kernel = SimpleNamespace(arg_names=[], configs=configs, prune_configs=lambda _: configs)
+    kernel.base_fn = SimpleNamespace(__name__="scan_kernel")
+
+    def run(kernel):
+        (config,) = kernel.configs
+        if config is single:
+            raise OutOfResources(300, 227, "shared memory")
+        return config
+
+    choice = Chosen(compiles_all=False)
+    assert choice.run(kernel, run, (), {}) is split and kernel.configs is configs
+    assert choice.found == {"scan_kernel": [single, split, risky]}
+    for config in (split, risky):
+        choice.of["scan_kernel"] = config
+        assert choice.run(kernel, run, (), {}) is config
+    choice.of["scan_kernel"] = single
+    with pytest.raises(NoFit, match="shared memory"):
+        choice.run(kernel, run, (), {})
