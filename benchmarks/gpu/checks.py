@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.autotuned import NoFit, chosen, described
+from benchmarks.gpu.autotuned import NoFit, chosen, described, left_out
 from benchmarks.gpu.bench import Bench, Row, first_line
 from benchmarks.gpu.ops import FAMILIES, Family, Sizes
 from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
@@ -69,7 +69,7 @@ def small(bench: Bench) -> Iterator[Check]:
 
 def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
     """Checks of the autotuned kernels of all ops, or of one: each kernel in each config, all others
-    in their simplest one."""
+    in their simplest one; then in those that are left out on this device."""
     layout = bench.size(LAYOUTS, TOY_LAYOUTS)["mixed"]
     for family, backend in _backends(op):
         sizes = bench.size(family.sizes, family.toy)
@@ -81,6 +81,10 @@ def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
             for config in found:
                 what = f"{kernel}, {described(config)}"
                 yield Check(what, partial(_in_config, kernel, config, what, *given))
+        for kernel in choice.found:
+            for config in left_out(kernel):
+                what = f"{kernel}, {described(config)}"
+                yield Check(what, partial(_in_left_out, kernel, config, what, *given))
 
 
 def _backends(op: str | None) -> Iterator[tuple[Family, dispatch.Backend]]:
@@ -106,6 +110,13 @@ def _in_config(kernel: str, config, what: str, *given) -> Row:
             return compared(what, *given)
         except NoFit as error:
             return Row(what, note=f"does not fit: {first_line(error)}")
+
+
+def _in_left_out(*arguments) -> Row:
+    """A config that nobody runs in: that it is wrong is no fault."""
+    row = _in_config(*arguments)
+    told = f"wrong: {row.fault}" if row.fault else row.note
+    return replace(row, note=f"left out; {told}", fault="")
 
 
 def compared(

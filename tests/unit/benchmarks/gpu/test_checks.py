@@ -73,30 +73,36 @@ def test_a_refusal_is_a_fault_but_for_products_of_float32():
     assert row_of(OP.reference, verify=lambda *inputs: "why not").fault == "refused: why not"
 
 
-def test_a_wrong_config_is_told(monkeypatch):
+def test_a_wrong_config_is_told_and_is_no_fault_if_it_is_left_out(monkeypatch):
     configs = [
-        SimpleNamespace(kwargs={"BLOCK": size}, num_warps=4, num_stages=3) for size in (32, 64)
+        SimpleNamespace(kwargs={"BLOCK": size}, num_warps=4, num_stages=3)
+        for size in (32, 64, 128, 256)
     ]
     active = []
 
     @contextlib.contextmanager
     def chosen(compiles_all=False):
-        active.append(SimpleNamespace(of={}, found={"scan_kernel": configs}, launched={}))
+        active.append(SimpleNamespace(of={}, found={"scan_kernel": configs[:2]}, launched={}))
         yield active[-1]
 
     def run(*inputs):
         config = active[-1].of.get("scan_kernel", configs[0])
-        return (
-            wrong("token", float("nan"))(*inputs) if config is configs[1] else OP.reference(*inputs)
-        )
+        is_right = config.kwargs["BLOCK"] in (32, 256)
+        return OP.reference(*inputs) if is_right else wrong("token", float("nan"))(*inputs)
 
     backend = Backend("mine", run, lambda *inputs: None, 1)
     monkeypatch.setattr(OP, "backends", [backend])
     monkeypatch.setattr(checks, "chosen", chosen)
-    right, faulty = [check.make() for check in checks.configs(CPU, "ssd_scan")]
+    monkeypatch.setattr(checks, "left_out", {"scan_kernel": configs[2:]}.get)
+    right, faulty, *unused = [check.make() for check in checks.configs(CPU, "ssd_scan")]
     assert right.what == "scan_kernel, BLOCK=32 warps=4 stages=3" and right.fault == ""
     assert faulty.what == "scan_kernel, BLOCK=64 warps=4 stages=3"
     assert faulty.fault.startswith("error nan")
+    assert [row.note.split(" nan")[0] for row in unused] == [
+        "left out; wrong: error",
+        "left out; mine",
+    ]
+    assert not any(row.fault for row in unused)
 
 
 def test_checks_of_an_op_name_what_was_launched(monkeypatch):
