@@ -32,19 +32,21 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests test-page unit functional soak test-gpu gpu-tests test-newest \
-        test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+.PHONY: demo demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page \
+        unit functional soak test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
-	@echo "make demo-curve    trains the demo model's first 200 steps; loss as in docs/demo_model.md"
+	@echo "make demo-curve    200 steps of the demo model's training; docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
 	@echo "make kernel-tests-torch-2.11  the kernels on torch 2.11 and its Triton, 3.6"
+	@echo "make compile-kernels  those of all published models, for GPUs that are not there"
 	@echo "make test-page     the server's page in chromium, with screenshots"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
-	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps with"
-	@echo "                   failing allocations, under an hour"
+	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
+	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps"
+	@echo "                   with failing allocations, under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -88,6 +90,13 @@ kernel-tests-torch-2.11:
 interpreted-tests: $(VENV)/.installed-kernels
 	$(PYTEST) tests/kernels
 
+# A line of JSON for each kernel, then the table of docs/gpu.md. About an hour on two cores.
+compile-kernels:
+	@$(MAKE) --no-print-directory compiled-kernels VENV=.venv-kernels CORE=$(NEWEST_CORE)
+
+compiled-kernels: $(VENV)/.installed-kernels
+	$(BIN)/python tests/helpers/ahead_of_time.py
+
 # Screenshots are in runs/page.
 test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 	@command -v chromium > /dev/null || { echo "make test-page needs chromium: apt-get install chromium"; exit 1; }
@@ -113,6 +122,12 @@ gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest -m gpu tests
 	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks do not run; they need two.")
 	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
+
+# For Python 3.12 on Linux, whatever runs here. The first run installs them.
+gpu-wheels:
+	rm -rf wheels/gpu
+	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	    --platform manylinux_2_28_x86_64 --dest wheels/gpu megatron-core==$(NEWEST_CORE) $(shell grep "^fla-core==" constraints/torch2.11.txt)
 
 # Clients of a server that leave, lag and err; engine steps of which every other one meets failing allocations.
 soak: $(VENV)/.installed-test
