@@ -54,11 +54,13 @@ def run(bench: Bench, op: str | None = None) -> Iterator[Row]:
     """All ops, or one: decodes, a prefill, and what captures cost."""
     for family in FAMILIES:
         if op in (None, family.op):
-            yield from bench.guarded(family.name, _of_family(bench, family))
-            bench.free()
+            for what, layout in _layouts(bench, family).items():
+                name = f"{family.name}, {what}"
+                yield from bench.guarded(name, _measured(bench, family, name, layout))
+                bench.free()
 
 
-def _of_family(bench: Bench, family: Family) -> Iterator[Row]:
+def _layouts(bench: Bench, family: Family) -> dict[str, RaggedLayout]:
     tokens, batch, context = bench.size((8192, 64, 8192), (48, 4, 40))
     if bench.once:  # several of these share a GPU
         context //= 4
@@ -67,13 +69,13 @@ def _of_family(bench: Bench, family: Family) -> Iterator[Row]:
         f"decode 1 at {context:,}": decode_layout(1, context),
         f"prefill {tokens:,}": prefill_layout(tokens),
     }
-    for what, layout in layouts.items():
-        yield _measured(bench, family, what, layout)
     if family.is_recurrent:
         step = tokens // (CAPTURED + 1)
         captures = tuple(step * i + 1 for i in range(1, CAPTURED + 1))  # in no grid
-        layout = RaggedLayout((tokens,), (0,), captures)
-        yield _measured(bench, family, f"prefill {tokens:,}, {CAPTURED} captures", layout)
+        layouts[f"prefill {tokens:,}, {CAPTURED} captures"] = RaggedLayout(
+            (tokens,), (0,), captures
+        )
+    return layouts
 
 
 def prefill_layout(tokens: int) -> RaggedLayout:
@@ -86,7 +88,7 @@ def decode_layout(batch: int, context: int) -> RaggedLayout:
     return RaggedLayout((1,) * batch, (context - 1,) * batch)
 
 
-def _measured(bench: Bench, family: Family, what: str, layout: RaggedLayout) -> Row:
+def _measured(bench: Bench, family: Family, what: str, layout: RaggedLayout) -> Iterator[Row]:
     op, sizes = dispatch.OPS[family.op], bench.size(family.sizes, family.toy)
     work = family.work(sizes, layout)
     with torch.inference_mode():
@@ -97,14 +99,15 @@ def _measured(bench: Bench, family: Family, what: str, layout: RaggedLayout) -> 
         timing = bench.timing(*(partial(op, *inputs) for inputs in sets))
         is_decode = max(layout.lengths) == 1
         others = family.decode_others if is_decode else family.prefill_others
-        return Row(
-            f"{family.name}, {what}",
+        row = Row(
+            what,
             timing.seconds,
             bench.bound(work),
             {} if layout.captures else bench.others(others(sizes, layout, sets[0])),
             timing.numbers(),
             note=next(name for name, reason in op.refusals(*sets[0]).items() if reason is None),
         )
+    yield row
 
 
 # Inputs --------------------------------------------------------------------------------------

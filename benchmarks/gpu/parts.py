@@ -143,8 +143,7 @@ def sanitizer(bench: Bench) -> Iterator[Row]:
 def tests(bench: Bench) -> Iterator[Row]:
     """The tests that need a GPU, by name; at toy size they are collected."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["-p", "benchmarks.gpu.pytest_rows"]
-    command += ["-p", "no:terminal", "-s", "-o", "addopts="]
+    command += ["-p", "benchmarks.gpu.pytest_rows", "-q", "-s"]
     if bench.toy:
         command += ["--collect-only"]
     else:

@@ -1,4 +1,4 @@
-"""A plugin of pytest that prints a row for each test, in place of pytest's own report.
+"""A plugin of pytest that prints a row for each test, beside pytest's own report.
 
 Kernels run in their simplest configs: tuning would compile each of them some 40 times in each
 worker, and each config is checked by itself.
@@ -19,7 +19,8 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def _tell(row: Row) -> None:
-    print(f"{MARK}{json.dumps(row.values())}", flush=True)
+    # In a line of its own: pytest may have begun one of dots.
+    print(f"\n{MARK}{json.dumps(row.values())}", flush=True)
 
 
 @pytest.hookimpl(wrapper=True)
