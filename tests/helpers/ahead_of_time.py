@@ -91,7 +91,6 @@ NARROW = {
     "vocab_size": 128,
     "ffn_hidden_size": 64,
     "num_moe_experts": 4,
-    "moe_router_topk": 2,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
     "moe_ffn_hidden_size": 32,
@@ -248,6 +247,7 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
     cut = symbols[: max(kinds.values())]
     fields = whole.to_dict() | changes
     fields |= {field: value for field, value in NARROW.items() if fields.get(field) is not None}
+    fields["moe_router_topk"] = min(2, whole.moe_router_topk)  # of one chosen expert more is asked
     if "C" in cut:
         fields["hidden_size"] = whole.hidden_size
     fields["layer_pattern"] = "".join(cut)

@@ -2,7 +2,7 @@
 
 With arguments, those of one part. Without, all parts of both calls at toy size but those that this
 process cannot be (pytest, other libraries' models), each in a fork of this process, which has
-imported everything; fp32 and odd sizes are left out. Behind each comes a line: `END`, its exit
+imported everything; fp32, odd sizes and most of what compiles alone are left out. Behind each comes a line: `END`, its exit
 code, its title.
 
 Autotuned kernels keep one config. With `--published` in front they keep all, and sizes are those of
@@ -36,7 +36,7 @@ import torch  # noqa: E402  libraries define their kernels when they are importe
 
 from benchmarks.gpu import checks, parts  # noqa: E402
 from benchmarks.gpu.bench import Bench  # noqa: E402
-from benchmarks.gpu.first_run import BUDGETS, phases  # noqa: E402
+from benchmarks.gpu.first_run import BUDGETS, MODELS, OPS, phases  # noqa: E402
 from benchmarks.gpu.ops import FAMILIES  # noqa: E402
 from megatron_hybrid.tools.roofline import Device  # noqa: E402
 
@@ -61,6 +61,8 @@ def run_all() -> None:
     checks.SIZES = ("published", "toy")
     for part in (part for call in BUDGETS for phase in phases(call) for part in phase):
         if part.arguments[0] in ("tests", "transformers") or "fp32" in part.arguments:
+            continue
+        if part.name == "compile" and part.arguments[1] not in (OPS[1], MODELS[0]):
             continue
         if (child := os.fork()) == 0:
             os._exit(parts.main([*part.arguments, "--toy"]))
