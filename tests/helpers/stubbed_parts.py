@@ -2,8 +2,8 @@
 
 With arguments, those of one part. Without, all parts of both calls at toy size but those that this
 process cannot be (pytest, other libraries' models), each in a fork of this process, which has
-imported everything; fp32, odd sizes and most of what compiles alone are left out. Behind each comes a line: `END`, its exit
-code, its title.
+imported everything; fp32, odd sizes and most parts that only compile are left out. Behind each
+comes a line: `END`, its exit code, its title.
 
 Autotuned kernels keep one config. With `--published` in front they keep all, and sizes are those of
 published models; lengths, layers and experts are few.
