@@ -52,7 +52,7 @@ def ops(bench: Bench, op: str | None, dtype: str) -> Iterator[Check]:
     """Checks of all backends, or those of one op, in one of `DTYPES`: published sizes first."""
     layouts = bench.size(LAYOUTS, TOY_LAYOUTS)
     for size in bench.size(SIZES, SIZES[1:]):
-        for family, backend in _backends(op):
+        for family, backend in _backends(bench, op):
             for layout in layouts:
                 what = f"{family.name}, {size}, {layout}, {dtype}"
                 given = sizes_of(family, size), layouts[layout], DTYPES[dtype]
@@ -62,7 +62,7 @@ def ops(bench: Bench, op: str | None, dtype: str) -> Iterator[Check]:
 def small(bench: Bench) -> Iterator[Check]:
     """Checks for a tool under which all is slow: each backend once."""
     layout = bench.size(LAYOUTS, TOY_LAYOUTS)["mixed"]
-    for family, backend in _backends(None):
+    for family, backend in _backends(bench, None):
         given = bench, family, backend, family.toy, layout, torch.bfloat16
         yield Check(family.name, partial(_in_simplest, family.name, *given))
 
@@ -71,7 +71,7 @@ def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
     """Checks of the autotuned kernels of all ops, or of one: each kernel in each config, all others
     in their simplest one; then in those that are left out on this device."""
     layout = bench.size(LAYOUTS, TOY_LAYOUTS)["mixed"]
-    for family, backend in _backends(op):
+    for family, backend in _backends(bench, op):
         sizes = bench.size(family.sizes, family.toy)
         given = bench, family, backend, sizes, layout, torch.bfloat16
         # What is wrong here is told by the check of the op.
@@ -87,10 +87,12 @@ def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
                 yield Check(what, partial(_in_left_out, kernel, config, what, *given))
 
 
-def _backends(op: str | None) -> Iterator[tuple[Family, dispatch.Backend]]:
+def _backends(bench: Bench, op: str | None) -> Iterator[tuple[Family, dispatch.Backend]]:
+    """Those that may serve this device."""
     for family in FAMILIES:
         for backend in dispatch.OPS[family.op].backends:
-            if op in (None, family.op) and backend.missing is None:
+            is_asked = op in (None, family.op) and backend.missing is None
+            if is_asked and backend.device_type in (None, bench.device.type):
                 yield family, backend
 
 

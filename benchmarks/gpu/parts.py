@@ -102,7 +102,10 @@ def environment(bench: Bench) -> Iterator[Row]:
         yield Row(bench.name, numbers=numbers | {"GB": limits.memory_bytes / 1e9})
     for name, op in dispatch.OPS.items():
         reasons = {backend: reason or "usable" for backend, reason in op.refusals().items()}
-        yield Row(f"backends of {name}", numbers=reasons)
+        usable = [backend for backend, reason in op.refusals().items() if reason is None]
+        is_alone = bench.is_cuda and op.backends and usable == [dispatch.REFERENCE]
+        fault = "its reference alone can serve" if is_alone else ""
+        yield Row(f"backends of {name}", numbers=reasons, fault=fault)
 
 
 def sanitizer(bench: Bench) -> Iterator[Row]:
