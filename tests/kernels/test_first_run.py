@@ -56,7 +56,7 @@ def test_each_part_runs_to_its_end_and_only_values_are_wrong():
 def test_a_call_runs_its_parts_as_processes(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET")
     places = ["--results", str(tmp_path), "--logs", str(tmp_path)]
-    assert main(["quick", "--toy", "--parts", "environment", *places]) == 0
+    assert main(["quick", "--toy", "--parts", "environment", "--seconds", "2400", *places]) == 0
     (table,) = tmp_path.glob("*.md")
     assert "| environment | " in table.read_text() and "| well |" in table.read_text()
     assert "backends of ssd_scan" in table.read_text()
