@@ -328,7 +328,7 @@ def run(
             sinks_H,
             out_THP,
             parts.rows,
-            parts.places,
+            parts.tiles.places,
             *out_THP.stride(),
             H=H,
             P=P,

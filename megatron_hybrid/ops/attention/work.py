@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
     tokens: Tensor | None = None
     """Number of the first row's token in `Parts`."""
     places: Tensor | None = None
-    """See `Parts`."""
+    """Where the results of each token's parts begin, and their number: `[n + 1]`."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ class Parts:
     tiles: Tiles
     rows: Tensor
     """int32, flat row of each token: `[n]`."""
-    places: Tensor
-    """int32, where the results of each token's parts begin, and their number: `[n + 1]`."""
     num_places: int
+    """Results of all of them."""
 
 
 def whole_keys(
@@ -161,16 +160,15 @@ def _launches(
         num_parts = positions[last] // sizes[first] - first_parts[first] + 1
         runs = np.repeat(np.arange(len(first)), num_tiles * num_parts)
         tile, part = np.divmod(_counted_up_to(num_tiles * num_parts), num_parts[runs])
-        row_starts = queries[first][runs] * group + tile * block_m
-        row_ends = np.minimum(row_starts + block_m, (queries[last][runs] + 1) * group)
-        run_sizes = sizes[first][runs]
+        at, until = first[runs], last[runs]
+        row_starts = queries[at] * group + tile * block_m
         tiles = (
-            sequences[first][runs],
+            sequences[at],
             row_starts,
-            row_ends,
-            (first_parts[first][runs] + part) * run_sizes,
-            run_sizes,
-            first[runs] - token + (row_starts // group - queries[first][runs]),
+            np.minimum(row_starts + block_m, (queries[until] + 1) * group),
+            (first_parts[at] + part) * sizes[at],
+            sizes[at],
+            at - token + row_starts // group - queries[at],
         )
         *numbers, rows_n, places_n = all_to_device((*tiles, rows[token:token_end], places), device)
-        yield Parts(Tiles(*numbers, places_n), rows_n, places_n, int(places[-1]))
+        yield Parts(Tiles(*numbers, places_n), rows_n, int(places[-1]))

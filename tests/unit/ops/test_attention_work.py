@@ -40,7 +40,7 @@ def test_each_row_meets_each_key_that_it_sees_once(layout, pattern, group, most_
         launches = split_keys(layout, pattern, group, 16, most_places, CPU)
     seen, tokens = Counter(), []
     for parts in launches:
-        places = parts.places.tolist()
+        places = parts.tiles.places.tolist()
         assert places[0] == 0 and places[-1] == parts.num_places
         stored = Counter()
         for one in programs(parts.tiles):
