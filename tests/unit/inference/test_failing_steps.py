@@ -161,7 +161,8 @@ def test_where_every_step_fails_each_request_gets_its_error_and_nothing_spins(mo
 
     tokens, stats = serve(body)
     assert tokens == expected()
-    assert stats["step_failures"] == 2 + 8
+    # Ten where all are in the queue before the first step.
+    assert 2 + 8 <= stats["step_failures"] <= 3 * 8
 
 
 def test_one_sample_that_always_fails_ends_its_request(monkeypatch):

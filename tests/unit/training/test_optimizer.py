@@ -114,7 +114,9 @@ def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
             # One of the two may round up where the other rounds down.
             rtol = 1e-5 if parameter.dtype == torch.float32 else 2**-7
             expected = mains[n].to(parameter.dtype)
-            torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-6, msg=n)
+            # Muon iterates in bf16: the last bit of a norm moves an update by a step of bf16.
+            atol = 2**-8 * RATE if name == "muon" else 1e-6
+            torch.testing.assert_close(parameter, expected, rtol=rtol, atol=atol, msg=n)
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing():

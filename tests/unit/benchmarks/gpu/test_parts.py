@@ -90,7 +90,9 @@ def test_the_memory_check_tells_which_op_was_wrong(monkeypatch, tmp_path, capsys
     assert row.note == "is not on PATH" and not row.fault
 
 
-def test_each_test_is_a_row_by_name(capsys):
+def test_each_test_is_a_row_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(pytest_rows, "IS_WORKER", False)
+
     def report(outcome, when="call", **fields):
         flags = {name: outcome == name for name in ("passed", "failed", "skipped")}
         fields = {"nodeid": "tests/functional/test_gpu.py::test_x[1]", "duration": 0.5} | fields
