@@ -18,7 +18,8 @@ HELD := $(if $(PINS),PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT
 PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 
 # Every test runs on one core.
-PYTEST := $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
+TESTED := not gpu and not matrix
+PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
 DOOR_TESTS  ?= $(wildcard tests/unit/megatron tests/functional/megatron tests/unit/checkpoints/megatron)
@@ -75,6 +76,10 @@ test: $(VENV)/.installed-test
 	$(PYTEST) --ignore=tests/kernels --ignore=tests/page tests
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
 	$(if $(CHOSEN),,$(MAKE) kernel-tests)
+
+# The rows of matrices of whose kind `make test` runs one: about as long again.
+test-matrix:
+	@$(MAKE) --no-print-directory test TESTED="not gpu and matrix"
 
 door-tests: $(VENV)/.installed-test
 	$(PYTEST) $(DOOR_TESTS)

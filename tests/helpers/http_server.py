@@ -79,7 +79,7 @@ def running_server(engine_fields: dict | None = None, **fields) -> Iterator[Runn
         run_apart(service.close())
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     """Raise AssertionError unless a condition comes true in time."""
     end = time.monotonic() + seconds
     while not condition():

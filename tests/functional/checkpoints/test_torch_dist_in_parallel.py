@@ -4,6 +4,7 @@ import pytest
 import stock_megatron
 import torch
 import torch.distributed as dist
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
 from rank_processes import join_ranks, run_ranks
@@ -51,9 +52,10 @@ def args_of(pattern, fields):
     return megatron_args(**args, **({} if pattern is None else {PATTERN_ARGUMENT: pattern}))
 
 
-def run_rank(rank, folder):
+def run_rank(rank, folder, names):
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
-    for name, (pattern, fields, sizes) in LAYOUTS.items():
+    for name in names:
+        pattern, fields, sizes = LAYOUTS[name]
         tp, pp, ep = sizes
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
@@ -76,14 +78,14 @@ def run_rank(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """The folders by layout, and beside each what two ranks of ours read from it."""
     path = tmp_path_factory.mktemp("ranks")
-    run_ranks(run_rank, (path,), RANKS)
+    run_ranks(run_rank, (path, asked(request, "name", LAYOUTS)), RANKS)
     return path
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", matrix_rows(LAYOUTS, "hybrid, TP 2, PP 2", "experts, TP 2, EP 2"))
 def test_every_layout_gives_core_s_own_numbers(folder, monkeypatch, name):
     pattern, fields, _ = LAYOUTS[name]
     process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))

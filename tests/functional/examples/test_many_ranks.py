@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import matrix_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "many_ranks.py"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout"), [(["--tp", "2"], "1 replicas of 2"), ([], "2 replicas of 1")]
+    "layout", matrix_rows(["1 replicas of 2", "2 replicas of 1"], "1 replicas of 2")
 )
-def test_second_turns_skip_the_first_ones(sizes, layout):
+def test_second_turns_skip_the_first_ones(layout):
+    sizes = ["--tp", layout[-1]]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     result = subprocess.run(
         [*command, str(EXAMPLE), *sizes],

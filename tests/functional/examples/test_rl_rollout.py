@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matrix import matrix_rows
 from rank_processes import run_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rl_rollout.py"
@@ -83,7 +84,7 @@ def on_one_rank():
     return run_main()
 
 
-@pytest.fixture(scope="module", params=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=matrix_rows(["one rank", "two ranks"], "two ranks"))
 def ran(request):
     if request.param == "one rank":
         return request.getfixturevalue("on_one_rank")

@@ -7,6 +7,7 @@ what is compared is always its full forward pass, the one path of it that is rig
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformer_engine_stub
 from huggingface import Reference, build, config_names, read_values
+from matrix import matrix_rows
 from models_table import TABLE, Row, merge_rows, read_rows
 from reference import greedy, tiny_engine
 from safetensors.torch import load_file
@@ -26,6 +28,27 @@ from megatron_hybrid.checkpoints.huggingface import adapters
 
 LONG = 110
 FILE = "model.safetensors"
+FAMILIES = {read_values(name)["model_type"]: name for name in reversed(config_names())}.values()
+"""One model of each architecture."""
+CACHES = (
+    "llama",
+    "gemma3",  # windows
+    "gpt_oss",  # sinks
+    "deepseek_v3",  # latent attention
+    "mamba2",
+    "falcon_mamba",
+    "nemotron_h",
+    "zamba2",  # shared blocks
+    "qwen3_next",
+    "kimi_linear",
+    "lfm2",
+)
+"""One model of each kind of cache."""
+
+
+def kept(names: Iterable[str]) -> pytest.MarkDecorator:
+    """The models of a test, of which `make test` tries these."""
+    return pytest.mark.parametrize("pair", matrix_rows(config_names(), *names), indirect=True)
 
 
 @dataclass
@@ -69,12 +92,14 @@ def test_its_row_in_the_docs(pair):
     assert Row.of(pair.name, pair.model, (row.largest_error, row.error_of_transformers)) == row
 
 
+@kept(CACHES)
 def test_greedy_tokens(pair):
     engine = pair.engine()
     for length in (1, 37, LONG):
         assert pair.ask(engine, pair.tokens(length)).skipped_tokens == 0
 
 
+@kept(FAMILIES)
 def test_restore_at_random_positions(pair):
     engine = pair.engine()
     prompt = pair.tokens(LONG)
@@ -86,6 +111,7 @@ def test_restore_at_random_positions(pair):
     assert pair.ask(engine, prompt).skipped_tokens == LONG
 
 
+@kept(CACHES)
 def test_fork_and_next_turn(pair):
     engine = pair.engine()
     first = pair.tokens(90)
@@ -100,6 +126,7 @@ def test_fork_and_next_turn(pair):
     assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
 
 
+@kept(CACHES)
 def test_eviction(pair):
     """In a pool that holds little more than one request, whatever was thrown away is made anew."""
     engine = pair.engine()
@@ -113,6 +140,7 @@ def test_eviction(pair):
     assert pair.ask(engine, prompts[0], 8).skipped_tokens == 0
 
 
+@kept(CACHES)
 def test_memory_only(pair):
     engine = pair.engine(prefix_caching="memory_only")
     prompt = pair.tokens(LONG)

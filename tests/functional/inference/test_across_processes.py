@@ -8,7 +8,7 @@ from pathlib import Path
 HELPERS = Path(__file__).parents[2] / "helpers"
 SCRIPT = """
 from differential import RandomRun
-for seed in range(4):
+for seed in range(2):
     run = RandomRun(seed, longest_prompt=60, longest_answer=60, crowded=True)
     run.run()
     decided = run.engine.cache.digest(), *(request.generated_tokens for request in run.requests)
@@ -35,5 +35,5 @@ def test_invariant_7_processes_with_other_hash_seeds_decide_alike():
     # torch 2.8 prints of its own.
     outputs = [[line for line in each if line.startswith(("decided", "hash"))] for each in outputs]
     (*first, first_hash), (*second, second_hash) = outputs
-    assert first == second and len(first) == 4
+    assert first == second and len(first) == 2
     assert first_hash != second_hash  # strings do hash differently in them

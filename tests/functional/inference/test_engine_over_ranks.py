@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix_rows
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from scripted import ByteTokenizer
@@ -190,7 +191,7 @@ def alone(folder):
     return given
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "TP 2 x PP 2", "EP 2"))
 def by_rank(request, folder):
     size = 1
     for ranks in LAYOUTS[request.param].values():

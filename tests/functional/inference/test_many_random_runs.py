@@ -4,17 +4,17 @@ A failing run is repeated by its number: `RandomRun(seed, ...).run()`.
 """
 
 from collections import Counter
+from itertools import accumulate, pairwise
 
 import pytest
 from differential import RandomRun
+from matrix import matrix_rows
 
-RUNS = 20  # in one test
 
-
-def run_all(first_seed: int, **sizes) -> Counter[str]:
-    """Runs seeds first_seed .. first_seed + RUNS; returns the sums of their counters."""
+def run_all(seeds: range, **sizes) -> Counter[str]:
+    """One run of each seed; returns the sums of their counters."""
     totals: Counter[str] = Counter()
-    for seed in range(first_seed, first_seed + RUNS):
+    for seed in seeds:
         run = RandomRun(seed, **sizes)
         try:
             run.run()
@@ -26,28 +26,37 @@ def run_all(first_seed: int, **sizes) -> Counter[str]:
     return totals
 
 
-@pytest.mark.parametrize("first_seed", range(1000, 1000 + 4 * RUNS, RUNS))
-def test_mixed_runs(first_seed):
-    totals = run_all(first_seed)
+def each_of(first_seed: int, *runs: int) -> pytest.MarkDecorator:
+    """Seeds for a test, as many in each row. `make test` runs the first row."""
+    ends = list(accumulate(runs, initial=first_seed))
+    seeds = [range(start, end) for start, end in pairwise(ends)]
+    return pytest.mark.parametrize(
+        "seeds", matrix_rows(seeds, seeds[0]), ids=lambda s: str(s.start)
+    )
+
+
+@each_of(1000, 8, 12, 20, 20, 20)
+def test_mixed_runs(seeds):
+    totals = run_all(seeds)
     assert totals["skipped_tokens"] > 0
 
 
-@pytest.mark.parametrize("first_seed", range(2000, 2000 + 3 * RUNS, RUNS))
-def test_crowded_runs(first_seed):
-    totals = run_all(first_seed, longest_prompt=60, longest_answer=80, crowded=True)
-    assert totals["preemptions"] > RUNS
-    assert totals["checkpoints_evicted"] > RUNS
+@each_of(2000, 5, 15, 20, 20)
+def test_crowded_runs(seeds):
+    totals = run_all(seeds, longest_prompt=60, longest_answer=80, crowded=True)
+    assert totals["preemptions"] > len(seeds)
+    assert totals["checkpoints_evicted"] > len(seeds)
 
 
-@pytest.mark.parametrize("first_seed", range(3000, 3000 + RUNS, RUNS))
-def test_long_prompts(first_seed):
-    totals = run_all(first_seed, longest_prompt=700, longest_answer=30)
-    assert totals["skipped_tokens"] > 10_000
+@each_of(3000, 4, 16)
+def test_long_prompts(seeds):
+    totals = run_all(seeds, longest_prompt=700, longest_answer=30)
+    assert totals["skipped_tokens"] > 500 * len(seeds)
 
 
-@pytest.mark.parametrize("first_seed", range(4000, 4000 + RUNS, RUNS))
-def test_runs_with_tiers(first_seed):
-    totals = run_all(first_seed, tiers=True)
+@each_of(4000, 6, 14)
+def test_runs_with_tiers(seeds):
+    totals = run_all(seeds, tiers=True)
     assert totals["fetched_tokens"] > 100
     assert totals["host_records_evicted"] and totals["disk_kv_blocks"]
     assert not totals["fetches_failed"]

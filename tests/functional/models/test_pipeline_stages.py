@@ -3,6 +3,7 @@ what one process gives under core's own schedule."""
 
 import pytest
 import torch
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
 from megatron.core.distributed import (
@@ -69,6 +70,9 @@ LAYOUTS = {
     "pp2_ep2": ("few_kinds", {PP: 2, EP: 2}),
 }
 """{name: (model, sizes)}"""
+each_layout = pytest.mark.parametrize(
+    "layout", matrix_rows(LAYOUTS, "pp2_tp2_rows", "pp4", "pp2_ep2")
+)
 
 
 def micro_batches():
@@ -165,11 +169,8 @@ def run_layout(folder, name, sizes):
     return result
 
 
-def run_all(folder):
-    results = {
-        name: run_layout(folder / model, name, sizes) for name, (model, sizes) in LAYOUTS.items()
-    }
-    return results
+def run_all(folder, names):
+    return {name: run_layout(folder / LAYOUTS[name][0], name, LAYOUTS[name][1]) for name in names}
 
 
 def single_process(folder, name):
@@ -192,16 +193,19 @@ def single_process(folder, name):
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+def outcome(request, tmp_path_factory):
     """({model: of one process}, [of each rank], folder)."""
+    names = asked(request, "layout", LAYOUTS)
     folder = tmp_path_factory.mktemp("stages")
-    single = {name: single_process(folder, name) for name in MODELS}
+    single = {name: single_process(folder, name) for name in {LAYOUTS[one][0] for one in names}}
     (folder / "ranks").mkdir()
-    ranks = [result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder)]
+    ranks = [
+        result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
+    ]
     return single, ranks, folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_logits_and_losses(outcome, layout):
     single, ranks, _ = outcome
     model, sizes = LAYOUTS[layout]
@@ -217,7 +221,7 @@ def test_logits_and_losses(outcome, layout):
                 assert_close(one, other)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_gradients_of_shared_parameters_are_summed(outcome, layout):
     single, ranks, _ = outcome
     expected = single[LAYOUTS[layout][0]]["gradients"]
@@ -229,7 +233,7 @@ def test_gradients_of_shared_parameters_are_summed(outcome, layout):
     assert found == expected.keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_copies_start_equal(outcome, layout):
     _, ranks, _ = outcome
     held = {}
@@ -250,7 +254,7 @@ def test_copies_start_equal(outcome, layout):
     assert "embedding.word_embeddings.weight" in copied
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_copies_are_saved_once(outcome, layout):
     single, ranks, folder = outcome
     model = LAYOUTS[layout][0]

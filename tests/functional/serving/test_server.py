@@ -13,6 +13,7 @@ import threading
 import httpx
 import pytest
 from http_server import demo_service, running_server, wait_until
+from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid.cli import main
@@ -224,7 +225,7 @@ def test_a_request_that_takes_too_long_ends():
         wait_until(lambda: running(server) == 0)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", matrix_rows([1, 2], 2))
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream, n):
     with running_server({"max_requests": n}, queue_seconds=0.0) as server:

@@ -4,6 +4,7 @@ no request; a step that fails loses no request, leaks no page and changes no ans
 from contextlib import suppress
 
 import pytest
+from matrix import matrix_rows
 from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
@@ -194,7 +195,10 @@ def test_a_commit_that_breaks_off_leaves_no_request_behind(monkeypatch, status):
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
+@pytest.mark.parametrize(
+    "name",
+    matrix_rows(CONFIGURATIONS, "hybrid, host memory and disk", "full attention, host memory"),
+)
 def test_no_page_no_request_and_no_token_is_lost_whatever_allocation_fails(name, tmp_path):
     counts = fuzz(name, steps=250, seed=1, folder=tmp_path)
     assert counts.failures > 60

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from differential import TOLERANCE, LogitsRecorder, poison
+from matrix import matrix_rows
 from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import MissReason
@@ -224,15 +225,20 @@ def watch(engine, window, with_model=True):
 
 @pytest.mark.parametrize(
     ("window", "block", "max_tokens", "mode"),
-    [
-        (1024, 16, 512, "restore"),
+    matrix_rows(
+        [
+            (1024, 16, 512, "restore"),
+            (1024, 64, 512, "off"),
+            (100, 16, 16, "memory_only"),
+            (100, 16, 48, "restore"),
+            (1, 16, 40, "restore"),
+            (20, 64, 100, "off"),
+            (48, 16, 3000, "restore"),
+        ],
         (1024, 64, 512, "off"),
         (100, 16, 16, "memory_only"),
         (100, 16, 48, "restore"),
-        (1, 16, 40, "restore"),
-        (20, 64, 100, "off"),
-        (48, 16, 3000, "restore"),
-    ],
+    ),
 )
 def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     """Prompt and answer have thousands of tokens. A chunk of a prefill needs room as a whole, so
@@ -260,7 +266,7 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     assert (engine.stats()["pages_cached"] > 0) == (mode == "restore")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", matrix_rows(MODES, "restore"))
 def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
     """A preempted request comes back to where it was with its window alone."""
     window, block = 100, 16
@@ -292,7 +298,8 @@ def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
 
 
 @pytest.mark.parametrize(
-    ("window", "block", "max_tokens"), [(2, 16, 1), (33, 16, 20), (100, 64, 7), (30, 16, 200)]
+    ("window", "block", "max_tokens"),
+    matrix_rows([(2, 16, 1), (33, 16, 20), (100, 64, 7), (30, 16, 200)], (33, 16, 20)),
 )
 def test_a_pool_for_one_window_serves_a_long_request(window, block, max_tokens):
     """The smallest pool that is not refused at the door is large enough, to the page."""
