@@ -34,13 +34,14 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page \
-        unit functional soak test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix soak test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make demo-curve    200 steps of the demo model's training; docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
+	@echo "make test-matrix   all rows of matrices, of which make test runs one of each kind"
 	@echo "make kernel-tests-torch-2.11  the kernels on torch 2.11 and its Triton, 3.6"
 	@echo "make compile-kernels  those of all published models, for GPUs that are not there"
 	@echo "make test-page     the server's page in chromium, with screenshots"
