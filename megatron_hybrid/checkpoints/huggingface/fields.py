@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hybrid.ops.activations import ACTIVATIONS
+from megatron_hybrid.validation import is_number
 
 _ACTIVATION_NAMES = {
     "silu": "silu",
@@ -174,11 +175,27 @@ def mamba2_fields(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
 
 
 def time_step_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`time_step_limit`, whose infinity is no limit; JSON has no infinity, so transformers writes
-    {"__float__": "Infinity"}."""
-    low, high = hf.get("time_step_limit") or (0.0, math.inf)
-    unlimited = isinstance(high, dict) or high == math.inf
-    return {"mamba_dt_min": low, "mamba_dt_max": None if unlimited else high}
+    """`time_step_limit`, the lower and the upper limit of dt; null: there are none.
+
+    `time_step_min`, `time_step_max` and `time_step_floor` are of the initial weights: nothing is
+    clamped by them, though transformers does so in some models.
+
+    Raises:
+        ValueError: the limits are not two numbers.
+    """
+    given = hf.get("time_step_limit")
+    limits = (0.0, math.inf) if given is None else given
+    # JSON has no infinity: transformers writes this, and earlier releases wrote a bare Infinity.
+    no_limit = {"__float__": "Infinity"}
+    if isinstance(limits, list | tuple):
+        limits = [math.inf if limit == no_limit else limit for limit in limits]
+    if not (isinstance(limits, list | tuple) and len(limits) == 2 and all(map(is_number, limits))):
+        raise ValueError(
+            f"config.json has time_step_limit={given!r}, which must be two numbers, the lower and "
+            "the upper limit of the time steps, or null"
+        )
+    low, high = limits
+    return {"mamba_dt_min": low, "mamba_dt_max": None if high == math.inf else high}
 
 
 MAMBA2_SYMBOLS = {

@@ -16,6 +16,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     only,
     required,
     symbols_of,
+    time_step_fields,
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
@@ -31,7 +32,7 @@ from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
-    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
@@ -71,8 +72,7 @@ class NemotronH(Adapter):
             "mamba_conv_bias": hf.get("use_conv_bias", True),
             "mamba_proj_bias": hf.get("use_bias", False),
             "mamba_norm_epsilon": hf["layer_norm_epsilon"],
-            # Not time_step_limit: transformers clamps by this one, from below alone.
-            "mamba_dt_min": hf.get("time_step_min", 0.001),
+            **time_step_fields(hf),  # transformers clamps by time_step_min
             "ffn_hidden_size": hf.get("intermediate_size", 21504),
             "gated_linear_unit": False,
             "activation_func": activation(hf, "mlp_hidden_act", "relu2"),

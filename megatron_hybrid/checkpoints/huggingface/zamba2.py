@@ -13,6 +13,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     required,
     rotary_fields,
     symbols_of,
+    time_step_fields,
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
@@ -63,7 +64,7 @@ class Zamba2(Adapter):
             "mamba_conv_kernel": hf.get("mamba_d_conv", 4),
             "mamba_chunk_size": hf.get("chunk_size", 256),
             # The norm in the mixer has an epsilon of 1e-5, whatever rms_norm_eps says.
-            "mamba_dt_min": hf.get("time_step_min", 0.001),
+            **time_step_fields(hf),  # transformers clamps by time_step_min
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
