@@ -31,15 +31,14 @@ class Bamba(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
-        # transformers rotates half of each head where rope_parameters say nothing else, whatever
-        # an old partial_rotary_factor says.
-        hf = {"rms_norm_eps": 1e-5, **hf, "partial_rotary_factor": 0.5}
+        hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **hf}
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
+        heads = attention_fields({"num_key_value_heads": 8, **hf})
         attention = hf.get("attn_layer_indices") or ()
         symbols = ["*" if i in attention else "M" for i in range(required(hf, "num_hidden_layers"))]
         fields = {
             **model_fields(hf),
-            **attention_fields({"num_key_value_heads": 8, **hf}),
+            **heads,
             **rotary_fields(hf, partial=True),
             **mamba2_fields(hf, hf["rms_norm_eps"]),
             "layer_pattern": "".join(f"{symbol}-" for symbol in symbols),
@@ -47,6 +46,9 @@ class Bamba(Adapter):
             "activation_func": activation(hf),
             "add_bias_linear": hf.get("mlp_bias", False),
         }
+        if (rotary_dim := hf.get("attn_rotary_emb")) is not None:
+            # The released files' own key; transformers passes over it and rotates half.
+            fields["rotary_percent"] = rotary_dim / heads["kv_channels"]
         if "*" in symbols:
             biases = {"add_bias_linear": hf.get("attention_bias", False)}
             fields["layer_overrides"] = {"*": biases}

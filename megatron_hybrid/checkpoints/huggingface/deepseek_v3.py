@@ -52,6 +52,7 @@ class DeepseekV3(Adapter):
             "ffn_hidden_size": required(hf, "intermediate_size"),
             "activation_func": activation(hf),
         }
+        _complete_yarn(fields.get("rotary_scaling", {}))
         if (scale := _softmax_scale(fields)) is not None:
             fields["softmax_scale"] = scale
         if dense < num_layers:
@@ -91,6 +92,18 @@ class DeepseekV3(Adapter):
             if (match := _FURTHER.fullmatch(name)) and int(match[2]) >= num_layers
         }
         return {name for name in names if name.startswith(tuple(further))}
+
+
+def _complete_yarn(scaling: dict[str, Any]) -> None:
+    """The factor of cos and sin where a file says one of `mscale` and `mscale_all_dim`: the other
+    one is 1 or 0 in the published code. transformers passes over one without the other."""
+    whole = {"mscale": 1.0, "mscale_all_dim": 0.0}
+    given = {name: scaling[name] for name in whole if scaling.get(name) is not None}
+    if len(given) == 1 and scaling.get("attention_factor") is None:
+        numerator, denominator = (
+            yarn_scale(scaling["factor"], m) for m in (whole | given).values()
+        )
+        scaling["attention_factor"] = numerator / denominator
 
 
 def _softmax_scale(fields: Mapping[str, Any]) -> float | None:

@@ -1,5 +1,7 @@
 """Folders as they were released, where transformers writes other names, cuts or config keys."""
 
+from math import log
+
 import pytest
 import torch
 from huggingface import Reference, build
@@ -107,6 +109,40 @@ def test_kimi_layers_by_number():
     assert fields["linear_key_head_dim"] == fields["linear_value_head_dim"] == 8
     assert fields["linear_num_key_heads"] == 3
     assert fields["linear_conv_kernel_dim"] == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        ({}, 0.5),
+        ({"attn_rotary_emb": 4}, 0.25),
+        ({"attn_rotary_emb": 4, "partial_rotary_factor": 0.5}, 0.25),  # it is the model's own
+        ({"attn_rotary_emb": 4, "rope_parameters": {"partial_rotary_factor": 0.5}}, 0.25),
+        ({"partial_rotary_factor": 0.75}, 0.75),
+    ],
+)
+def test_the_rotated_part_of_bambas_heads(values, share):
+    """transformers rotates half of each head, whatever the file says."""
+    fields = config_of("bamba", **KIMI, mamba_n_heads=4, **values)
+    assert fields["kv_channels"] == 16
+    assert fields["rotary_percent"] == share
+
+
+@pytest.mark.parametrize(
+    ("values", "amplitude"),
+    [
+        ({}, None),  # 1 and 0, which is YaRN's own
+        ({"mscale": 0.7}, 0.1 * 0.7 * log(40) + 1),
+        ({"mscale_all_dim": 0.7}, (0.1 * log(40) + 1) / (0.1 * 0.7 * log(40) + 1)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.3}, None),  # as in transformers
+        ({"mscale": 0.7, "attention_factor": 1.5}, 1.5),
+    ],
+)
+def test_deepseeks_yarn_with_one_of_its_scales(values, amplitude):
+    """In the published code the other one is 1 or 0; transformers takes both or neither."""
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, **values}
+    scaling = config_of("deepseek_v3", **KIMI, rope_scaling=yarn)["rotary_scaling"]
+    assert scaling.get("attention_factor") == (amplitude and pytest.approx(amplitude))
 
 
 def test_defaults_of_layer_kinds():
