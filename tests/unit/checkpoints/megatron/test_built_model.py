@@ -11,6 +11,7 @@ from torch import nn
 
 import megatron_hybrid as mh
 from megatron_hybrid.models.flops import token_flops
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.sharding.parallel_setup import process_groups
 
 VOCAB = 61
@@ -240,6 +241,43 @@ class Wrapper(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module = module
+
+
+def a_constructor_was_wrapped(monkeypatch):
+    """As a profiler or an allocator's hook does before any device context was entered: torch then
+    no longer knows the constructor, and it makes real tensors under torch.device("meta")."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k))
+    torch.utils._device._device_constructors.cache_clear()
+
+
+@pytest.mark.parametrize("pattern", ["M*-E", None])
+def test_parameters_that_were_not_made_on_meta_are_adopted_too(build, monkeypatch, pattern):
+    stock = build(pattern, core_config(**GATED, **(MOE if pattern else {})), **ROPE)
+    with monkeypatch.context() as patch:
+        a_constructor_was_wrapped(patch)
+        served = mh.from_megatron(stock)
+    torch.utils._device._device_constructors.cache_clear()
+    assert_shares_all(served, stock)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_what_was_not_adopted_is_an_error_by_name(build, monkeypatch, kind):
+    """Whatever else a HybridModel has, on meta or not, it is not served as initialized."""
+    stock = build("M*-", core_config(**GATED), **ROPE)
+    setup = HybridModel.__init__
+
+    def with_more(self, *arguments, **named):
+        setup(self, *arguments, **named)
+        layer = self.decoder.layers[1]
+        if kind == "buffer":
+            layer.register_buffer("scales", torch.randn(3), persistent=False)
+        else:
+            layer.scales = nn.Parameter(torch.randn(3))
+
+    monkeypatch.setattr(HybridModel, "__init__", with_more)
+    with pytest.raises(ValueError, match=r"decoder\.layers\.1\.scales"):
+        mh.from_megatron(stock)
 
 
 def test_wrapped_models_are_unwrapped(build, monkeypatch):
