@@ -170,19 +170,25 @@ def _vocab_size(values: Mapping[str, Any]) -> int:
 _WRITTEN = "MG*W-E"
 """Layer symbols that Megatron's hybrid models can hold, W as attention with a window."""
 
+_WRITTEN_OF_GPT = ("G*W", "-E")
+"""Those that a layer of a GPTModel can hold, attention and MLP."""
+
 
 def args_of_config(config: HybridConfig) -> Namespace:
-    """Arguments with which Megatron builds a model: the inverse of `fields_of_args`.
+    """Arguments with which Megatron builds a model, a GPTModel if `is_gpt_model`: the inverse of
+    `fields_of_args`.
 
     Raises:
         ValueError: Megatron has no argument for a field of the config.
     """
     symbols = layer_symbols(config.layer_pattern)
-    for symbol in symbols:
-        if symbol not in _WRITTEN:
+    is_gpt = config.is_gpt_model
+    kind = "GPT models" if is_gpt else "hybrid models"
+    for number, symbol in enumerate(symbols):
+        if symbol not in (_WRITTEN_OF_GPT[number % 2] if is_gpt else _WRITTEN):
             raise ValueError(
                 f"layer_pattern has layers {symbol!r} ({KINDS[symbol].meaning}), which "
-                "megatron-core's hybrid models do not have, or not with the same parts."
+                f"megatron-core's {kind} do not have, or not with the same parts."
             )
     groups = {group for symbol in symbols for group in KINDS[symbol].fields}
     groups |= {ArchitectureFields, CommonFields, MLPFields}
@@ -192,8 +198,6 @@ def args_of_config(config: HybridConfig) -> Namespace:
     values = {
         **{name: value for name, value in own.items() if not callable(value)},
         **{theirs: getattr(config, ours) for theirs, ours in _RENAMED.items()},
-        **dict.fromkeys(_PATTERN_ARGUMENTS, config.layer_pattern.replace("W", "*")),
-        "is_hybrid_model": True,
         "params_dtype": config.params_dtype,
         "bf16": config.bf16,
         "fp16": config.fp16,
@@ -201,19 +205,39 @@ def args_of_config(config: HybridConfig) -> Namespace:
         "untie_embeddings_and_output_weights": not config.share_embeddings_and_output_weights,
         "group_query_attention": config.num_query_groups is not None,
         **_activation_arguments(config),
-        **_position_arguments(config, symbols),
+        **_layer_arguments(config, symbols),
     }
-    if "W" in symbols:
-        values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
-        values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in symbols]
+    # A hybrid model's norms of queries and keys are no argument's matter: see `fields_of_args`.
+    names = ["decoder.layers.0.self_attention.q_layernorm.weight"]
+    names = names if is_gpt and config.qk_layernorm else []
     args = Namespace(**values)
-    lost = config.differences(HybridConfig(**fields_of_args(args, ())))
+    lost = config.differences(HybridConfig(**fields_of_args(args, names)))
     if lost:
         raise ValueError(
-            f"{lost[0]} is {getattr(config, lost[0])!r}, which megatron-core's hybrid models "
-            "cannot be set to."
+            f"{lost[0]} is {getattr(config, lost[0])!r}, which megatron-core's {kind} cannot be "
+            "set to."
         )
     return args
+
+
+def _layer_arguments(config: HybridConfig, symbols: list[str]) -> dict[str, Any]:
+    """What layers there are, and what differs between them."""
+    if config.is_gpt_model:
+        mixers, mlps = symbols[::2], symbols[1::2]
+        values: dict[str, Any] = {"num_layers": len(mixers), "is_hybrid_model": False}
+        if "E" in mlps:
+            values["moe_layer_freq"] = 1 if "-" not in mlps else [int(m == "E") for m in mlps]
+        if "G" in mixers:
+            values["experimental_attention_variant"] = "gated_delta_net"
+            values["linear_attention_freq"] = [int(mixer == "G") for mixer in mixers]
+    else:
+        mixers = symbols
+        pattern = config.layer_pattern.replace("W", "*")
+        values = {**dict.fromkeys(_PATTERN_ARGUMENTS, pattern), "is_hybrid_model": True}
+    if "W" in mixers:
+        values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
+        values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in mixers]
+    return values | _position_arguments(config, mixers)
 
 
 def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
@@ -228,9 +252,9 @@ def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
 
 
 def _position_arguments(config: HybridConfig, symbols: list[str]) -> dict[str, Any]:
-    kinds = [
-        config.for_layer(number).position_embedding_type for number in range(1, len(symbols) + 1)
-    ]
+    step = 2 if config.is_gpt_model else 1
+    numbers = range(1, step * len(symbols) + 1, step)
+    kinds = [config.for_layer(number).position_embedding_type for number in numbers]
     attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W"]
     values = {
         "position_embedding_type": "rope" if "rope" in attends else "none",

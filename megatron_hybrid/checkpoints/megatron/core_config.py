@@ -82,6 +82,7 @@ def hybrid_config_fields(
         **fields,
         "layer_pattern": pattern,
         "layer_overrides": overrides,
+        "is_gpt_model": layer_pattern is None,
         "activation_func": _activation(values),
     }
     if "G" in pattern and result["activation_func"] is not F.silu:

@@ -20,3 +20,13 @@ def gpt_to_hybrid_name(name: str) -> str:
         return name
     number = 2 * int(match["number"]) + (match["part"] in _MLP_PARTS)
     return f"{match['layers']}{number}.{match['rest']}"
+
+
+def hybrid_to_gpt_name(name: str) -> str:
+    """Inverse of `gpt_to_hybrid_name`."""
+    if name.startswith("decoder.final_norm."):
+        return name.replace("final_norm", "final_layernorm", 1)
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    return f"{match['layers']}{int(match['number']) // 2}.{match['rest']}"

@@ -47,7 +47,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
-from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
+from megatron_hybrid.checkpoints.megatron.names import (
+    gpt_to_hybrid_name,
+    hybrid_to_gpt_name,
+)
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.progress import progress
@@ -72,6 +75,7 @@ COMMON_FILE = "common.pt"
 _COMMON_KEY = "common_state/shard_0_1"
 _NO_WEIGHTS = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state).*")
 _PREDICTION = "mtp."
+_IN_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
@@ -161,6 +165,8 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
             path, num_experts = key.removesuffix("weight"), len(state[name])
             extra += [f"{path}_extra_state/shard_{i}_{num_experts}" for i in range(num_experts)]
     stored |= {key: [None] for key in extra}
+    if model.config.is_gpt_model:
+        stored = _as_gpt(stored, args)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     path = Path(folder) / "release"
     try:
@@ -181,6 +187,32 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
         replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+
+
+def _as_gpt(stored: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
+    """The keys of a GPTModel, which stacks its layers unless `moe_layer_freq` or
+    `linear_attention_freq` makes them differ."""
+    named = {hybrid_to_gpt_name(key): value for key, value in stored.items()}
+    if isinstance(vars(args).get("moe_layer_freq"), list) or hasattr(args, "linear_attention_freq"):
+        return named
+    result: dict[str, Any] = {}
+    layers: dict[str, dict[int, Tensor]] = {}
+    for key, value in named.items():
+        match = _IN_LAYER.fullmatch(key)
+        if match is None:
+            result[key] = value
+        elif isinstance(value, Tensor):
+            layers.setdefault(match[1] + match[3], {})[int(match[2])] = value
+        else:  # an extra state of a layer, or of an expert of a layer
+            path, _, shard = match[3].partition("/shard_")
+            place, shape = shard.split("_")
+            of_expert = EXPERTS in key
+            place = f"{match[2]}.{place}" if of_expert else match[2]
+            shape = f"{args.num_layers}.{shape}" if of_expert else str(args.num_layers)
+            result[f"{match[1]}{path}/shard_{place}_{shape}"] = value
+    for key, tensors in layers.items():
+        result[key] = torch.stack([tensors[number] for number in sorted(tensors)])
+    return result
 
 
 class DistributedTensors:

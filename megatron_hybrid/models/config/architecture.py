@@ -56,6 +56,10 @@ class ArchitectureFields(ModelFields):
     huggingface_config: dict[str, Any] | None = None
     """config.json of the Hugging Face folder that the weights come from; needed to save one."""
 
+    is_gpt_model: bool = False
+    """Whether the weights come from a GPTModel of megatron-core, attention and MLP in turn: for
+    Megatron they are written as one, not as a hybrid model."""
+
     def check(self) -> None:
         """See `FieldGroup.check`."""
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")

@@ -309,6 +309,7 @@ _NOT_COMPARED = {
     "layer_overrides",
     "huggingface_config",
     "init_method_std",
+    "is_gpt_model",
     "params_dtype",
     "recurrent_state_dtype",
     "mamba_chunk_size",

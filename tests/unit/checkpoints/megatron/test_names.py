@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
+from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name, hybrid_to_gpt_name
 from megatron_hybrid.models.parameter_names import canonical_name
 
 
@@ -33,3 +33,4 @@ from megatron_hybrid.models.parameter_names import canonical_name
 )
 def test_gpt_names_become_ours(name, expected):
     assert canonical_name(gpt_to_hybrid_name(name)) == expected
+    assert hybrid_to_gpt_name(gpt_to_hybrid_name(name)) == name
