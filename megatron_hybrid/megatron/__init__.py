@@ -23,6 +23,16 @@ from megatron_hybrid.megatron.engine import (
     EngineSuspendedError,
     InferenceClient,
 )
+from megatron_hybrid.megatron.errors import (
+    ActiveRequestCountOverflowError,
+    BlockOverflowError,
+    ContextErrorFactory,
+    ContextOverflowError,
+    MaxSequenceLengthOverflowError,
+    RequestOverflowError,
+    TensorStateDeallocatedError,
+    TokenOverflowError,
+)
 from megatron_hybrid.megatron.llm import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_hybrid.megatron.request import (
     DynamicInferenceEvent,
@@ -34,7 +44,11 @@ from megatron_hybrid.megatron.request import (
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 
 __all__ = [
+    "ActiveRequestCountOverflowError",
     "AsyncScheduleMode",
+    "BlockOverflowError",
+    "ContextErrorFactory",
+    "ContextOverflowError",
     "CoordinatorError",
     "CudaGraphSizingDistribution",
     "DynamicInferenceContext",
@@ -50,12 +64,16 @@ __all__ = [
     "InferenceConfig",
     "KVCacheManagementMode",
     "MambaInferenceStateConfig",
+    "MaxSequenceLengthOverflowError",
     "MegatronAsyncLLM",
     "MegatronLLM",
     "PrefixCachingCoordinatorPolicy",
     "PrefixCachingEvictionPolicy",
+    "RequestOverflowError",
     "SamplingParams",
     "ServeConfig",
     "Status",
+    "TensorStateDeallocatedError",
     "TextGenerationController",
+    "TokenOverflowError",
 ]

@@ -1,5 +1,5 @@
-"""`python -m megatron_hybrid.megatron SCRIPT ...`: runs an inference script of Megatron, unchanged,
-on our engine."""
+"""`python -m megatron_hybrid.megatron SCRIPT ...`: runs a script of Megatron's dynamic engine,
+unchanged, on ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 USAGE = """usage: python -m megatron_hybrid.megatron SCRIPT [ARGUMENT ...]
        python -m megatron_hybrid.megatron -m MODULE [ARGUMENT ...]
 
-Runs an inference script of Megatron, unchanged, on megatron_hybrid's engine: what it
+Runs a script of Megatron's dynamic engine, unchanged, on megatron_hybrid's: what it
 imports from megatron.core.inference is this package's. docs/from_megatron.md says
 what differs. With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
 """

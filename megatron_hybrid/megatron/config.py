@@ -10,11 +10,13 @@ import math
 import warnings
 from dataclasses import InitVar, dataclass, fields
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import torch
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.config import LOGPROBS_MODES
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -75,7 +77,12 @@ class AsyncScheduleMode(StrEnum):
 
 @dataclass
 class MambaInferenceStateConfig:
-    """Recurrent states of a model, as Megatron declares them. Ours follow from the model itself."""
+    """Recurrent states of a model, as Megatron declares them. Ours follow from the model itself.
+
+    Raises:
+        ValueError: the layers have Mamba-2 and Gated DeltaNet among them, whose states have no
+            common shape.
+    """
 
     layer_type_list: list[str]
     conv_states_shape: tuple[int, ...]
@@ -84,6 +91,14 @@ class MambaInferenceStateConfig:
     ssm_states_dtype: torch.dtype
     mamba_chunk_size: int = 128
 
+    def __post_init__(self):
+        if {"M", "G"} <= set(self.layer_type_list):
+            raise ValueError(
+                "layer_type_list has M (Mamba-2) and G (Gated DeltaNet), whose states differ in "
+                "shape: leave mamba_inference_state_config None, since states follow from the "
+                "model here"
+            )
+
     @classmethod
     def from_model(
         cls,
@@ -91,7 +106,11 @@ class MambaInferenceStateConfig:
         conv_states_dtype: torch.dtype | None = None,
         ssm_states_dtype: torch.dtype | None = None,
     ) -> MambaInferenceStateConfig | None:
-        """Read it from a model, wrapped or bare; None: it has no Mamba-2 layer."""
+        """Read it from a model, wrapped or bare; None: it has no Mamba-2 layer.
+
+        Raises:
+            ValueError: it has Gated DeltaNet layers, too.
+        """
         while hasattr(model, "module"):
             model = model.module
         decoder = model.decoder
@@ -114,7 +133,11 @@ class MambaInferenceStateConfig:
 @dataclass
 class InferenceConfig:
     """Megatron's inference settings; `docs/from_megatron.md` says what each of them does here.
-    One of megatron-core itself does as well."""
+    One of megatron-core itself does as well.
+
+    Raises:
+        ValueError: a field has a value that it never has; the message names the legal ones.
+    """
 
     block_size_tokens: int = 256
     buffer_size_gb: float = 20
@@ -166,6 +189,18 @@ class InferenceConfig:
 
     def __post_init__(self, verbose: bool):
         self._verbose = verbose
+        for name, kind in _ENUMS.items():
+            setattr(self, name, _member(name, kind, getattr(self, name)))
+        for name, values in _CHOICES.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(
+                    f"InferenceConfig.{name} is {value!r}; use one of {', '.join(values)}"
+                )
+        alpha = self.prefix_caching_routing_alpha
+        if not is_number(alpha) or not 0 <= alpha <= 1:
+            raise ValueError(
+                f"InferenceConfig.prefix_caching_routing_alpha is {alpha!r}; it must be from 0 to 1"
+            )
 
     @classmethod
     def of(cls, config: Any) -> InferenceConfig:
@@ -182,6 +217,29 @@ class InferenceConfig:
                 f"megatron-core, got {type(config).__module__}.{type(config).__name__}"
             )
         return cls(**values)
+
+
+_ENUMS = {
+    "kv_cache_management_mode": KVCacheManagementMode,
+    "cuda_graph_sizing_distribution": CudaGraphSizingDistribution,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
+    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
+    "async_sched_mode": AsyncScheduleMode,
+}
+_CHOICES = {
+    "sampling_backend": ("torch", "flashinfer"),
+    "logprobs_mode": LOGPROBS_MODES,
+}
+
+
+def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
+    """A member of an enum by its value, or by a member of megatron-core's."""
+    try:
+        return kind(getattr(value, "value", value))
+    except ValueError:
+        raise ValueError(
+            f"InferenceConfig.{name} is {value!r}; use one of {', '.join(kind)}"
+        ) from None
 
 
 REFUSED = {
@@ -230,12 +288,7 @@ def check(config: InferenceConfig) -> None:
             warnings.warn(f"InferenceConfig.{name}={value!r} has no effect: {reason}", stacklevel=3)
     states = config.mamba_inference_state_config
     if states is not None and states.ssm_states_dtype != torch.float32:
-        warnings.warn(
-            f"ssm_states_dtype={states.ssm_states_dtype} has no effect: states have the model's "
-            "recurrent_state_dtype, fp32 unless its config says otherwise",
-            stacklevel=3,
-        )
-    KVCacheManagementMode(config.kv_cache_management_mode)
+        _warn_of_states(states.ssm_states_dtype)
     ratio, cache_gb = config.mamba_memory_ratio, config.prefix_caching_mamba_gb
     for name, value, legal in (
         ("buffer_size_gb", config.buffer_size_gb, _is_positive(config.buffer_size_gb)),
@@ -247,6 +300,16 @@ def check(config: InferenceConfig) -> None:
             raise ValueError(
                 f"InferenceConfig.{name} is {value!r}; it must be a number over 0, {limit}"
             )
+
+
+@cache
+def _warn_of_states(dtype: torch.dtype) -> None:
+    """Once in a process: scripts that serve many engines have the same dtype in all of them."""
+    warnings.warn(
+        f"ssm_states_dtype={dtype} has no effect: states have the model's recurrent_state_dtype, "
+        "fp32 unless its config says otherwise",
+        stacklevel=4,
+    )
 
 
 def _is_positive(value: object) -> bool:
@@ -279,6 +342,17 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     total = int(config.buffer_size_gb * GB)
     max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
     max_requests = config.max_requests
+    tp_size = model.pg_collection.tp.size()
+    if is_int(max_requests) and max_requests % tp_size:
+        raise ValueError(
+            f"InferenceConfig.max_requests is {max_requests}; it must be a multiple of the "
+            f"tensor-parallel size {tp_size}"
+        )
+    if is_int(max_requests) and is_int(max_tokens) and max_tokens < max_requests:
+        raise ValueError(
+            f"InferenceConfig.max_tokens is {max_tokens}, less than max_requests={max_requests}: "
+            "each running request has a token in a forward pass, so raise one or lower the other"
+        )
     if max_requests is None:
         share = config.mamba_memory_ratio or SLOT_SHARE
         max_requests = _derived_requests(spec, total, int(total * share), max_tokens, model)

@@ -22,6 +22,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request, Request
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import TextGenerationController, require
+from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
 from megatron_hybrid.megatron.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -207,6 +208,7 @@ class DynamicInferenceEngine:
             request.prompt_length = len(tokens)
             request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
             self._clamp(request)
+            self._check_room(request)
             own = engine_params(params, params.num_tokens_to_generate)
             handle = self.engine.add_request(tokens, own, growing_text=False)
         except Exception as error:  # also the tokenizer's
@@ -230,13 +232,17 @@ class DynamicInferenceEngine:
         """Set `num_tokens_to_generate`: the rest of the context if none is given, and no more.
 
         Raises:
-            ValueError: it is negative, or there are two numbers.
+            MaxSequenceLengthOverflowError: it is negative, or the prompt is longer than the
+                context.
+            ValueError: there are two numbers.
         """
         params, limit = request.sampling_params, self.context.max_sequence_length
         left = limit - request.prompt_length
         if left < 0:
-            raise ValueError(
-                f"the prompt has {request.prompt_length} tokens, and max_sequence_length is {limit}"
+            raise MaxSequenceLengthOverflowError(
+                request.request_id,
+                f"the prompt has {request.prompt_length} tokens, and max_sequence_length is "
+                f"{limit}: shorten the prompt or raise max_sequence_length",
             )
         asked = params.num_tokens_to_generate
         if params.num_tokens_total is not None:
@@ -250,7 +256,9 @@ class DynamicInferenceEngine:
         if asked is None:
             asked = left
         if asked < 0:
-            raise ValueError(f"num_tokens_to_generate is {asked}; it must be 0 or more")
+            raise MaxSequenceLengthOverflowError(
+                request.request_id, f"num_tokens_to_generate is {asked}; it must be 0 or more"
+            )
         if asked > left:
             warnings.warn(
                 f"request {request.request_id} asks for num_tokens_to_generate={asked}; with its "
@@ -258,6 +266,17 @@ class DynamicInferenceEngine:
                 stacklevel=3,
             )
         params.num_tokens_to_generate = min(asked, left)
+
+    def _check_room(self, request: DynamicInferenceRequest) -> None:
+        """Raises BlockOverflowError for a request that does not fit in the empty pool."""
+        total = request.prompt_length + request.sampling_params.num_tokens_to_generate
+        config = self.engine.config
+        if not self.engine.cache.fits(total, config.max_tokens):
+            raise BlockOverflowError(
+                request.request_id,
+                f"{total} tokens, prompt and answer, do not fit in the pool of "
+                f"{config.cache_bytes} bytes: raise buffer_size_gb, or ask for fewer tokens",
+            )
 
     def _future(self) -> asyncio.Future:
         try:

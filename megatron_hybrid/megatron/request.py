@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 
 
@@ -43,7 +45,8 @@ class DynamicInferenceEvent:
     """One event of a request.
 
     The payload is {"token_id": int} of a generated token, else None. Of an error it is the
-    exception, or after `deserialize` {"type": name of its class, "message": its text}.
+    exception; after `deserialize` it is one only where the request did not fit (`errors.py`), else
+    {"type": name of its class, "message": its text}.
     """
 
     timestamp: float = field(default_factory=time.time)
@@ -62,14 +65,20 @@ class DynamicInferenceEvent:
     def serialize(self) -> dict[str, Any]:
         """Plain data."""
         payload = self.payload
-        if isinstance(payload, BaseException):
+        if isinstance(payload, ContextOverflowError):
+            payload = ContextErrorFactory.serialize(payload)
+        elif isinstance(payload, BaseException):
             payload = {"type": type(payload).__name__, "message": str(payload)}
         return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceEvent:
-        """Inverse of `serialize`, but for exceptions."""
-        return cls(**{**data, "type": DynamicInferenceEventType[data["type"]]})
+        """Inverse of `serialize`, but for exceptions that Megatron does not have."""
+        payload = data["payload"]
+        if isinstance(payload, dict) and "is_transient" in payload:
+            payload = ContextErrorFactory.deserialize(payload)
+        kind = DynamicInferenceEventType[data["type"]]
+        return cls(timestamp=data["timestamp"], type=kind, payload=payload)
 
 
 @dataclass(kw_only=True)
@@ -111,10 +120,9 @@ class DynamicInferenceRequest:
     kv_cache_epoch: list[tuple[int, int]] | None = None
     """The same for the KV under the tokens. It is computed anew for new weights, so there is one
     entry."""
-
-    @property
-    def uid(self) -> int:
-        return self.request_id
+    uid: int = field(default_factory=lambda: uuid.uuid4().int >> 65)
+    """A number below 2^63 of this request alone, over all engines and processes; a request id is
+    the caller's, and one engine may see it twice."""
 
     def __str__(self) -> str:
         status = "[NOT ADDED]" if self.status is None else self.status.name

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
+from megatron_hybrid.validation import is_int
 
 
 @dataclass
@@ -34,6 +35,14 @@ class SamplingParams:
 
     def __post_init__(self):
         self._follow_prompt_log_probs()
+        self._check_streaming_interval()
+
+    def _check_streaming_interval(self) -> None:
+        if not is_int(self.streaming_interval) or self.streaming_interval < 1:
+            raise ValueError(
+                f"streaming_interval is {self.streaming_interval!r}; it must be a whole number of "
+                "1 or more"
+            )
 
     def _follow_prompt_log_probs(self) -> None:
         if self.return_prompt_top_n_logprobs:
@@ -57,6 +66,7 @@ class SamplingParams:
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
         self._follow_prompt_log_probs()
+        self._check_streaming_interval()
 
     def serialize(self) -> dict[str, Any]:
         """All attributes, as plain data."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import ModuleType
 
 import megatron_hybrid.megatron as door
 
 _CORE = "megatron.core.inference"
-_CONTEXT = ("DynamicInferenceContext",)
-_ENGINE = ("DynamicInferenceEngine", "EngineState", "EngineSuspendedError")
+_CONTEXT = (
+    "ActiveRequestCountOverflowError",
+    "BlockOverflowError",
+    "ContextOverflowError",
+    "DynamicInferenceContext",
+    "RequestOverflowError",
+    "TokenOverflowError",
+)
+_ENGINE = ("DynamicInferenceEngine", "EngineSuspendedError")
 _REQUEST = (
     "DynamicInferenceEvent",
     "DynamicInferenceEventType",
@@ -33,9 +42,14 @@ NAMES = {
     f"{_CORE}.sampling_params": ("SamplingParams",),
     f"{_CORE}.inference_request": _REQUEST,
     f"{_CORE}.contexts": _CONTEXT,
-    f"{_CORE}.contexts.dynamic_context": _CONTEXT,
+    f"{_CORE}.contexts.dynamic_context": (
+        *_CONTEXT,
+        "ContextErrorFactory",
+        "MaxSequenceLengthOverflowError",
+        "TensorStateDeallocatedError",
+    ),
     f"{_CORE}.engines": _ENGINE,
-    f"{_CORE}.engines.dynamic_engine": _ENGINE,
+    f"{_CORE}.engines.dynamic_engine": (*_ENGINE, "EngineState"),
     f"{_CORE}.model_inference_wrappers.gpt.gpt_inference_wrapper": ("GPTInferenceWrapper",),
     f"{_CORE}.text_generation_controllers.text_generation_controller": (
         "TextGenerationController",
@@ -49,6 +63,9 @@ NAMES = {
         "SamplingParams",
         "ServeConfig",
     ),
+    f"{_CORE}.apis.async_llm": ("MegatronAsyncLLM",),
+    f"{_CORE}.apis.llm": ("MegatronLLM",),
+    f"{_CORE}.apis.serve_config": ("ServeConfig",),
 }
 """Module of megatron-core -> the names in it that are replaced. Its other names stay."""
 
@@ -69,7 +86,8 @@ def _module(path: str) -> ModuleType:
             warnings.simplefilter("ignore")  # about GPU libraries that our names do not need
             return import_module(path)
     except ImportError:
-        module = sys.modules[path] = ModuleType(path)
+        # A package, so that the modules in it are found: those that are in `NAMES`.
+        module = sys.modules[path] = module_from_spec(ModuleSpec(path, None, is_package=True))
         parent, _, name = path.rpartition(".")
-        setattr(import_module(parent), name, module)
+        setattr(_module(parent), name, module)
         return module

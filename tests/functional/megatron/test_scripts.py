@@ -67,8 +67,32 @@ def test_every_field_of_a_request(request_id, prompt):
     assert request["events"] == events
     assert request["event"] == ["payload", "timestamp", "type"]
     assert request["times"] and request["status"] == "COMPLETED" and request["top_k"] == 1
-    assert request["routing_indices"] is None and request["uid"] == int(request_id)
+    assert request["routing_indices"] is None
+    assert len({seen()[other]["uid"] for other in ("10", "20", "30")}) == 3
     assert request["num_cached_tokens"] == 0  # all asked for log-probs of their prompts
+
+
+def test_every_module_that_scripts_import_resolves():
+    """As a statement, from its package and by its finder, in any release of megatron-core."""
+    script = """
+from importlib import import_module
+from importlib.util import find_spec
+import megatron_hybrid.megatron as door
+from megatron_hybrid.megatron.stand_in import NAMES, install
+install()
+for path, names in NAMES.items():
+    package, _, name = path.rpartition(".")
+    assert getattr(import_module(package), name) is import_module(path), path
+    assert find_spec(path) is not None, path
+    for name in names:
+        assert getattr(import_module(path), name) is getattr(door, name), (path, name)
+from megatron.core.inference.apis.llm import MegatronLLM
+from megatron.core.inference.contexts.dynamic_context import MaxSequenceLengthOverflowError
+import megatron.core.inference.apis.async_llm as module
+assert MegatronLLM is door.MegatronLLM and module.MegatronAsyncLLM is door.MegatronAsyncLLM
+print(len(NAMES))
+"""
+    assert int(succeed("-c", script)) > 10
 
 
 def test_every_counter_of_the_context():

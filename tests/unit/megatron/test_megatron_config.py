@@ -13,6 +13,7 @@ from reference import random_tokens, tiny_model
 
 from megatron_hybrid import compat
 from megatron_hybrid.megatron import (
+    AsyncScheduleMode,
     DynamicInferenceContext,
     DynamicInferenceEngine,
     GPTInferenceWrapper,
@@ -93,6 +94,41 @@ def test_illegal_sizes_are_refused(field, value):
         DynamicInferenceContext(None, InferenceConfig(**{field: value}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("prefix_caching_routing_alpha", 7, "from 0 to 1"),
+        ("prefix_caching_routing_alpha", -0.1, "from 0 to 1"),
+        ("prefix_caching_routing_alpha", float("nan"), "from 0 to 1"),
+        ("prefix_caching_routing_alpha", "0.5", "from 0 to 1"),
+        ("async_sched_mode", "bogus", "legacy, async"),
+        ("async_sched_mode", None, "legacy, async"),
+        ("logprobs_mode", "bogus", "raw_logprobs, processed_logprobs"),
+        ("sampling_backend", "numpy", "torch, flashinfer"),
+        ("kv_cache_management_mode", "keep", "persist, offload, recompute"),
+        ("prefix_caching_eviction_policy", "fifo", "ref_zero, lru"),
+        ("prefix_caching_coordinator_policy", "random", "load_balanced"),
+        ("cuda_graph_sizing_distribution", "square", "exponential, linear"),
+    ],
+)
+def test_values_that_a_field_never_has_are_refused(field, value, legal):
+    """By its constructor, as in core."""
+    with pytest.raises(ValueError, match=f"InferenceConfig.{field} is .*{legal}"):
+        InferenceConfig(**{field: value})
+
+
+def test_values_of_enums_become_members():
+    made = InferenceConfig(async_sched_mode="legacy", kv_cache_management_mode="offload")
+    assert made.async_sched_mode is AsyncScheduleMode.LEGACY
+    assert made.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
+
+
+def test_more_requests_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="max_tokens is 7, less than max_requests=8"):
+        door_engine(max_tokens=7)
+    assert door_engine(max_tokens=8).context.max_tokens == 8
+
+
 def test_a_buffer_without_room_for_the_states_names_both_numbers():
     with pytest.raises(ValueError, match=r"max_requests=64 .*buffer_size_gb=0\.001"):
         door_engine(buffer_size_gb=0.001, max_requests=64)
@@ -157,8 +193,21 @@ def test_state_configs_of_scripts_are_read_and_their_rounding_is_warned_of():
     assert MambaInferenceStateConfig.from_model(tiny_model("*-")) is None
     DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=states))
     rounded = replace(states, ssm_states_dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match="ssm_states_dtype"):
-        DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=rounded))
+    config._warn_of_states.cache_clear()
+    for count in (1, 0):  # once in a process
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=rounded))
+        assert len(caught) == count
+        assert all("ssm_states_dtype" in str(warning.message) for warning in caught)
+
+
+def test_states_of_two_kinds_have_no_common_shape():
+    with pytest.raises(ValueError, match=r"M \(Mamba-2\) and G \(Gated DeltaNet\).*leave"):
+        MambaInferenceStateConfig.from_model(tiny_model("MG*-"))
+    shapes = ((3, 8), (8, 16, 16), torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="layer_type_list"):
+        MambaInferenceStateConfig(["M", "*", "G"], *shapes)
 
 
 if compat.MEGATRON_CORE_VERSION >= (0, 19, 0):  # 0.16 has no such InferenceConfig
@@ -203,6 +252,14 @@ def test_attributes_can_be_added():
     assert again.min_length == 4 and again == params
     params.add_attributes({"skip_prompt_log_probs": True})
     assert not params.return_prompt_top_n_logprobs
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_an_interval_of_no_tokens_is_refused(value):
+    with pytest.raises(ValueError, match=r"streaming_interval is .*1 or more"):
+        SamplingParams(streaming_interval=value)
+    with pytest.raises(ValueError, match="streaming_interval"):
+        SamplingParams().add_attributes({"streaming_interval": value})
 
 
 def test_the_deprecated_field_warns_and_contradictions_raise():

@@ -8,12 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from door import LetterTokenizer, answer, door_engine, finish, greedy_params
+from door import MIB, LetterTokenizer, answer, door_engine, finish, greedy_params
 from megatron.core.inference.sampling_params import SamplingParams as CoreParams
 from reference import full_logits, greedy_tokens, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid import build_hybrid_model, compat
 from megatron_hybrid.megatron import (
+    ActiveRequestCountOverflowError,
+    BlockOverflowError,
+    ContextErrorFactory,
+    ContextOverflowError,
     CoordinatorError,
     DynamicInferenceContext,
     DynamicInferenceEngine,
@@ -27,6 +31,7 @@ from megatron_hybrid.megatron import (
     InferenceClient,
     InferenceConfig,
     KVCacheManagementMode,
+    MaxSequenceLengthOverflowError,
     SamplingParams,
     Status,
     TextGenerationController,
@@ -106,6 +111,46 @@ def test_what_cannot_be_served_fails_and_does_not_raise(prompt, fields, text):
     assert text in str(failed.events[1].payload)
     assert text in failed.events[1].serialize()["payload"]["message"]
     assert is_greedy(tiny_model(), PROMPT, answers[1].generated_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "kind"),
+    [
+        (random_tokens(1025), {}, MaxSequenceLengthOverflowError),
+        ([5], {"num_tokens_to_generate": -1}, MaxSequenceLengthOverflowError),
+        ([5] * 10, {"num_tokens_total": 9}, MaxSequenceLengthOverflowError),
+        (random_tokens(600), {"num_tokens_to_generate": 400}, BlockOverflowError),
+    ],
+)
+def test_what_does_not_fit_fails_with_megatrons_error(prompt, fields, kind):
+    engine = door_engine(max_requests=1, buffer_size_gb=1 * MIB, prefix_caching_mamba_gb=None)
+    with pytest.warns(UserWarning, match="request 2 failed"):
+        engine.add_request(2, prompt, SamplingParams(**fields))
+    event = finish(engine)[2].events[1]
+    assert type(event.payload) is kind and isinstance(event.payload, ContextOverflowError)
+    assert event.payload.request_id == 2
+    assert event.payload.is_transient == (kind is BlockOverflowError)
+    again = DynamicInferenceEvent.deserialize(event.serialize())
+    assert type(again.payload) is kind and str(again.payload) == str(event.payload)
+
+
+def test_the_error_factory_knows_megatrons_errors_only():
+    error = ActiveRequestCountOverflowError(4, 9)
+    again = ContextErrorFactory.deserialize(ContextErrorFactory.serialize(error))
+    assert type(again) is ActiveRequestCountOverflowError and str(again) == str(error)
+    with pytest.raises(ValueError, match="'KeyError' is none of"):
+        ContextErrorFactory.deserialize({"type": "KeyError"})
+
+
+def test_a_uid_belongs_to_one_request_of_all_engines():
+    first, second, uids = door_engine(), door_engine(), set()
+    for engine in (first, second, first):
+        engine.add_request(1, PROMPT, greedy_params(1))
+        finished = finish(engine)[1]
+        again = DynamicInferenceRequest.deserialize(finished.serialize())
+        assert again.uid == finished.uid and 0 <= finished.uid < 1 << 63
+        uids.add(finished.uid)
+    assert len(uids) == 3
 
 
 def test_a_failed_request_alone_is_unfinished_until_its_record_was_returned():

@@ -1,0 +1,105 @@
+"""Megatron's errors of requests that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ContextOverflowError(Exception):
+    """A request does not fit.
+
+    Args:
+        request_id: the caller's; None: of no request.
+        message: why, and what helps.
+        is_transient: whether it may fit later.
+    """
+
+    def __init__(
+        self, request_id: int | None, message: str | None = None, *, is_transient: bool = True
+    ):
+        name = "--" if request_id is None else request_id
+        super().__init__(f"request {name}" + ("" if message is None else f" | {message}"))
+        self.request_id = request_id
+        self.message = message
+        self.is_transient = is_transient
+
+
+class RequestOverflowError(ContextOverflowError):
+    """There are too many requests. Here they wait, so it is never raised."""
+
+
+class TokenOverflowError(ContextOverflowError):
+    """A forward pass would have too many tokens. Here prefills are chunked, so it is never
+    raised."""
+
+
+class MaxSequenceLengthOverflowError(ContextOverflowError):
+    """Prompt and answer are longer than `max_sequence_length`."""
+
+    def __init__(self, request_id: int | None, message: str | None = None):
+        super().__init__(request_id, message, is_transient=False)
+
+
+class BlockOverflowError(ContextOverflowError):
+    """Prompt and answer need more memory than there is."""
+
+
+class ActiveRequestCountOverflowError(ContextOverflowError):
+    """More requests than `max_requests` are active. Here the others wait, so it is never raised."""
+
+    def __init__(self, max_request_count: int, active_request_count: int):
+        super().__init__(
+            None,
+            f"active_request_count ({active_request_count}) > max_request_count "
+            f"({max_request_count}).",
+        )
+
+
+class TensorStateDeallocatedError(ContextOverflowError):
+    """The engine is suspended. Here requests are queued meanwhile, so it is never raised."""
+
+
+_KINDS: dict[str, type[ContextOverflowError]] = {
+    kind.__name__: kind
+    for kind in (
+        ContextOverflowError,
+        RequestOverflowError,
+        TokenOverflowError,
+        MaxSequenceLengthOverflowError,
+        BlockOverflowError,
+        ActiveRequestCountOverflowError,
+        TensorStateDeallocatedError,
+    )
+}
+
+
+class ContextErrorFactory:
+    """These errors as plain data."""
+
+    @staticmethod
+    def serialize(error: ContextOverflowError) -> dict[str, Any]:
+        """Plain data of an error."""
+        return {
+            "type": type(error).__name__,
+            "request_id": error.request_id,
+            "message": error.message,
+            "is_transient": error.is_transient,
+        }
+
+    @staticmethod
+    def deserialize(data: dict[str, Any]) -> ContextOverflowError:
+        """Inverse of `serialize`.
+
+        Raises:
+            ValueError: data of another error.
+        """
+        kind = _KINDS.get(data["type"])
+        if kind is None:
+            raise ValueError(
+                f"{data['type']!r} is none of the errors of a context: {', '.join(_KINDS)}"
+            )
+        error = kind.__new__(kind)
+        ContextOverflowError.__init__(
+            error, data["request_id"], data["message"], is_transient=data["is_transient"]
+        )
+        return error
