@@ -71,8 +71,9 @@ class LogitsRecorder:
             end += 1
         assert end == len(logits_nV)
 
-    def check(self, model) -> None:
-        """Compares all rows so far with full forward passes, and forgets them."""
+    def check(self, model, logits_scale: float = 1.0) -> None:
+        """Compares all rows so far with full forward passes, and forgets them. Logits that are
+        `logits_scale` times those of the tests' models may be off by as much more."""
         rows: dict[Request, list[tuple[int, torch.Tensor]]] = {}
         for request, position, logits_V in self.rows:
             rows.setdefault(request, []).append((position, logits_V))
@@ -81,7 +82,7 @@ class LogitsRecorder:
             full = full_logits(model, request.tokens[: request.num_tokens].tolist())
             errors = (full[list(positions)] - torch.stack(logits)).abs().amax(dim=1)
             worst = int(errors.argmax())
-            assert errors[worst] <= TOLERANCE, (
+            assert errors[worst] <= TOLERANCE * logits_scale, (
                 f"request {request.request_id}, row {positions[worst]}: off by {errors[worst]}"
             )
         self.rows.clear()
