@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import matrix_rows
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "ahead_of_time.py"
@@ -47,7 +48,9 @@ def is_short_of_registers(kernel: dict) -> bool:
     return kernel["spilled_bytes"] > allowed
 
 
-@pytest.mark.parametrize(("gpu", "models"), [(90, HOPPER), (100, ALL_KINDS)])
+@pytest.mark.parametrize(
+    ("gpu", "models"), matrix_rows([(90, HOPPER), (100, ALL_KINDS)], (90, HOPPER))
+)
 def test_kernels_fit_into_registers_and_shared_memory_and_do_not_race(gpu, models):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), *models, "--gpu", str(gpu)]

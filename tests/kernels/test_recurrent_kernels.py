@@ -7,6 +7,7 @@ import torch
 from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import matrix_rows
 from recurrences import (
     CONV,
     LINEAR_CONV,
@@ -111,22 +112,26 @@ def assert_near(found, expected, bound):
 
 
 @each
-@settings(max_examples=20, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 2**31))
-def test_results_are_the_reference_s_and_captures_change_no_bit(kernels, data, seed):
-    layout, chunk_size = kernels.draw(data)
-    given = case(kernels, layout, seed)
-    found = run(kernels, kernels.backend, *given, layout, chunk_size)
-    expected = run(kernels, "reference", *given, layout, chunk_size)
-    for one, right in zip(found, expected):
-        assert_near(one, right, kernels.bound)
-    assert not found[0][layout.num_tokens :].any()
-    untouched = [i for i in range(len(found[1])) if i not in given[3]]
-    assert torch.equal(found[1][untouched], given[2][untouched])
-    if layout.captures:
-        bare = RaggedLayout(layout.lengths, layout.start_positions, (), layout.num_padding)
-        y, pool, _ = run(kernels, kernels.backend, *given, bare, chunk_size)
-        assert torch.equal(y, found[0]) and torch.equal(pool, found[1])
+@pytest.mark.parametrize("examples", matrix_rows([6, 40], 6))
+def test_results_are_the_reference_s_and_captures_change_no_bit(kernels, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(data=st.data(), seed=st.integers(0, 2**31))
+    def compare(data, seed):
+        layout, chunk_size = kernels.draw(data)
+        given = case(kernels, layout, seed)
+        found = run(kernels, kernels.backend, *given, layout, chunk_size)
+        expected = run(kernels, "reference", *given, layout, chunk_size)
+        for one, right in zip(found, expected):
+            assert_near(one, right, kernels.bound)
+        assert not found[0][layout.num_tokens :].any()
+        untouched = [i for i in range(len(found[1])) if i not in given[3]]
+        assert torch.equal(found[1][untouched], given[2][untouched])
+        if layout.captures:
+            bare = RaggedLayout(layout.lengths, layout.start_positions, (), layout.num_padding)
+            y, pool, _ = run(kernels, kernels.backend, *given, bare, chunk_size)
+            assert torch.equal(y, found[0]) and torch.equal(pool, found[1])
+
+    compare()
 
 
 @each
