@@ -192,7 +192,10 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
 def _as_gpt(stored: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
     """The keys of a GPTModel, which stacks its layers unless `moe_layer_freq` or
     `linear_attention_freq` makes them differ."""
-    named = {hybrid_to_gpt_name(key): value for key, value in stored.items()}
+    extra = f"{OUTPUT_LAYER.removesuffix('weight')}_extra_state/"  # which core's GPTModel drops
+    named = {
+        hybrid_to_gpt_name(key): value for key, value in stored.items() if not key.startswith(extra)
+    }
     if isinstance(vars(args).get("moe_layer_freq"), list) or hasattr(args, "linear_attention_freq"):
         return named
     result: dict[str, Any] = {}

@@ -123,7 +123,7 @@ def test_what_cannot_be_served_fails_and_does_not_raise(prompt, fields, text):
     ],
 )
 def test_what_does_not_fit_fails_with_megatrons_error(prompt, fields, kind):
-    engine = door_engine(max_requests=1, buffer_size_gb=1 * MIB, prefix_caching_mamba_gb=None)
+    engine = door_engine(max_requests=1, buffer_size_gb=0.2 * MIB, prefix_caching_mamba_gb=None)
     with pytest.warns(UserWarning, match="request 2 failed"):
         engine.add_request(2, prompt, SamplingParams(**fields))
     event = finish(engine)[2].events[1]
@@ -366,7 +366,8 @@ def test_records_merge_and_survive_serialization():
     merged = record.merge()
     assert isinstance(merged, DynamicInferenceRequest)
     assert merged.latency == record.latency
-    assert (record[-1].request_id, record.request_id, merged.uid) == (0, 0, 0)
+    assert (record[-1].request_id, record.request_id) == (0, 0)
+    assert record[-1].uid == merged.uid
     again = DynamicInferenceRequestRecord.deserialize(record.serialize()).merge()
     assert again.generated_tokens == merged.generated_tokens
     assert again.prompt_tokens.tolist() == PROMPT
