@@ -31,7 +31,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping] | RenderedChat
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 NO_TOKEN = -1
-"""The `termination_id` for no token, as in megatron-core."""
+"""Stands for no token in `termination_id` and in a tokenizer's end tokens, as in megatron-core. No
+other id below zero means anything."""
 
 
 @dataclass(frozen=True)
@@ -355,25 +356,35 @@ class RequestBuilder:
         return tuple(int(position) for position in breakpoints)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        named = {*params.stop_token_ids, params.termination_id} - {None}
-        for token in (*params.stop_token_ids, *(named - {NO_TOKEN})):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"stop token {token} is outside of the vocabulary [0, {self.vocab_size}): was "
-                    f"it made by another model's tokenizer? (termination_id={NO_TOKEN} is none)"
-                )
+        """Tokens of the vocabulary that end an answer. Those that a request names are checked even
+        where they have no effect."""
+        foreign = "was it made by another model's tokenizer?"
+        named = {*params.stop_token_ids}
+        if params.termination_id not in (None, NO_TOKEN):
+            named.add(params.termination_id)
+        for token in sorted(named):
+            remedy = f"{foreign} (termination_id={NO_TOKEN} is none)"
+            self._check_id(f"stop token {token}", token, remedy)
         for token in params.logit_bias:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"logit_bias has token {token}, outside of the vocabulary [0, "
-                    f"{self.vocab_size}): was it made by another model's tokenizer?"
-                )
+            self._check_id(f"token {token} of logit_bias", token, foreign)
         if params.ignore_termination:
             return frozenset()
-        if params.termination_id is not None:
-            return frozenset(named)
-        ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
-        return frozenset({*named, *ends} - {None})
+        if params.termination_id is None:
+            ends = getattr(self.tokenizer, "end_tokens", (getattr(self.tokenizer, "eod", None),))
+            for token in {*ends} - {None, NO_TOKEN}:
+                remedy = (
+                    f"use the model's own tokenizer, or set termination_id ({NO_TOKEN} is none)"
+                )
+                self._check_id(f"the tokenizer's end token {token!r}", token, remedy)
+                named.add(int(token))
+        return frozenset(named)
+
+    def _check_id(self, what: str, token: int, remedy: str) -> None:
+        """Raise ValueError for an id that would index another token, or another request's row."""
+        if not is_int(token) or not 0 <= token < self.vocab_size:
+            raise ValueError(
+                f"{what} is outside of the vocabulary [0, {self.vocab_size}): {remedy}"
+            )
 
 
 def is_chat(prompt) -> bool:

@@ -191,6 +191,35 @@ def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, me
     assert engine.cache.match(tokens).skipped_tokens >= len(PROMPT)
 
 
+@pytest.mark.parametrize("token", [-(2**63), -VOCAB_SIZE, -2, -1, VOCAB_SIZE, 2**31, 2**64])
+def test_no_id_outside_of_the_vocabulary_passes_the_builder(token):
+    tokenizer = ByteTokenizer()
+    builder = tiny_engine(MODEL, tokenizer).request_builder
+
+    def stop_ids(prompt=PROMPT, **fields) -> frozenset:
+        return builder.build(prompt, greedy(4, **fields), "", (), 1)[0].stop_ids
+
+    for fields in (dict(stop_token_ids=(5, token)), dict(logit_bias={5: 1, token: 1})):
+        for more in ({}, {"ignore_termination": True}, {"termination_id": -1}):
+            with pytest.raises(ValueError, match=rf"{token} .*is outside of the vocabulary \[0, "):
+                stop_ids(**fields, **more)
+    with pytest.raises(ValueError, match=f"token {token} at position 1 is outside"):
+        stop_ids([5, token])
+    tokenizer.bos = token
+    with pytest.raises(ValueError, match=f"token {token} at position 0 is outside"):
+        stop_ids("a", add_BOS=True)
+    tokenizer.end_tokens = (7, token)
+    if token == -1:  # none
+        assert stop_ids(termination_id=-1) == frozenset() and stop_ids() == {7}
+        return
+    with pytest.raises(ValueError, match=f"stop token {token} is outside"):
+        stop_ids(termination_id=token)
+    for more in ({}, {"stop_token_ids": (5,)}):
+        with pytest.raises(ValueError, match=rf"end token {token} is outside .*set termination_id"):
+            stop_ids(**more)
+    assert stop_ids(termination_id=7) == {7} and stop_ids(ignore_termination=True) == frozenset()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -84,6 +84,16 @@ def test_answers_match_a_regex(pattern):
     assert len({result.generated_text for result in results}) > 1
 
 
+def test_without_a_stop_token_the_last_token_of_the_vocabulary_is_not_drawn():
+    model = tiny_model("M*-", vocab_size=288)  # its last id is the last bit of the last word
+    params = sampled(termination_id=-1, num_tokens_to_generate=20)
+    results = tiny_engine(model, Tokenizer()).generate(
+        [PROMPT] * 4, params, guide=Guide.regex("e+")
+    )
+    assert {result.finish_reason for result in results} == {"length"}
+    assert {token for result in results for token in result.generated_tokens} == {ord("e")}
+
+
 # JSON --------------------------------------------------------------------------------------------
 
 LEAVES = st.sampled_from(

@@ -258,5 +258,16 @@ def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
 
 
 def test_a_bias_of_a_token_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"logit_bias has token 97, outside of .* \[0, 97\)"):
+    with pytest.raises(ValueError, match=r"token 97 of logit_bias is outside of .* \[0, 97\)"):
         tiny_engine(MODEL).add_request(PROMPT, SamplingParams(logit_bias={97: 1.0}))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_stop_token_bans_no_token_of_another_request(is_first):
+    last = MODEL.config.vocab_size - 1
+    biased = SamplingParams(top_k=1, num_tokens_to_generate=6, logit_bias={last: 100.0})
+    endless = SamplingParams(top_k=1, num_tokens_to_generate=6, min_tokens=6, termination_id=-1)
+    order = slice(None, None, 1 if is_first else -1)
+    prompts, params = [PROMPT, random_tokens(9, seed=1)][order], [biased, endless][order]
+    results = tiny_engine(MODEL).generate(prompts, params)
+    assert results[0 if is_first else 1].generated_tokens == [last] * 6
