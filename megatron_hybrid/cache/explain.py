@@ -26,6 +26,7 @@ _REASONS = {
     MissReason.KV_EVICTED: "the KV of the known tokens after it was evicted",
     MissReason.BUDGET: "a state after it was wanted, and found no room",
     MissReason.SALT: "its tokens are known, but under another salt",
+    MissReason.NO_ROOM: "the pool has no room for the state that serves and the request together",
     MissReason.IN_FLIGHT: "a running request is about to save a state that would serve",
 }
 
@@ -73,6 +74,9 @@ class Explanation:
     """Number of the edge that spans the last known token (see `TreeView`); 0 if none is known."""
     below: tuple[str, int] | None = None
     """A tier that has more of the prompt, and the tokens skipped after a fetch."""
+    lacks_room: bool = False
+    """The pool has no room for the request now, beside those that run and what it would resume
+    from. It waits, or is computed, and may then skip less than this says."""
 
     @property
     def reason(self) -> MissReason | None:
@@ -106,10 +110,12 @@ class Explanation:
             lines.append(f"stops at {skipped:,}: what follows is new")
         if self.below is not None:
             lines.append(f"a request waits for what can be fetched, and starts at {position:,}")
+        if self.lacks_room:
+            lines.append("the pool has no room for that now: a request may skip less")
         return "\n".join(part for line in lines for part in wrap(line, 80, subsequent_indent="  "))
 
 
-def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
+def explain(path: Path, match: Match, elsewhere_tokens: int, lacks_room: bool) -> Explanation:
     """Return the explanation of a match along `path`. elsewhere_tokens: leading tokens known under
     another salt."""
     known = sorted(
@@ -120,4 +126,7 @@ def explain(path: Path, match: Match, elsewhere_tokens: int) -> Explanation:
         key=lambda position: position.position,
     )
     edge = path.edges[-1].number if path.edges else 0
-    return Explanation(match, path.depth, path.known, tuple(known), elsewhere_tokens, edge)
+    known = tuple(known)
+    return Explanation(
+        match, path.depth, path.known, known, elsewhere_tokens, edge, lacks_room=lacks_room
+    )

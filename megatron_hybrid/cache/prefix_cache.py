@@ -134,14 +134,44 @@ class PrefixCache:
         return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
 
     def explain(
-        self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
+        self,
+        tokens: np.ndarray,
+        salt: str = "",
+        *,
+        recompute_reason: str | None = None,
+        chunk_tokens: int | None = None,
     ) -> Explanation:
         """Return the result of `match` with reasons: known tokens, and positions with a state now
-        or before. No side effects."""
+        or before; and whether the pool has room for that. chunk_tokens: as for `acquire`. No side
+        effects."""
         tokens = as_tokens(tokens)
         hit = self._look_up(tokens, salt, recompute_reason)
-        elsewhere = self._known_elsewhere(tokens, salt, hit.path.known)
-        return explain(hit.path, hit.match(len(tokens)), elsewhere)
+        path, lacks_room = hit.path, False
+        elsewhere = self._known_elsewhere(tokens, salt, path.known)
+        lease = self._lease_on(tokens, salt, hit)
+        end = forward_end(lease, len(tokens), chunk_tokens)
+        if not self._pages.would_have_room(lease, len(tokens), end):
+            lacks_room = bool(self._leases)
+            if not lacks_room and path.depth:
+                hit = self._whole_blocks(tokens, salt, hit)
+        return explain(path, hit.match(len(tokens)), elsewhere, lacks_room)
+
+    def can_resume(self, position: int, num_tokens: int, chunk_tokens: int | None = None) -> bool:
+        """Return whether a prompt of num_tokens tokens fits in the pool together with the state at
+        `position` that it resumes from, and what the live leases hold. chunk_tokens: as for
+        `acquire`."""
+        spec = self.spec
+        is_partial = position % spec.block_size_tokens > 0  # that block is copied
+        blocks = spec.num_blocks(max(num_tokens, position)) + is_partial
+        pages = blocks * spec.kv_pages_per_block
+        end = spec.num_blocks(
+            max(position, min(num_tokens, position + (chunk_tokens or num_tokens)))
+        )
+        for group in spec.local_groups:
+            blocks = end - spec.first_local_block(group, position) + is_partial
+            pages += blocks * spec.pages_per_block[group]
+        pages += spec.checkpoint_pages if spec.needs_state else 0
+        return pages + np.count_nonzero(self.allocator.ref_counts) < self.allocator.num_pages
 
     @rolled_back
     def acquire(
@@ -185,14 +215,8 @@ class PrefixCache:
         known = hit.path.known
         lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None and hit.path.depth and not self._leases:
-            # No other lease is live, but the pinned state to restore takes the room: share whole
-            # blocks only.
-            size = self.spec.block_size_tokens
-            path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
-            alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
-            skipped = min(hit.skipped, alone)
-            reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
-            hit = Hit(path, path.depth, skipped, None, reason)
+            # No other lease is live, but the pinned state to restore takes the room.
+            hit = self._whole_blocks(tokens, salt, hit)
             lease = self._admit(
                 tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False
             )
@@ -299,7 +323,8 @@ class PrefixCache:
             origin=lease.origin,
         )
         blocks = self.spec.num_blocks(num_tokens)
-        self._pages.hold(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
+        self._pages.attach(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
+        self._pages.hold(new)
         capacity_tokens = capacity_tokens or num_tokens + 1
         if not self._pages.has_room(new, capacity_tokens, capacity_tokens):
             self._pages.release(new)
@@ -704,6 +729,33 @@ class PrefixCache:
             for group, table in zip(self.spec.local_groups, lease.local_tables)
         ]
 
+    def _lease_on(self, tokens: np.ndarray, salt: str, hit: Hit) -> Lease:
+        """Return a lease with the pages of a hit, which it does not hold yet."""
+        lease = Lease(
+            salt=salt,
+            tokens=tokens,
+            shared_tokens=hit.shared,
+            skipped_tokens=hit.skipped,
+            report=PrefixReport(len(tokens), hit.shared, hit.skipped, hit.reason),
+            path=hit.path,
+        )
+        rows = hit.path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None
+        if hit.checkpoint is None:
+            self._pages.attach(lease, rows)
+        else:
+            self._pages.attach(lease, rows, hit.checkpoint.local_pages, hit.checkpoint.pages)
+        return lease
+
+    def _whole_blocks(self, tokens: np.ndarray, salt: str, hit: Hit) -> Hit:
+        """Return the part of a hit that takes no room beside the request: the whole blocks of full
+        attention."""
+        size = self.spec.block_size_tokens
+        path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
+        alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
+        skipped = min(hit.skipped, alone)
+        reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
+        return Hit(path, path.depth, skipped, None, reason)
+
     def _admit(
         self,
         tokens: np.ndarray,
@@ -716,19 +768,8 @@ class PrefixCache:
         """Return a lease on the pages of a hit, with room for the rest; None without room.
         is_new_request: the policy learns from it and may hold it back."""
         path, checkpoint = hit.path, hit.checkpoint
-        lease = Lease(
-            salt=salt,
-            tokens=tokens,
-            shared_tokens=hit.shared,
-            skipped_tokens=hit.skipped,
-            report=PrefixReport(len(tokens), hit.shared, hit.skipped, hit.reason),
-            path=path,
-        )
-        rows = path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None
-        if checkpoint is None:
-            self._pages.hold(lease, rows)
-        else:
-            self._pages.hold(lease, rows, checkpoint.local_pages, checkpoint.pages)
+        lease = self._lease_on(tokens, salt, hit)
+        self._pages.hold(lease)
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         needed = self._pages.num_needed(lease, capacity_tokens, end)
         if not self.allocator.can_free(needed) or (

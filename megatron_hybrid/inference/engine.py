@@ -1069,14 +1069,18 @@ class DynamicInferenceEngine:
         params = self.request_builder.check_params(params)
         tokens = self.request_builder.tokens_of(prompt, params)
         reason = recompute_reason(params)
-        explanation = self.cache.explain(tokens, salt, recompute_reason=reason)
+        chunk = self.config.max_tokens
+        explanation = self.cache.explain(tokens, salt, recompute_reason=reason, chunk_tokens=chunk)
         if reason is not None:
             return explanation
-        found = self.offload.fetches.find(tokens, salt, explanation.match.skipped_tokens)
+        match = self.cache.match(tokens, salt)  # as a request looks it up, whatever has room
+        found = self.offload.fetches.find(tokens, salt, match.skipped_tokens)
         if found is None:
             return explanation
         tier, record = found
         position = record.position
+        if not self.cache.can_resume(position, len(tokens), chunk):
+            explanation = replace(explanation, lacks_room=True)
         if not record.is_state:  # the last token is computed for its logits
             position = min(position, len(tokens) - 1)
         return replace(explanation, below=(tier.name, position))

@@ -1,8 +1,8 @@
 """LeasePages: the pages of a lease, from the first reference to the last.
 
-A lease first references the matched pages (`hold`), then gets room to write (`open`, `grow`); local
-blocks that no later token sees are released (`roll`), at the end all pages (`release`). Callers
-check `has_room` before anything changes.
+A lease first gets the matched pages (`attach`) and references them (`hold`), then gets room to
+write (`open`, `grow`); local blocks that no later token sees are released (`roll`), at the end all
+pages (`release`). Callers check `has_room` before anything changes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class LeasePages:
         self._allocator = allocator
         self._evictor = evictor
 
-    def hold(
+    def attach(
         self,
         lease: Lease,
         rows: np.ndarray | None,
         local_rows: Sequence[np.ndarray] = (),
         checkpoint_pages: np.ndarray | None = None,
     ) -> None:
-        """Reference all pages that a new lease resumes from, so that they are not evicted.
+        """Enter the pages that a new lease resumes from. Their counts do not change.
 
         rows: pages of the blocks of [0, q); local_rows: per local group those of
         `CacheSpec.local_blocks` at p (default: none, the caller supplies them). Full blocks enter
@@ -55,10 +55,20 @@ class LeasePages:
             lease.pins.append(shared[full - first :])
         if checkpoint_pages is not None:
             lease.pins.append(checkpoint_pages)
-        self._allocator.retain(np.concatenate(list(held_pages(lease))))
         lease.capacity_tokens = len(lease.block_table) * size
         if spec.local_groups:
             lease.local_end = min(map(len, lease.local_tables)) * size
+
+    def hold(self, lease: Lease) -> None:
+        """Reference the pages of `attach`, so that they are not evicted."""
+        self._allocator.retain(np.concatenate(list(held_pages(lease))))
+
+    def would_have_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
+        """Return what `has_room` would say after `hold`."""
+        pages = np.concatenate(list(held_pages(lease)))
+        num_unheld = np.count_nonzero(self._allocator.ref_counts[pages] == 0)
+        needed = self.num_needed(lease, capacity_tokens, end)
+        return self._allocator.can_free(needed + num_unheld)
 
     def open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
         """Make room for the rest of a lease after `hold`, and list the copies of partial blocks."""

@@ -1,16 +1,28 @@
 """What the cache says of a prompt, against what is known to have happened."""
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from settled import settled
 from simulator import Simulator
 
 from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.pages.lease import Match
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
-SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
+FULL = KVGroup(2, 64)
+SPEC = CacheSpec(16, (FULL,), state_bytes=20_000, hidden_bytes=128)
+SPECS = {
+    "hybrid": CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64),
+    "pure": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
+    "window": CacheSpec(16, (FULL, KVGroup(2, 64, window=24)), state_bytes=4000, hidden_bytes=64),
+    "chunk": CacheSpec(16, (KVGroup(2, 64, chunk=24),), state_bytes=0, hidden_bytes=64),
+    "state": CacheSpec(16, (), state_bytes=4000, hidden_bytes=64),
+}
 
 
 def tokens(n, seed=0):
@@ -95,3 +107,81 @@ def test_tokens_lost_are_counted_by_reason(sim):
     sim.run(np.concatenate([prompt, tokens(9, 2)]))
     # from 60 on, where the one before saved its junction
     assert lost() == {MissReason.STATE_NEVER_SAVED: 60, MissReason.STATE_EVICTED: 40}
+
+
+# Against what the request then gets ---------------------------------------------------------------
+
+
+def predictions(seed: int, count: int):
+    """Explanations on a small pool, each with the lease of the request that follows at once (None:
+    there is no room yet), and whether other requests run."""
+    choose = random.Random(seed)
+    spec = choose.choice(list(SPECS.values()))
+    longest, chunk = choose.randrange(30, 120), 32
+    pages = 2
+    while not PrefixCache(spec, pages).fits(longest, chunk):
+        pages += 1
+    sim = Simulator(PrefixCache(spec, pages + choose.choice((0, 0, 1, 2, 5, 20))))
+    prompts, running = [[1]], []
+    for _ in range(count):
+        known = choose.choice(prompts)
+        known = known[: choose.choice((len(known), choose.randrange(len(known))))]
+        new = [choose.randrange(50) for _ in range(choose.choice((0, choose.randrange(60))))]
+        prompt = (known + new or [2])[:longest]
+        explanation = sim.cache.explain(np.array(prompt, np.int32), chunk_tokens=chunk)
+        request = sim.start(prompt, chunk=chunk)
+        yield explanation, request and request.lease, bool(running)
+        if request is None:
+            sim.cancel(running.pop(0))
+            continue
+        while request.done < len(prompt) and sim.forward(
+            request, min(chunk, len(prompt) - request.done)
+        ):
+            pass
+        prompts.append(prompt)
+        if choose.random() < 0.3:
+            running.append(request)
+        else:
+            sim.cancel(request)
+        sim.check()
+
+
+def check_predictions(seed: int, count: int) -> Counter:
+    """Compare them, and count their kinds."""
+    kinds: Counter = Counter()
+    for explanation, lease, is_beside_others in predictions(seed, count):
+        told = explanation.match
+        if lease is None:
+            assert is_beside_others
+            kinds["waits, told" if explanation.lacks_room else "held back"] += 1
+            continue
+        report = lease.report
+        got = Match(
+            report.prompt_tokens, report.shared_tokens, report.skipped_tokens, report.miss_reason
+        )
+        assert told == got and not explanation.lacks_room, (seed, told, got)
+        kinds["no room" if told.miss_reason is MissReason.NO_ROOM else "exact"] += 1
+    return kinds
+
+
+def test_what_it_promises_is_what_the_request_gets():
+    kinds = sum((check_predictions(seed, 25) for seed in range(24)), Counter())
+    assert min(kinds[kind] for kind in ("exact", "no room", "waits, told")) > 3, kinds
+
+
+def test_the_state_that_finds_no_room_beside_the_request_is_told():
+    cache = PrefixCache(SPECS["hybrid"], 2)
+    pages = 2
+    while not cache.fits(50, 50):
+        pages += 1
+        cache = PrefixCache(SPECS["hybrid"], pages)
+    Simulator(cache).run(tokens(20))  # with its state, in a pool for 50 tokens and no state
+    longer = np.concatenate([tokens(20), tokens(30, 1)])
+    assert cache.match(longer).skipped_tokens == 20
+    explanation = cache.explain(longer)
+    assert (explanation.match.skipped_tokens, explanation.reason) == (0, MissReason.NO_ROOM)
+    assert "stops at 0 (no_room): the pool has no room for the state" in str(explanation)
+    assert cache.acquire(longer, capacity_tokens=50).report.miss_reason is MissReason.NO_ROOM
+    beside = cache.explain(tokens(50, 2))
+    assert beside.lacks_room
+    assert str(beside).endswith("the pool has no room for that now: a request may skip less")

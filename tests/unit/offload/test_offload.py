@@ -4,10 +4,12 @@ who need not."""
 import errno
 import gc
 import os
+import random
 import re
 import threading
 import time
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from reference import (
 from slow_tiers import SlowArrival, SlowStore
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
+from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics import COUNTERS
@@ -222,6 +225,35 @@ def test_explain_where_the_last_token_is_computed_for_its_logits():
     explanation = engine.explain(prompt[:96])  # whole blocks
     assert explanation.below == ("host", 95)
     assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
+
+
+@pytest.mark.parametrize("pattern", ["M*", "W*", "*-"])
+@pytest.mark.parametrize("spare_pages", [0, 1, 4])
+def test_explain_promises_no_more_than_the_request_gets(pattern, spare_pages):
+    """On a pool for one request and a little more, above host memory."""
+    promises_on_a_small_pool(pattern, spare_pages, seed=0, count=20)
+
+
+def promises_on_a_small_pool(pattern, spare_pages, seed, count) -> Counter:
+    model, longest, choose = tiny_model(pattern), 80, random.Random(seed)
+    fields = dict(max_tokens=64, max_sequence_length=longest + 1, host_cache_bytes=1 << 20)
+    cache = tiny_engine(model, **fields).cache
+    pages = next(n for n in range(2, 999) if PrefixCache(cache.spec, n).fits(longest + 1, 64))
+    cache_bytes = (pages + spare_pages) * cache.spec.page_bytes
+    engine = tiny_engine(model, cache_bytes=cache_bytes, **fields)
+    prompts, kinds = [random_tokens(40)], Counter()
+    for number in range(count):
+        known = choose.choice(prompts)
+        known = known[: choose.choice((len(known), choose.randrange(len(known))))]
+        new = random_tokens(choose.choice((0, choose.randrange(40))), seed=seed + number)
+        prompts.append((known + new or [1])[:longest])
+        told = engine.explain(prompts[-1])
+        promised = told.match.skipped_tokens if told.below is None else told.below[1]
+        got = engine.generate([prompts[-1]], greedy(1))[0].prefix.skipped_tokens
+        assert told.lacks_room or promised <= got, (pattern, spare_pages, seed, number, told)
+        kinds["lacks room" if told.lacks_room else "fetched" if told.below else "pool"] += 1
+    assert kinds["pool"] + kinds["fetched"] > count / 2, kinds
+    return kinds
 
 
 def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
