@@ -64,6 +64,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
+from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import Ranks, ranks_of
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.validation import is_int
@@ -216,7 +217,7 @@ class DynamicInferenceEngine:
                     f"of max_sequence_length={config.max_sequence_length} tokens for each of "
                     f"max_requests={config.max_requests}: lower one of them ({error})"
                 ) from error
-            self._lock = threading.RLock()
+            self._lock, self._home = threading.RLock(), HomeProcess()
             self._fingerprint: dict[str, str] | None = None
             disk = None
             if config.cache_dir is not None:
@@ -756,6 +757,7 @@ class DynamicInferenceEngine:
         Raises:
             RankError: the other ranks do not follow, or have made other calls before.
         """
+        self._home.require("this engine")
         if not self.ranks.is_first:
             raise RuntimeError(
                 f"lead() was called on rank {self.ranks.rank} of the model: call follow() there"
@@ -1021,18 +1023,22 @@ class DynamicInferenceEngine:
             self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
         return self._fingerprint
 
-    @exclusive
-    @interrupts_wait()
     def close(self) -> None:
         """Complete the folder of `config.cache_dir` and unlock it, cancel unanswered requests, and
         give back the memory of pool, live slots and tiers. What needs them raises RuntimeError from
         now on; results, `stats` and `metrics` stay. The end of `with` does the same. Ctrl-C takes
         effect afterwards, a second one at once: then call it again. Other ranks of the model cannot
-        step without this one.
+        step without this one. In a fork of its process it does nothing.
 
         Raises:
             RuntimeError: a step of this engine is running; nothing has changed.
         """
+        if self._home.is_here:
+            self._close()
+
+    @exclusive
+    @interrupts_wait()
+    def _close(self) -> None:
         self._refuse_inside_step("close")
         self.offload.close()
         self._start_over()

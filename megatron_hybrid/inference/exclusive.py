@@ -20,14 +20,17 @@ class EngineSuspendedError(RuntimeError):
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method: it raises `EngineBusyError` at once while another thread is inside such a
     method of the same object, whose `_lock` is a `threading.RLock`. Calls of one thread may nest.
+    In a fork of its `_home`, a `HomeProcess`, it raises RuntimeError.
     """
 
     @wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._home.require("this engine")
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError(
-                f"{method.__name__}() was called while another thread is inside this engine, and "
-                "nothing has changed: let one thread make all calls, or hold a lock around each"
+                f"{method.__name__.lstrip('_')}() was called while another thread is inside this "
+                "engine, and nothing has changed: let one thread make all calls, or hold a lock "
+                "around each"
             )
         try:
             return method(self, *args, **kwargs)

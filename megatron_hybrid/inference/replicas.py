@@ -29,6 +29,7 @@ from megatron_hybrid.inference.routing.restorable import Delta, RestorableIndex
 from megatron_hybrid.inference.routing.router import Router
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import use_device_of
+from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import leaders_of, ranks_of
 from megatron_hybrid.text.guide import Guide
 
@@ -57,6 +58,7 @@ class Replicas:
     """
 
     def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
+        self._home = HomeProcess()
         ranks = ranks_of(model.pg_collection)
         self._leaders = leaders_of(ranks)
         own = (0, 0) if self._leaders is None else (self._leaders.rank, self._leaders.size)
@@ -79,6 +81,7 @@ class Replicas:
     def lead(self) -> Iterator[Front]:
         """Context in which rank 0 of the job takes requests for all replicas, and all other ranks
         are in `follow`."""
+        self._home.require("this Replicas", "replicas of its own")
         if not self.is_first:
             raise RuntimeError("lead() was called on another rank than 0: call follow() there")
         if self.engine.is_suspended:
@@ -97,6 +100,7 @@ class Replicas:
 
     def follow(self) -> None:
         """Run what rank 0 of the job sends to this replica, until it ends `lead`."""
+        self._home.require("this Replicas", "replicas of its own")
         if self.is_first:
             raise RuntimeError("follow() was called on rank 0 of the job: call lead()")
         if self._leaders is None:
@@ -105,7 +109,9 @@ class Replicas:
             self._run(self._leaders.connections[0])
 
     def close(self) -> None:
-        """Close this rank's engine."""
+        """Close this rank's engine. In a fork it does nothing."""
+        if not self._home.is_here:
+            return
         self.engine.close()
         if self._leaders is not None:
             self._leaders.close()
@@ -204,6 +210,7 @@ class Front:
         self.sent_to: dict[int, int] = {}
         """Replica of each request under way, by its id."""
         self._futures: dict[int, Future[GenerationResult]] = {}
+        self._home = HomeProcess()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._is_closed = False
@@ -232,8 +239,9 @@ class Front:
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
-            RuntimeError: `lead` has ended, or a replica has failed.
+            RuntimeError: `lead` has ended, or a replica has failed, or this process is a fork.
         """
+        self._home.require("this Front of replicas", "replicas of its own")
         with self._lock:
             if self._is_closed or self._error:
                 raise RuntimeError(
@@ -274,7 +282,9 @@ class Front:
                 future.cancel()
 
     def close(self) -> None:
-        """End all replicas' work; unanswered requests are cancelled."""
+        """End all replicas' work; unanswered requests are cancelled. In a fork it does nothing."""
+        if not self._home.is_here:
+            return
         with self._lock:
             self._is_closed = True
             for replica in self._replicas:

@@ -13,12 +13,13 @@ from typing import TypeVar
 import torch
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.processes import HomeProcess
 
 R = TypeVar("R")
 
 
 class StepThread:
-    """Runs jobs one after the other, until the last one.
+    """Runs jobs one after the other, until the last one. In a fork of its process it refuses all.
 
     Args:
         name: of the thread.
@@ -28,6 +29,7 @@ class StepThread:
     def __init__(self, name: str, ended: str):
         self._ended = ended
         self._executor = ThreadPoolExecutor(1, name)
+        self._home = HomeProcess()
         self._lock = threading.Lock()  # so that no job is queued after the last one
         self._last: Future | None = None
         self._has_next_step = False
@@ -36,12 +38,17 @@ class StepThread:
         """Queue a job.
 
         Raises:
-            RuntimeError: the last job is queued, or the interpreter exits.
+            RuntimeError: the last job is queued, or the interpreter exits, or it is a fork.
         """
+        self.require_home()
         with self._lock:
             if self._last is not None:
                 raise RuntimeError(self._ended)
             return self._executor.submit(job)
+
+    def require_home(self) -> None:
+        """Raise RuntimeError in a fork, where jobs would wait for ever."""
+        self._home.require("this engine")
 
     def submit_step(self, step: Callable[[], None]) -> None:
         """Queue a step, unless one is queued. Call it in the thread.
@@ -59,7 +66,11 @@ class StepThread:
 
     def end(self, job: Callable[[], None]) -> Future[None]:
         """Queue the last job; of a second call, the job is not used. Returns the last one's
-        future."""
+        future; in a fork, where nothing is to be ended, one that is done."""
+        if not self._home.is_here:
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return nothing
         with self._lock:
             if self._last is None:
                 self._last = self._executor.submit(job)

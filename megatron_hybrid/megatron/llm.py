@@ -81,7 +81,7 @@ class _Replica:
         self._thread = StepThread("megatron-llm", "it was shut down: make another one")
         self._futures: dict[int, Future[DynamicInferenceRequest]] = {}
         self._leading = ExitStack()
-        self.submit = self._thread.submit
+        self.submit, self.require_home = self._thread.submit, self._thread.require_home
         self.is_over = threading.Event()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
@@ -349,6 +349,7 @@ class MegatronLLM(_LLM):
     def wait_for_shutdown(self) -> None:
         """Wait until another thread, or the primary rank, has called `shutdown`."""
         if self._replica is not None:
+            self._replica.require_home()
             self._replica.is_over.wait()
 
     def __enter__(self) -> MegatronLLM:
@@ -420,6 +421,7 @@ class MegatronAsyncLLM(_LLM):
 
     async def wait_for_shutdown(self) -> None:
         """Wait until `shutdown` was called, on the primary rank."""
+        self._replica.require_home()
         await asyncio.to_thread(self._replica.is_over.wait)
 
     async def __aenter__(self) -> MegatronAsyncLLM:

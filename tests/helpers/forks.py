@@ -6,7 +6,7 @@ import traceback
 
 
 def in_fork(check) -> int:
-    """Exit status of a fork that runs this."""
+    """Exit status of a fork that runs this, for 20 seconds at most."""
     process = os.fork()
     if not process:
         try:

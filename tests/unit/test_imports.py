@@ -13,7 +13,16 @@ import megatron_hybrid
 
 ROOT = Path(megatron_hybrid.__file__).parent
 
-FOUNDATION = {"compat", "errors", "files", "interrupts", "ranks", "validation", "version"}
+FOUNDATION = {
+    "compat",
+    "errors",
+    "files",
+    "interrupts",
+    "processes",
+    "ranks",
+    "validation",
+    "version",
+}
 """Modules that everybody may import, and that import no wing."""
 
 BELOW = {

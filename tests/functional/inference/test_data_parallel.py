@@ -1,11 +1,13 @@
 """Data-parallel replicas in one job: they answer as one engine does, and share the work."""
 
 from concurrent.futures import CancelledError
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forks import in_fork
 from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
@@ -167,12 +169,22 @@ def test_a_step_that_fails_ends_its_own_requests(by_rank):
     assert by_rank[0]["after"] == by_rank[0]["again"]
 
 
+def refused_in_a_fork(replicas, front):
+    for call in (lambda: front.submit(CHATS[0]), replicas.follow, replicas.lead().__enter__):
+        with pytest.raises(RuntimeError, match="is a fork: make replicas of its own"):
+            call()
+    front.close()
+    replicas.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_one_replica_needs_no_other_process():
     model = tiny_model(**MODEL)
     with Replicas(model, None, InferenceConfig(**CONFIG)) as replicas:
         with replicas.lead() as front:
             (result,) = front.generate(CHATS[:1], greedy(6))
             assert front.sent_to == {}
+            assert in_fork(partial(refused_in_a_fork, replicas, front)) == 0
         (expected,) = replicas.engine.generate(CHATS[:1], greedy(6))
     assert result.generated_tokens == expected.generated_tokens
     assert np.isclose(result.prefix.skipped_tokens, 0)

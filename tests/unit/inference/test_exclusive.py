@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from forks import in_fork
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.exclusive import EngineBusyError
@@ -99,3 +100,18 @@ def test_a_step_inside_a_step_is_refused(monkeypatch):
     while engine.has_work:
         engine.step()
     assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_every_call_in_a_fork_is_refused_at_once(inside):
+    engine, request = inside  # its lock is held by a thread that the fork has not
+
+    def check():
+        for name in CALLS.keys() - {"close"}:
+            with pytest.raises(RuntimeError, match=r"this engine belongs to process .* is a fork"):
+                CALLS[name](engine, request)
+        with pytest.raises(RuntimeError, match="is a fork"), engine.lead():
+            pass
+        engine.close()
+
+    assert in_fork(check) == 0

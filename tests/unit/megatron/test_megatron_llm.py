@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from door import MIB, LetterTokenizer, greedy_params
+from forks import in_fork
 from reference import is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.megatron import (
@@ -86,6 +87,22 @@ def test_the_life_of_a_replica():
     assert not waits.is_alive() and llm.engine.state is EngineState.STOPPED
     with pytest.raises(RuntimeError):
         llm.generate(PROMPT)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_is_told_at_once():
+    llm = MegatronLLM(**arguments())
+    calls = (llm.pause, llm.unpause, llm.suspend, llm.resume, llm.wait_for_shutdown)
+
+    def check():
+        for call in (*calls, lambda: llm.generate(PROMPT)):
+            with pytest.raises(RuntimeError, match="is a fork: make an engine of its own in each"):
+                call()
+        llm.shutdown()
+
+    assert in_fork(check) == 0
+    assert llm.engine.state is EngineState.RUNNING
+    llm.shutdown()
 
 
 def test_direct_mode_has_no_life_cycle():
