@@ -47,8 +47,8 @@ help:
 	@echo "make test-page     the server's page in chromium, with screenshots"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
-	@echo "make soak          200 clients of a server, five minutes; then 100,000 steps"
-	@echo "                   with failing allocations, under an hour"
+	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
+	@echo "                   engines; 100,000 steps with failing allocations, under an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -135,9 +135,10 @@ gpu-wheels:
 	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	    --platform manylinux_2_28_x86_64 --dest wheels/gpu megatron-core==$(NEWEST_CORE) $(shell grep "^fla-core==" constraints/torch2.11.txt)
 
-# Clients of a server that leave, lag and err; engine steps of which every other one meets failing allocations.
+# Clients of a server that leave, lag and err; Ctrl-C at random moments; engine steps of which every other one meets failing allocations.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
+	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
 
 test-newest:

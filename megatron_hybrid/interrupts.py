@@ -1,9 +1,22 @@
-"""interrupts_wait: defers Ctrl-C to the end of a change of the engine."""
+"""interrupts_wait: defers Ctrl-C to the end of a change of the engine. poll_until and result_of:
+wait for a thread so that Ctrl-C may end the wait.
+
+Python's `Condition`, `Event`, `Future` and `Thread.join` are themselves written in Python: an
+interrupt inside of them may leave a lock taken that other threads then wait for. So the main thread
+uses them inside `interrupts_wait` only. A `with` of a `Lock`, a `deque` and a `SimpleQueue`, which
+are written in C, are safe anywhere.
+"""
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
+
+R = TypeVar("R")
+_POLL_SECONDS = 0.001
 
 
 class _Waiting:
@@ -18,27 +31,52 @@ class _Waiting:
             self.handler(*arguments)
         self.first = self.first or arguments
 
+    def let_in(self) -> None:
+        """Raise the deferred interrupt, if there is one."""
+        first, self.first = self.first, None
+        if first is not None:
+            self.handler(*first)
+
+
+def _nothing() -> None:
+    pass
+
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
+def interrupts_wait() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C to the end of the block: inside, it could leave pages counted twice or never
     released. A second one takes effect at once, to leave a block that hangs.
 
-    Only the main thread gets signals; a handler that is not Python's stays as it is. Of nested
-    blocks the outermost counts.
+    Yields a function to call where nothing is half done: there a deferred one takes effect. Of
+    nested blocks the outermost counts; in the inner ones the function does nothing.
+
+    Only the main thread gets signals; a handler that is not Python's stays as it is.
     """
     handler = None
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or isinstance(handler, _Waiting):  # SIG_IGN, SIG_DFL: not callable
-        yield
+        yield _nothing
         return
     waiting = _Waiting(handler)
     signal.signal(signal.SIGINT, waiting)
     try:
-        yield
+        yield waiting.let_in
     finally:
         if signal.getsignal(signal.SIGINT) is waiting:  # no other handler was set meanwhile
             signal.signal(signal.SIGINT, handler)
-        if waiting.first is not None:
-            handler(*waiting.first)
+        waiting.let_in()
+
+
+def poll_until(is_over: Callable[[], bool], let_in: Callable[[], None] = _nothing) -> None:
+    """Wait for what another thread does, without a lock. let_in: from `interrupts_wait`."""
+    while not is_over():
+        let_in()
+        time.sleep(_POLL_SECONDS)
+
+
+def result_of(future: Future[R]) -> R:
+    """Return its result or raise its error, when it is done. Ctrl-C ends the wait."""
+    with interrupts_wait() as let_in:
+        poll_until(future.done, let_in)
+        return future.result()

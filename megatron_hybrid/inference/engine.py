@@ -856,17 +856,15 @@ class DynamicInferenceEngine:
         if self.is_suspended:
             return
         tier = self.offload.disk
-        if keep_cache == "disk":
-            if tier is None:
-                raise ValueError(
-                    "keep_cache='disk' needs a folder to write to: set config.cache_dir, or use "
-                    "'host'"
-                )
-            with interrupts_wait():
+        if keep_cache == "disk" and tier is None:
+            raise ValueError(
+                "keep_cache='disk' needs a folder to write to: set config.cache_dir, or use 'host'"
+            )
+        with interrupts_wait() as let_in:
+            if keep_cache == "disk":
                 self._check_weights()
-            with self.ranks.together("writing the cache"):
-                self.offload.save_to(tier)
-        with interrupts_wait():
+                with self.ranks.together("writing the cache"):
+                    self.offload.save_to(tier, let_in)
             self._cancel_abandoned()
             if keep_cache == "host":
                 self.offload.fetches.give_up_all()
@@ -951,21 +949,21 @@ class DynamicInferenceEngine:
                 f"save_cache needs prefix_caching='restore', it is {self.cache.mode!r}: where "
                 "every token is computed nothing is fetched"
             )
-        with interrupts_wait():
+        with interrupts_wait() as let_in:
             self._check_weights()
-        own = None if tier is None else tier.store.folder
-        if tier is not None and (
-            folder is None or real_path(Path(folder) / self.ranks.name) == own
-        ):
-            self.offload.save_to(tier)
-        else:
-            store = self._open_disk(folder)
-            try:
-                limit = self.config.disk_cache_bytes
-                tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
-                self.offload.save_to(tier)
-            finally:
-                store.close()
+            own = None if tier is None else tier.store.folder
+            if tier is not None and (
+                folder is None or real_path(Path(folder) / self.ranks.name) == own
+            ):
+                self.offload.save_to(tier, let_in)
+            else:
+                store = self._open_disk(folder)
+                try:
+                    limit = self.config.disk_cache_bytes
+                    tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
+                    self.offload.save_to(tier, let_in)
+                finally:
+                    store.close()
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @exclusive

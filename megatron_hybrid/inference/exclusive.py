@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from megatron_hybrid.interrupts import interrupts_wait
+
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,15 +28,20 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     @wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         self._home.require("this engine")
-        if not self._lock.acquire(blocking=False):
-            raise EngineBusyError(
-                f"{method.__name__.lstrip('_')}() was called while another thread is inside this "
-                "engine, and nothing has changed: let one thread make all calls, or hold a lock "
-                "around each"
-            )
+        is_inside = False
         try:
+            with interrupts_wait():  # else one might come between the lock and the note of it
+                is_inside = self._lock.acquire(blocking=False)
+            if not is_inside:
+                name = method.__name__.lstrip("_")
+                raise EngineBusyError(
+                    f"{name}() was called while another thread is inside this engine, "
+                    "and nothing has changed: let one thread make all calls, or hold a lock around "
+                    "each"
+                )
             return method(self, *args, **kwargs)
         finally:
-            self._lock.release()
+            if is_inside:
+                self._lock.release()
 
     return guarded

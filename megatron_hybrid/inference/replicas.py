@@ -29,6 +29,7 @@ from megatron_hybrid.inference.routing.restorable import Delta, RestorableIndex
 from megatron_hybrid.inference.routing.router import Router
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import use_device_of
+from megatron_hybrid.interrupts import interrupts_wait, poll_until
 from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import leaders_of, ranks_of
 from megatron_hybrid.text.guide import Guide
@@ -273,13 +274,16 @@ class Front:
     ) -> list[GenerationResult]:
         """Answer prompts on all replicas; results in their order."""
         futures: list[Future[GenerationResult]] = []
-        try:
-            for prompt in prompts:
-                futures.append(self.submit(prompt, params, salt=salt, n=n))
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        with interrupts_wait() as let_in:
+            try:
+                for prompt in prompts:
+                    futures.append(self.submit(prompt, params, salt=salt, n=n))
+                for future in futures:
+                    poll_until(future.done, let_in)
+                return [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
 
     def close(self) -> None:
         """End all replicas' work; unanswered requests are cancelled. In a fork it does nothing."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.processes import HomeProcess
 
 R = TypeVar("R")
@@ -41,7 +42,7 @@ class StepThread:
             RuntimeError: the last job is queued, or the interpreter exits, or it is a fork.
         """
         self.require_home()
-        with self._lock:
+        with interrupts_wait(), self._lock:
             if self._last is not None:
                 raise RuntimeError(self._ended)
             return self._executor.submit(job)
@@ -71,7 +72,7 @@ class StepThread:
             nothing: Future[None] = Future()
             nothing.set_result(None)
             return nothing
-        with self._lock:
+        with interrupts_wait(), self._lock:
             if self._last is None:
                 self._last = self._executor.submit(job)
                 self._executor.shutdown(wait=False)

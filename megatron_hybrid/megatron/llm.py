@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
+from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.megatron.config import InferenceConfig, replica_of
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
@@ -86,11 +87,11 @@ class _Replica:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             make = partial(self._make, model, tokenizer, config, device)
-            self.engine = self.submit(make).result()
+            self.engine = result_of(self.submit(make))
             self.is_primary = self.engine.engine.ranks.is_first
             self._start = self.submit(self._lead if self.is_primary else self._follow)
             if self.is_primary:
-                self._start.result()
+                result_of(self._start)
         except BaseException:
             self._thread.end(lambda: None)
             raise
@@ -323,28 +324,28 @@ class MegatronLLM(_LLM):
                 f"the engine is {self.engine.state.name}, and generate() would wait for ever: call "
                 "resume() and unpause() first, or make another MegatronLLM after shutdown()"
             )
-        added = self._replica.submit(partial(self._replica.add, prompts, params)).result()
-        return [future.result() for _, future in added]
+        added = result_of(self._replica.submit(partial(self._replica.add, prompts, params)))
+        return [result_of(future) for _, future in added]
 
     def pause(self) -> None:
         """Run no step until `unpause`."""
-        self._set_state(EngineState.PAUSED).result()
+        result_of(self._set_state(EngineState.PAUSED))
 
     def unpause(self) -> None:
         """End a pause."""
-        self._set_state(EngineState.RUNNING).result()
+        result_of(self._set_state(EngineState.RUNNING))
 
     def suspend(self) -> None:
         """As `DynamicInferenceEngine.suspend`; `pause` first."""
-        self._set_state(EngineState.SUSPENDED).result()
+        result_of(self._set_state(EngineState.SUSPENDED))
 
     def resume(self) -> None:
         """End a suspension; `unpause` afterwards."""
-        self._set_state(EngineState.RESUMED).result()
+        result_of(self._set_state(EngineState.RESUMED))
 
     def shutdown(self) -> None:
         """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
-        self._shut_down().result()
+        result_of(self._shut_down())
 
     def wait_for_shutdown(self) -> None:
         """Wait until another thread, or the primary rank, has called `shutdown`."""

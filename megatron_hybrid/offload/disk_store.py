@@ -21,18 +21,21 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
-from megatron_hybrid.interrupts import interrupts_wait
+from megatron_hybrid.interrupts import interrupts_wait, poll_until
 from megatron_hybrid.offload.disk_log import DiskLog, Placed, runs_of, size_of_log, write_whole
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
+from megatron_hybrid.processes import HomeProcess
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +100,10 @@ class DiskStore:
         self._waiting: dict[bytes, HostPages] = {}
         self.waiting_bytes = 0
         """Bytes of host memory of pending writes."""
-        self._changed = threading.Condition()
-        self._closing = self._closed = False
-        self._process = os.getpid()
+        self._mutex = threading.Lock()  # no Condition, see `interrupts.py`
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._closing = self._closed = self._is_writing = False
+        self._home = HomeProcess()
         self._error: Exception | None = None  # the last write error since `recover`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
@@ -185,6 +189,7 @@ class DiskStore:
                     f"there, {expected!r} here; use another folder"
                 )
 
+    @interrupts_wait()
     def load(self) -> list[tuple[Record, bytes | None]]:
         """Return the records of the folder, parents first, each with its parent's key, and start
         the writer. Call it once, before anything else. It also works on a full disk.
@@ -213,7 +218,12 @@ class DiskStore:
             self._compact()
         except OSError as error:
             self._note_failure(error)
-        self._writer.start()
+        self._is_writing = True
+        try:
+            self._writer.start()
+        except BaseException:
+            self._is_writing = False
+            raise
         return [(placed.record, placed.parent) for placed in self._placed.values()]
 
     def _compact(self, *, may_shed: bool = False) -> None:
@@ -259,7 +269,7 @@ class DiskStore:
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
         for placed in gone:
             del self._placed[placed.record.key]
-        with self._changed:
+        with self._mutex:
             self._unwritten += [placed.record for placed in gone]
             self.num_unwritten += len(gone)
         self._cut_pages()
@@ -290,12 +300,8 @@ class DiskStore:
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process: it lacks the threads that read and write, so
         waiting for them would never end."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the cache folder {self.folder} belongs to process {self._process}, of which "
-                f"this one ({os.getpid()}) is a fork: make an engine of its own, with a folder of "
-                f"its own, in each process, after the fork"
-            )
+        own = "an engine of its own, with a folder of its own,"
+        self._home.require(f"the cache folder {self.folder}", own)
 
     def accepts(self) -> bool:
         self.check_process()
@@ -304,31 +310,30 @@ class DiskStore:
 
     def put(self, record: Record, data: HostPages) -> None:
         self.check_process()
-        with self._changed:
+        with self._mutex:
             self._waiting[record.key] = data
             self.waiting_bytes += record.num_bytes
             self._jobs.append(("put", record, data))
-            self._changed.notify_all()
+        self._wake.put(None)
 
     def drop(self, record: Record) -> None:
         self.check_process()
-        with self._changed:
-            self._jobs.append(("drop", record, None))
-            self._changed.notify_all()
+        self._jobs.append(("drop", record, None))
+        self._wake.put(None)
 
     def put_lost(self, record: Record) -> None:
-        with self._changed:
+        with self._mutex:
             self._unwritten.append(record)
 
     def take_lost(self) -> list[Record]:
         """Return the records that could not be written since the last call."""
-        with self._changed:
+        with self._mutex:
             taken, self._unwritten = self._unwritten, []
         return taken
 
     def was_full(self) -> bool:
         """Return whether the disk or a quota was full since the last call."""
-        with self._changed:
+        with self._mutex:
             was_full, self._is_full = self._is_full, False
         return was_full
 
@@ -389,28 +394,29 @@ class DiskStore:
     # ---- writing, in a thread ----
 
     def _write_jobs(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                operation, record, data = self._jobs[0]
-            try:
-                is_done = self._run_job(operation, record, data)
-            except Exception as error:  # the thread must continue: others wait for it
-                self._note_failure(error)
-                is_done = False
-            with self._changed:
-                self._jobs.popleft()
-                if operation == "put":
-                    if not is_done:
-                        self._unwritten.append(record)
-                        self.num_unwritten += 1
-                    self.waiting_bytes -= record.num_bytes
-                    if self._waiting.get(record.key) is data:
-                        del self._waiting[record.key]
-                self._changed.notify_all()
+        try:
+            while self._jobs or not self._closing:
+                self._wake.get()
+                while self._jobs:
+                    self._write_job(*self._jobs[0])
+                    self._jobs.popleft()
+        finally:
+            self._is_writing = False
+
+    def _write_job(self, operation: str, record: Record, data: HostPages | None) -> None:
+        try:
+            is_done = self._run_job(operation, record, data)
+        except Exception as error:  # the thread must continue: others wait for it
+            self._note_failure(error)
+            is_done = False
+        if operation == "put":
+            with self._mutex:
+                if not is_done:
+                    self._unwritten.append(record)
+                    self.num_unwritten += 1
+                self.waiting_bytes -= record.num_bytes
+                if self._waiting.get(record.key) is data:
+                    del self._waiting[record.key]
 
     def _run_job(self, operation: str, record: Record, data: HostPages | None) -> bool:
         """Run a job. Return whether it was done: after a failure nothing is written for a while."""
@@ -432,7 +438,7 @@ class DiskStore:
         reused, so the files stay valid."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            with self._changed:
+            with self._mutex:
                 self._is_full = True
         self._retry_at = time.monotonic() + RETRY_SECONDS
         self._warn("", f"writing failed ({error}); next attempt in {RETRY_SECONDS:.0f} s")
@@ -525,20 +531,20 @@ class DiskStore:
     def _write_error(self, error: Exception) -> OSError:
         return OSError(f"writing to {self.folder} failed: {error}; fix that, then call it again")
 
-    def _wait_for_jobs(self) -> None:
+    def _wait_for_jobs(self, let_in: Callable[[], None] = lambda: None) -> None:
         self.check_process()
-        with self._changed:
-            while self._jobs:
-                self._changed.wait()
+        self._wake.put(None)  # an interrupt may have come between a job and its wake-up
+        poll_until(lambda: not (self._jobs and self._is_writing), let_in)
 
-    def flush(self) -> None:
-        """Wait until all records are on the disk, safe from a power failure.
+    def flush(self, let_in: Callable[[], None] = lambda: None) -> None:
+        """Wait until all records are on the disk, safe from a power failure. let_in: as
+        `poll_until`.
 
         Raises:
             OSError: writing failed since the last `recover`, or the folder's files were removed or
                 replaced.
         """
-        self._wait_for_jobs()
+        self._wait_for_jobs(let_in)
         if self._error is not None:
             raise self._write_error(self._error) from self._error
         self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log.descriptor))
@@ -549,13 +555,11 @@ class DiskStore:
     def close(self) -> None:
         """Finish pending writes, cancel pending reads and unlock the folder. In a forked process
         the folder stays locked by the parent. After an interrupt, call it again."""
-        is_ours = os.getpid() == self._process
+        is_ours = self._home.is_here
         if is_ours:
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
-            if self._writer.is_alive():
-                self._writer.join()
+            self._closing = True
+            self._wake.put(None)
+            self._wait_for_writer()
             self._readers.shutdown(cancel_futures=True)
         if self._closed:
             return
@@ -565,6 +569,10 @@ class DiskStore:
         for descriptor in (self._pages, self._log.descriptor, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _wait_for_writer(self) -> None:
+        # Not by `join`: after an interrupt in it, a running thread may count as ended.
+        poll_until(lambda: not self._is_writing)
 
     def close_from_anywhere(self) -> None:
         """`close` for the garbage collector, which may run in a thread of this store; there,

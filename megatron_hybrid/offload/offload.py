@@ -106,7 +106,8 @@ class Offload(CacheListener):
     def counters(self) -> dict[str, int]:
         """Return counters since the start, and the present contents of the tiers."""
         if self._ranks.size == 1:  # several ranks can poll only together
-            self.poll()
+            with interrupts_wait():  # it looks at futures
+                self.poll()
         disk = self.disk
         held = {
             "disk_write_bytes": 0 if disk is None else disk.store.waiting_bytes,
@@ -258,24 +259,23 @@ class Offload(CacheListener):
 
     # ---- everything ----
 
-    def save_to(self, tier: Tier) -> None:
+    def save_to(self, tier: Tier, let_in: Callable[[], None]) -> None:
         """Copy everything cached to a disk tier while there is room: first from the pool, the most
-        valuable first, then from host memory, then from the engine's own disk tier. Ctrl-C takes
-        effect between two records.
+        valuable first, then from host memory, then from the engine's own disk tier. Call it inside
+        `interrupts_wait`, whose `let_in` is called between two records.
 
         Raises:
             OSError: writing failed, or reading from the engine's own disk tier.
         """
         with self._ranks.together("recovering the cache folder"):
             tier.store.recover()
-        with interrupts_wait():
-            self.poll()
-            self._disk_accepts = True  # `flush` makes room
-            if tier is self.disk:  # the disk may have space again
-                with self._ranks.together("asking for the disk's space"):
-                    free = tier.store.free_bytes()
-                room = tier.used_bytes + self._ranks.minimum(free)
-                tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
+        self.poll()
+        self._disk_accepts = True  # `flush` makes room
+        if tier is self.disk:  # the disk may have space again
+            with self._ranks.together("asking for the disk's space"):
+                free = tier.store.free_bytes()
+            room = tier.used_bytes + self._ranks.minimum(free)
+            tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
             for checkpoint in self.cache.stored_checkpoints():
@@ -291,18 +291,18 @@ class Offload(CacheListener):
                         offers.append(partial(offer, tier, record))
         failed = None
         for offer in offers:
+            let_in()
             if not tier.store.accepts() and failed is None:
                 try:
-                    tier.store.flush()
+                    tier.store.flush(let_in)
                 except OSError as error:
                     if self._ranks.size == 1:
                         raise
                     failed = error  # all ranks must add the same records: these will be lost
-            with interrupts_wait():
-                offer()
+            offer()
         if failed is not None:
             raise failed
-        tier.store.flush()
+        tier.store.flush(let_in)
 
 
 class PoolSource:

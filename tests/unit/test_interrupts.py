@@ -3,8 +3,10 @@
 import itertools
 import signal
 import threading
+from functools import partial
 
 import pytest
+from interrupted import assert_no_lock_is_held, press_at
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
@@ -192,15 +194,14 @@ def test_saving_to_another_folder_lets_it_go(monkeypatch, tmp_path):
 
 def interrupt_closing(monkeypatch, presses):
     """So many interrupts while a store waits for its writer."""
-    join = threading.Thread.join
+    wait = DiskStore._wait_for_writer
 
-    def interrupted(self, *arguments):
-        if "cache" in self.name:
-            for _ in range(presses):
-                press()
-        join(self, *arguments)
+    def interrupted(self):
+        for _ in range(presses):
+            press()
+        wait(self)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(DiskStore, "_wait_for_writer", interrupted)
 
 
 def test_an_interrupt_while_others_are_cancelled_leaves_none_behind(monkeypatch):
@@ -257,3 +258,51 @@ def test_what_an_interrupted_generate_has_answered_comes_out_nowhere_else(monkey
         engine.generate([[1, 2, 3]], greedy(1))
     assert [found.request_id for found in engine.step()] == [other.request_id]
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("name", ["save", "save elsewhere", "suspend", "resume", "close"])
+def test_an_interrupt_at_a_line_that_takes_a_lock_leaves_it_to_nobody(name, tmp_path):
+    """At each such line, of ours or of the standard library."""
+    engine = tiny_engine(MODEL, cache_dir=tmp_path / "own")
+    prompt = random_tokens(60)
+    engine.generate([prompt], greedy(1))
+    whole = engine.save_cache()
+    was_there, number = True, 0
+    while was_there:
+        if engine.is_closed:
+            engine = tiny_engine(MODEL, cache_dir=tmp_path / "own")
+        calls = {
+            "save": engine.save_cache,
+            "save elsewhere": partial(engine.save_cache, tmp_path / f"{number}"),
+            "suspend": partial(engine.suspend, "disk"),
+            "resume": engine.resume,
+            "close": engine.close,
+        }
+        if name == "resume":
+            engine.suspend("disk")
+        was_there = press_at(number, calls[name])
+        assert_no_lock_is_held(engine)
+        engine.close() if name == "close" else engine.resume()
+        number += 1
+    assert number > 2
+    engine.close()
+    again = tiny_engine(MODEL, cache_dir=tmp_path / "own")
+    assert again.save_cache() == whole and not again.offload.disk.store.problems
+    assert again.generate([prompt], greedy(1))[0].prefix.skipped_tokens == 60
+    again.close()
+
+
+def test_a_deferred_interrupt_is_let_in_where_nothing_is_half_done():
+    seen = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait() as let_in:
+        let_in()
+        with interrupts_wait() as inner:
+            press()
+            inner()
+            seen.append("inner")
+        try:
+            let_in()
+        finally:
+            press()  # waits again
+            seen.append("clean-up")
+    assert seen == ["inner", "clean-up"]
