@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request, Request
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
+from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.text.guide import Guide
 
@@ -72,6 +73,14 @@ class _Call:
         """Call it in the event loop."""
         self._items.put_nowait(item)
 
+    def put_error_of(self, added: Future[None] | asyncio.Task[None]) -> None:
+        """Put the error of the job that queues the request, if it has one. Any thread may call
+        it."""
+        error = asyncio.CancelledError() if added.cancelled() else added.exception()
+        if error is not None:
+            with suppress(RuntimeError):  # the event loop is closed
+                self.loop.call_soon_threadsafe(self.put, error)
+
     # In the engine's thread
 
     def answer(self) -> GenerationResult | None:
@@ -105,6 +114,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
     def __init__(self, call: _Call, added: Future[None] | asyncio.Task[None]):
         self._call = call
         self._added = added
+        added.add_done_callback(call.put_error_of)
         self._next: RequestOutput | None = None  # taken by `begun`
         self._is_over = False
 
@@ -115,14 +125,12 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             output, self._next = self._next, None
             return output
         try:
-            if not self._call.samples:
-                await asyncio.wrap_future(self._added)
             output = await self._call.get()
         except BaseException:
-            self._end()
+            self._end_for_readers()
             raise
         if output is None:
-            self._is_over = True
+            self._end_for_readers()
             raise StopAsyncIteration
         return output
 
@@ -143,10 +151,16 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._next = await anext(self)
 
     async def aclose(self) -> None:
-        """End the iteration, and cancel an unanswered request."""
+        """End the iteration, also for a task that waits for an output, and cancel an unanswered
+        request."""
+        self._end_for_readers()
+
+    def _end_for_readers(self) -> None:
         self._end()
+        self._call.put(None)
 
     def _end(self) -> None:
+        """Also from the garbage collector, when nobody reads."""
         if not self._is_over:
             self._is_over = True
             self._call.abandon()
@@ -155,7 +169,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         return self
 
     async def __aexit__(self, *error) -> None:
-        self._end()
+        self._end_for_readers()
 
     def __del__(self):
         self._end()
@@ -182,7 +196,8 @@ class AsyncEngine:
     three failed steps in a row are due to gets the error of the third, and the others go on.
     `stats`, `explain` and so on are the engine's methods as coroutines, and run between two steps.
 
-    `close` it, or use `async with`. Otherwise the program's exit ends it after the running step.
+    `close` it, or use `async with`. Otherwise the program's exit ends it after the running step. In
+    a fork of its process every method raises RuntimeError, but `close`, which does nothing.
 
     Of a model that is split over ranks, the first rank has the AsyncEngine; each other one makes a
     `DynamicInferenceEngine` and calls its `follow()`, which returns when this one is closed.
@@ -208,7 +223,7 @@ class AsyncEngine:
         self._thread = StepThread("async-engine", closed)
         try:
             make = partial(self._make, model, tokenizer, config)
-            self._engine = self._thread.submit(make).result()
+            self._engine = result_of(self._thread.submit(make))
         except BaseException:
             self._thread.end(lambda: None)
             raise
@@ -279,6 +294,7 @@ class AsyncEngine:
             "n": n,
             "priority": priority,
         }
+        self._thread.require_home()
         add = partial(self._add, call, prompt, params, guide=guide, **options)
         if guide is None:
             return AsyncStream(call, self._submit(add))
@@ -307,6 +323,7 @@ class AsyncEngine:
 
     async def _compile(self, guide: Guide | None) -> None:
         """Compile a guide in a thread of its own, so that no step waits for it."""
+        self._thread.require_home()
         if guide is not None:
             await asyncio.to_thread(self._engine.request_builder.check_guide, guide)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from differential import InjectedError
+from forks import in_fork
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
@@ -20,6 +21,7 @@ from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
+from megatron_hybrid.text.guide import Guide
 
 MODEL = tiny_model("MG*-")
 PROMPTS = [random_tokens(20 + 7 * index, seed=index) for index in range(16)]
@@ -322,6 +324,24 @@ def test_a_task_cancelled_before_its_request_is_added_adds_none(method, gate):
             await task
         gate.is_open.set()
         assert (await running).generated_tokens == expected([PROMPTS[0]], greedy(3))[0]
+        assert await is_idle(engine)
+        assert (await engine.stats())["requests"] == 1
+
+    serve(body)
+
+
+def test_a_stream_that_is_closed_before_its_request_is_taken_ends_for_its_readers(gate):
+    async def body(engine):
+        gate.is_open.clear()
+        running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
+        await wait_for(gate.is_inside)
+        stream = engine.stream(PROMPTS[1], LONG)
+        readers = [asyncio.create_task(anext(stream, "the end")) for _ in range(3)]
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await asyncio.wait_for(asyncio.gather(*readers), 20) == ["the end"] * 3
+        gate.is_open.set()
+        await running
         assert await is_idle(engine)
         assert (await engine.stats())["requests"] == 1
 
@@ -841,3 +861,29 @@ loop.run_until_complete(begin())
     waited, ended = result.stdout.splitlines()
     assert "closed before this request was answered" in waited
     assert ended == "ended early: True"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_an_engine_says_at_once_that_it_is_in_a_fork():
+    engine = make()
+    asyncio.run(engine.generate(PROMPTS[0], greedy(1)))
+    names = ("stats", "metrics", "requests", "cache_tree", "save_cache", "clear_cache")
+    calls = {name: getattr(engine, name) for name in (*names, "update_weights", "check_integrity")}
+    calls |= {
+        "generate": lambda: engine.generate(PROMPTS[0]),
+        "guided": lambda: engine.generate(PROMPTS[0], guide=Guide.regex("a")),
+        "explain": lambda: engine.explain(PROMPTS[0]),
+    }
+
+    async def check():
+        for call in calls.values():
+            with pytest.raises(RuntimeError, match="is a fork: make an engine of its own in each"):
+                await call()
+        for guide in (None, Guide.regex("a")):
+            with pytest.raises(RuntimeError, match="is a fork"):
+                engine.stream(PROMPTS[0], guide=guide)
+        await engine.close()
+
+    assert in_fork(lambda: asyncio.run(check())) == 0
+    asyncio.run(engine.generate(PROMPTS[0], greedy(1)))
+    asyncio.run(engine.close())

@@ -2,6 +2,7 @@
 steps do."""
 
 import asyncio
+import gc
 import json
 import pickle
 import re
@@ -360,3 +361,27 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     answers, streamed = asyncio.run(run())
     assert answers == expected and streamed == expected[0]
     assert any("async-engine" not in name for name in threads)
+
+
+def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
+    logged = []
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
+        engine = AsyncEngine(MODEL, Tokenizer(), InferenceConfig(cache_bytes=4 << 20))
+        async with engine:
+            stream = engine.stream(PROMPT, guide=Guide.regex("("))
+            with pytest.raises(ValueError, match="the guide's regex cannot be used"):
+                await stream.queued()
+            with pytest.raises(ValueError, match="the guide's regex cannot be used"):
+                await anext(stream)
+            unread = engine.stream(PROMPT, guide=Guide.regex("(a"))
+            while not unread._added.done():
+                await asyncio.sleep(0.01)
+            del unread, stream
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert logged == []
