@@ -312,6 +312,9 @@ def run_to_the_end(rank, folder, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     failing_rank, fail, stays, idle = ENDS[name]
     model = start(rank, folder, name)
+    if rank == failing_rank == 1 and not idle and fail is not decides_otherwise:
+        steps = iter(range(100))
+        model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)
     engine = make_engine(model)
     if rank == 0:
         with engine.lead():
@@ -326,9 +329,6 @@ def run_to_the_end(rank, folder, name):
         threading.Timer(1.0, fail).start()
     elif fail is decides_otherwise:
         fail(engine)
-    elif failing_rank == 1:
-        steps = iter(range(100))
-        model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)
     try:
         engine.follow()
     finally:

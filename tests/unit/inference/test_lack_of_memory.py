@@ -160,7 +160,7 @@ def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monke
     with monkeypatch.context() as patch:
         patch.setattr(PageAllocator, broken, no_memory)
         patch.setattr(PageAllocator, "recount", no_memory)
-        patch.setattr(engine.model, "forward", without_memory)
+        patch.setattr(engine.runner, "forward", without_memory)
         for _ in range(3):
             with pytest.raises((MemoryError, RuntimeError)):
                 engine.step()

@@ -2,15 +2,26 @@
 
 import gc
 import logging
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import register_parametrization
 
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import weight_watch
 from megatron_hybrid.offload.disk_store import CacheFolderError
+from megatron_hybrid.training.lora import (
+    LoraFields,
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    save_adapters,
+)
 
 PROMPT = random_tokens(130)
 
@@ -77,6 +88,49 @@ def wrap_a_module(model):
             return output * 0.5, bias
 
     model.output_layer = Half(model.output_layer)
+
+
+def half_output(module, inputs, output):
+    return output[0] * 0.5, output[1]
+
+
+def add_a_module(model):
+    """To one that had none, which its own `forward` may look for."""
+    model.decoder.layers[0].mixer.in_proj.more = nn.Identity()
+
+
+def add_a_hook(model):
+    model.decoder.layers[0].mixer.in_proj.register_forward_hook(half_output)
+
+
+def add_a_pre_hook(model):
+    projection = model.decoder.layers[0].mixer.in_proj
+    projection.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5, *inputs[1:]))
+
+
+def add_a_parametrization(model):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight * 0.5
+
+    register_parametrization(model.decoder.layers[0].mixer.out_proj, "weight", Half())
+
+
+def set_forward(model):
+    """As libraries do that wrap modules in place."""
+    projection = model.decoder.layers[0].mixer.in_proj
+    forward = projection.forward
+    projection.forward = lambda *inputs: half_output(projection, inputs, forward(*inputs))
+
+
+def load_saved_adapters(model):
+    tuned = copy_of(model)
+    add_adapters(tuned, LoraFields(rank=2))
+    for projection in adapters_of(tuned).values():
+        projection.lora.b.data.normal_()
+    with TemporaryDirectory() as folder:
+        save_adapters(tuned, folder)
+        load_adapters(model, folder)
 
 
 def optimizer_step_over_views(model):
@@ -147,6 +201,12 @@ CHANGES = [
     replace_a_parameter_twice,
     assign_data,
     wrap_a_module,
+    add_a_module,
+    add_a_hook,
+    add_a_pre_hook,
+    add_a_parametrization,
+    set_forward,
+    load_saved_adapters,
 ]
 
 
@@ -168,6 +228,54 @@ def test_changed_weights_are_noticed_before_the_next_request_starts(change, capl
         "the weights have changed: what was cached belongs to the old ones and is dropped, and 0 "
         "requests are computed anew; tokens that they have generated stay"
     ]
+
+
+@pytest.mark.parametrize(
+    "register", [nn.Module.register_forward_hook, register_module_forward_hook]
+)
+def test_hooks_that_come_and_go_are_noticed(register):
+    model = fresh_model()
+    layer = model.decoder.layers[0].mixer.in_proj
+    engine = tiny_engine(model)
+
+    def ask():
+        result = engine.generate([PROMPT], greedy(2))[0]
+        return result.prefix.skipped_tokens, engine.epoch
+
+    assert [ask(), ask()] == [(0, 0), (130, 0)]
+
+    def hook(module, inputs, output):
+        return half_output(module, inputs, output) if module is layer else output
+
+    arguments = (hook,) if register is register_module_forward_hook else (layer, hook)
+    handle = register(*arguments)
+    assert [ask(), ask()] == [(0, 1), (130, 1)]
+    handle.remove()
+    handle = register(*arguments)  # as many as before
+    assert [ask(), ask()] == [(0, 2), (130, 2)]
+    handle.remove()
+    assert [ask(), ask()] == [(0, 3), (130, 3)]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensor: dist.broadcast(tensor, 0),
+        lambda tensor: dist.all_reduce(tensor),
+        lambda tensor: dist.scatter(tensor, [tensor.detach() * 0.5], 0),
+        lambda tensor: tensor.data.mul_(0.5),
+    ],
+    ids=["broadcast", "all_reduce", "scatter", "data"],
+)
+def test_writes_that_torch_does_not_count_need_the_call(write):
+    """docs/rollouts.md lists them. If torch counts one, it is noticed, and that list is wrong."""
+    model = fresh_model()
+    engine = tiny_engine(model)
+    engine.generate([PROMPT], greedy(2))
+    write(model.decoder.layers[0].mixer.in_proj.weight)
+    assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 130
+    engine.update_weights()
+    assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 0
 
 
 def test_what_other_models_train_changes_nothing():
@@ -290,6 +398,30 @@ def test_what_is_saved_after_a_change_is_not_taken_for_the_new_weights(tmp_path)
     engine.generate([PROMPT], greedy(2))
     write_in_place(model)
     assert engine.save_cache(tmp_path / "late").states == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (add_a_hook, "modules and hooks"),
+        (add_a_pre_hook, "modules and hooks"),
+        (set_forward, "modules and hooks"),
+        (lambda model: add_adapters(model, LoraFields(rank=2, alpha=8.0)), "adapters"),
+    ],
+)
+def test_a_folder_is_of_the_hooks_and_adapters_it_was_written_with(tmp_path, change, name):
+    """They are no tensors of the model, and count as much."""
+    model = fresh_model()
+    other = copy_of(model)
+    if name == "adapters":
+        add_adapters(other, LoraFields(rank=2, alpha=4.0))
+    change(model)
+    with tiny_engine(model, cache_dir=tmp_path) as engine:
+        engine.generate([PROMPT], greedy(2))
+    with pytest.raises(CacheFolderError, match=f"written for another {name}"):
+        tiny_engine(other, cache_dir=tmp_path)
+    with tiny_engine(model, cache_dir=tmp_path) as engine:
+        assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 130
 
 
 def test_an_engine_that_is_gone_is_not_watched():
