@@ -6,9 +6,10 @@ import json
 from hashlib import blake2b
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.weight_watch import forward_hooks
 
 _CHUNK = 1 << 20
 """Elements to mix at a time: 16 MiB, near a CPU's caches."""
@@ -33,8 +34,29 @@ def fingerprint(
         "block_size_tokens": str(spec.block_size_tokens),
         "model_configuration": _hash(configuration),
         "memory_layout": _hash(repr(spec)),
+        "modules_and_hooks": _hash(json.dumps(_computation(model))),
+        "adapters": repr(getattr(model, "lora_fields", None)),  # their scale is no tensor
         "weights": weights_hash(model),
     }
+
+
+def _computation(model: nn.Module) -> list[list]:
+    """Name and class of each module, and the names of its hooks and of a `forward` of its own."""
+    return [
+        [
+            path,
+            _name(type(module)),
+            *[[_name(hook) for hook in hooks.values()] for hooks in forward_hooks(module)],
+            *[_name(own) for own in [module.__dict__.get("forward")] if own is not None],
+        ]
+        for path, module in model.named_modules()
+    ]
+
+
+def _name(value: object) -> str:
+    """Of a class or function; of another object, that of its class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def weights_hash(model) -> str:

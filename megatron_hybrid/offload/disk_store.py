@@ -39,7 +39,7 @@ from megatron_hybrid.processes import HomeProcess
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Version of the folder and of a page's content; increased when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """The store accepts no further state or prompt while more bytes are waiting to be written."""

@@ -275,8 +275,8 @@ def test_a_damaged_head_is_named(filled, head):
 
 def test_a_later_format_is_refused(filled):
     head = json.loads((filled / "cache.json").read_text())
-    (filled / "cache.json").write_text(json.dumps({**head, "format": 3}))
-    with pytest.raises(CacheFolderError, match="another format: 3 there, 2 here"):
+    (filled / "cache.json").write_text(json.dumps({**head, "format": 4}))
+    with pytest.raises(CacheFolderError, match="another format: 4 there, 3 here"):
         open_tier(filled)
 
 
