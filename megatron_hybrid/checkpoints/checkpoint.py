@@ -41,7 +41,7 @@ from megatron_hybrid.ranks import fail_together
 
 CONFIG_FILE = "config.json"
 
-_HEAD = "lm_head.weight"  # theirs, in every architecture
+HEAD = "lm_head.weight"  # theirs, in every architecture
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -169,11 +169,11 @@ def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
             shapes = {name: files.shape(file_name) for name, file_name in given.items()}
             maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
             embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
-            if config.share_embeddings_and_output_weights and _HEAD in given:
+            if config.share_embeddings_and_output_weights and HEAD in given:
                 if embedding in given:
-                    _drop_copy(_HEAD, embedding, given, files, str(folder))
+                    _drop_copy(HEAD, embedding, given, files, str(folder))
                 else:  # the tied tensor is stored under the head's name
-                    given[embedding] = given.pop(_HEAD)
+                    given[embedding] = given.pop(HEAD)
             mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
         else:
             given = {canonical_name(name): name for name in files.names()}
@@ -324,6 +324,12 @@ def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     return adapters()[model_type]
 
 
+def adapter_of(config: HybridConfig) -> Adapter | None:
+    """The adapter of the Hugging Face folder that a config was read from; None: it was not."""
+    hf = config.huggingface_config
+    return None if hf is None else _adapter(hf, "huggingface_config")
+
+
 def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
     adapter = _adapter(hf, source)
     hf = adapter.text_config(hf)
@@ -378,8 +384,7 @@ def load_tensors(
     advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model, after checking all of them."""
-    groups = model.pg_collection
-    pp = groups.pp
+    pp = model.pg_collection.pp
     own = own_tensors(model)
     # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
     extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
@@ -393,18 +398,23 @@ def load_tensors(
             _listing(sorted(extra), f"in {source.name}, but the model does not have")
         )
     for tensor_map in maps:
-        _check_map(tensor_map, own, source, rounded)
-    with torch.no_grad():
-        for tensor_map in maps:
-            theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
-            for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
-                if name in own:
-                    own[name].copy_(own_piece(value, own[name], groups))
-                    own[name].loaded_dtype = value.dtype  # for `full_state_dict`
-            advance(sum(tensor.nbytes for tensor in theirs))
+        check_map(tensor_map, own, source, rounded)
+    for tensor_map in maps:
+        theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
+        for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
+            if name in own:
+                copy_piece(value, own[name], model)
+        advance(sum(tensor.nbytes for tensor in theirs))
 
 
-def _check_map(
+@torch.no_grad()
+def copy_piece(whole: Tensor, tensor: Tensor, model: HybridModel) -> None:
+    """Copy the piece of `whole` that lies in a tensor of the model."""
+    tensor.copy_(own_piece(whole, tensor, model.pg_collection))
+    tensor.loaded_dtype = whole.dtype  # for `full_state_dict`
+
+
+def check_map(
     tensor_map: TensorMap,
     own: Mapping[str, Tensor],
     source: TensorSource,

@@ -307,6 +307,7 @@ class AsyncEngine:
     cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)
     clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
+    load_weights = _in_thread(DynamicInferenceEngine.load_weights)
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 

@@ -57,6 +57,7 @@ from megatron_hybrid.inference.request_view import EndedRequests, RequestView, v
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.stream import Stream
+from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.models.flops import token_flops
@@ -534,6 +535,57 @@ class DynamicInferenceEngine:
         """
         self._refuse_inside_step("update_weights")
         self._refuse_closed("update_weights")
+        self._use_new_weights()
+
+    @exclusive
+    @interrupts_wait()
+    def load_weights(self, pairs: Pairs) -> None:
+        """Write new weights into the model, and do what `update_weights` does. Call it on all ranks
+        between the same steps, each with the same names, or on the leading one (`lead`), which
+        sends the tensors to the others; also while the engine is suspended.
+
+        Args:
+            pairs: names and whole tensors, on any device and in any order: a mapping, or an
+                iterable of pairs, which is read one pair at a time. Names are those of a checkpoint
+                of the whole model, ours or (for a model of a Hugging Face folder) theirs. Any part
+                of the model may be given, but tensors that are one in the model, such as the
+                projections of q, k and v, only together. Floating-point values are rounded to the
+                model's dtypes.
+
+        Raises:
+            ValueError: a name that the model does not have, one without others that belong to it,
+                another shape, a quantized dtype, or two values for one tensor. Of a mapping or a
+                sequence nothing has been written then. Of another iterable what came before has
+                been, the rest is read and dropped, and an epoch has begun if anything was written.
+            TypeError: not pairs of names and whole tensors; as with ValueError.
+            RuntimeError, MemoryError: as `update_weights`.
+        """
+        self._refuse_inside_step("load_weights")
+        self._refuse_closed("load_weights")
+        if self._control.leads:
+            self._tell("_load_told")
+        self._load(pairs)
+
+    def _load(self, pairs: Pairs) -> None:
+        is_led = self._control.leads or self._control.follows
+        with self._control.inside(), self.ranks.together("load_weights()"):
+            loader, failure = WeightLoader(self.model, self.ranks), None
+            try:
+                with self.ranks.together("load_weights()"):
+                    loader.load(pairs, is_led)
+            except Exception as error:
+                failure = error
+            if any(self.ranks.maximum([loader.num_written])):
+                self._use_new_weights()
+            if failure is not None:
+                raise failure
+
+    def _load_told(self) -> None:
+        self._load(())
+
+    _load_told.is_on_all_ranks = True
+
+    def _use_new_weights(self) -> None:
         self.model.eval()
         self._weights.note_change()
         self._drop_old_weights()

@@ -32,7 +32,7 @@ BELOW = {
     "models": {"ops"},
     "text": {"models", "ops"},
     "checkpoints": {"text", "models", "ops"},
-    "inference": {"offload", "cache", "text", "models", "ops"},
+    "inference": {"offload", "cache", "checkpoints", "text", "models", "ops"},
 }
 """Wing -> the wings that it may import."""
 

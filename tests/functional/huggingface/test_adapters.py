@@ -23,8 +23,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.inference.weight_loading import WeightLoader
+from megatron_hybrid.ranks import ONE_RANK
 
 LONG = 110
 FILE = "model.safetensors"
@@ -159,6 +161,16 @@ def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
     assert before.keys() == after.keys()
     for name in before:
         assert torch.equal(before[name], after[name]), name
+
+
+def test_new_weights_come_under_its_names_in_any_order(pair):
+    tensors = load_file(Path(pair.folder) / FILE)
+    other = mh.build_hybrid_model(replace(pair.model.config))
+    names = pair.random.permutation(sorted(tensors)).tolist()
+    WeightLoader(other, ONE_RANK).load(((name, tensors[name]) for name in names), is_led=False)
+    expected = own_tensors(pair.model)
+    for name, tensor in own_tensors(other).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_our_own_checkpoint_of_it(pair, tmp_path):

@@ -18,6 +18,7 @@ CALLS = {
     "cancel": lambda engine, request: engine.cancel(request),
     "save_cache": lambda engine, request: engine.save_cache("/nonexistent"),
     "clear_cache": lambda engine, request: engine.clear_cache(),
+    "load_weights": lambda engine, request: engine.load_weights({}),
     "update_weights": lambda engine, request: engine.update_weights(),
     "suspend": lambda engine, request: engine.suspend(),
     "resume": lambda engine, request: engine.resume(),

@@ -1,0 +1,136 @@
+"""`load_weights` on two ranks, in every layout: they answer as one rank on the new weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import join_ranks, run_ranks
+from reference import greedy, random_tokens, tiny_model
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    load_checkpoint,
+    own_tensors,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.ranks import RankError
+
+RANKS = 2
+MODEL = dict(
+    layer_pattern="M*|E-",
+    mamba_num_groups=2,
+    num_moe_experts=4,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=24,
+    share_embeddings_and_output_weights=True,
+)
+LAYOUTS = {
+    "TP 2": dict(tensor_model_parallel_size=2),
+    "EP 2": dict(expert_model_parallel_size=2),
+    "PP 2": dict(pipeline_model_parallel_size=2),
+}
+CONFIG = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160, verify_ranks=True)
+PROMPTS = [random_tokens(60, seed=seed) for seed in range(2)]
+LOGGED = greedy(4, return_log_probs=True, skip_prompt_log_probs=True)
+LAST = "decoder.layers.3.mlp.linear_fc2.weight"  # of the last stage
+
+
+def answers(engine):
+    results = [engine.generate([prompt], LOGGED)[0] for prompt in (*PROMPTS, *PROMPTS)]
+    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+
+
+def received(state):
+    """Tensors of rank 0, by a collective for each, in a buffer for all."""
+    buffer = torch.empty(max(tensor.numel() for tensor in state.values()))
+    for name, tensor in state.items():
+        view = buffer[: tensor.numel()].view(tensor.shape)
+        dist.broadcast(view.copy_(tensor) if dist.get_rank() == 0 else view.zero_(), 0)
+        yield name, view
+
+
+def run_layout(rank, folder, sizes):
+    """Answers with the new weights and epochs, by how they came."""
+    config = read_config(folder, **sizes)
+    model = build_hybrid_model(config)
+    load_checkpoint(model, folder)
+    old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
+    given = {}
+    with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
+        given["at first"] = answers(engine)
+        # All ranks make the same calls.
+        engine.load_weights(received(new))
+        given["stream"] = answers(engine)
+        engine.load_weights(old)
+        given["back"] = answers(engine)
+        with pytest.raises((CheckpointError, RankError), match=f"{LAST} has shape"):
+            engine.load_weights({**new, LAST: torch.zeros(3, 3)})
+        given["refused"] = answers(engine)
+        assert engine.epoch == 2
+        with pytest.raises((CheckpointError, RankError), match="no tensor wrong"):
+            engine.load_weights(received({"wrong": torch.zeros(2), **new}))
+        assert engine.epoch == 3  # the others were written
+        engine.load_weights(new)
+        given["again"] = answers(engine)
+        # The first rank alone.
+        if rank == 0:
+            with engine.lead():
+                engine.load_weights(old)
+                given["led"] = answers(engine)
+                with pytest.raises((CheckpointError, RankError), match=f"{LAST} has shape"):
+                    engine.load_weights({**new, LAST: torch.zeros(3, 3)})
+                given["led and refused"] = answers(engine)
+                engine.load_weights(iter(new.items()))
+                given["led stream"] = answers(engine)
+        else:
+            engine.follow()
+        assert engine.epoch == 6
+        engine.check_integrity()
+    return given
+
+
+def run_rank(rank, folder):
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+    given = {}
+    for name, sizes in LAYOUTS.items():
+        given[name] = run_layout(rank, folder, sizes)
+        parallel_state.destroy_model_parallel()
+    torch.save(given, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_answer_with_new_weights_as_one(tmp_path):
+    models = {"old": tiny_model(**MODEL), "new": tiny_model(**MODEL, seed=1)}
+    save_checkpoint(models["old"], tmp_path)
+    expected = {}
+    for name, model in models.items():
+        state = {n: t.detach() for n, t in own_tensors(model).items()}
+        torch.save(state, tmp_path / f"{name}.pt")
+        with DynamicInferenceEngine(model, None, InferenceConfig(**CONFIG)) as engine:
+            expected[name] = answers(engine)
+    run_ranks(run_rank, (tmp_path,), RANKS)
+    given = torch.load(tmp_path / "0.pt")
+    weights = {
+        "at first": "old",
+        "stream": "new",
+        "back": "old",
+        "refused": "old",
+        "again": "new",
+        "led": "old",
+        "led and refused": "old",
+        "led stream": "new",
+    }
+    for layout in LAYOUTS:
+        assert given[layout].keys() == weights.keys()
+        for how, rows in given[layout].items():
+            again = how in ("refused", "led and refused")  # all of it is still cached
+            for (tokens, logs, skipped), row in zip(rows, expected[weights[how]], strict=True):
+                assert tokens == row[0], (layout, how)
+                torch.testing.assert_close(
+                    torch.tensor(logs), torch.tensor(row[1]), atol=1e-5, rtol=0
+                )
+                assert skipped == (60 if again else row[2]), (layout, how)
