@@ -9,7 +9,9 @@ local blocks.
 Shape letters: n pages, B tokens of a block, K heads, D head dim, S slots.
 """
 
+import ctypes
 import math
+import mmap
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -128,13 +130,38 @@ def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
 def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor:
     """uint8 [rows, row_bytes]. what: name of the rows and the remedy, for the error."""
     try:
-        return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
+        tensor = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+        _zero(tensor)
+        return tensor
     except RuntimeError as error:
         if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
             raise
         raise MemoryError(
             f"{device} has no room for {rows * row_bytes} bytes of {what} ({error})"
         ) from error
+
+
+def _zero(tensor: Tensor) -> None:
+    """Fill a contiguous uint8 tensor with zeros. On a CPU the system takes back the memory pages
+    inside of it, and gives zeros for each at its first use: a part of the pool that nobody has used
+    takes neither memory nor time."""
+    if tensor.device.type != "cpu" or tensor.numel() < 2 * mmap.PAGESIZE:
+        tensor.zero_()
+        return
+    bytes_n, address = tensor.view(-1), tensor.data_ptr()
+    first = -address % mmap.PAGESIZE
+    end = len(bytes_n) - (address + len(bytes_n)) % mmap.PAGESIZE
+    bytes_n[first] = 1
+    _madvise(address + first, end - first, mmap.MADV_DONTNEED)
+    if bytes_n[first]:  # refused, or not for memory of this kind
+        tensor.zero_()
+        return
+    bytes_n[:first] = 0
+    bytes_n[end:] = 0
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def _to_host(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -309,7 +336,7 @@ class CacheMemory:
     def refill(self) -> None:
         """Fill pool and live slots with the bytes that were kept, and zeros elsewhere."""
         for tensor in self._tensors:
-            tensor.zero_()
+            _zero(tensor)
         for tensor, (rows, kept) in zip(self._tensors, self._kept or ()):
             for part, data in zip(rows.split(_COPIED_ROWS), kept.split(_COPIED_ROWS)):
                 tensor.index_copy_(0, part, data.to(self.device))

@@ -1,7 +1,9 @@
 """CacheMemory: views that share no byte, copies that lose none."""
 
+import mmap
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from reference import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid.cache.pages.spec import common_spec
-from megatron_hybrid.inference.memory import CacheMemory, agree_on_spec, cache_spec_of
+from megatron_hybrid.inference.memory import CacheMemory, _zero, agree_on_spec, cache_spec_of
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 from megatron_hybrid.ranks import ONE_RANK
 
@@ -45,6 +47,31 @@ MODELS = {
     "nothing": [LayerCache()],
 }
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 8191, 8192, 12288, 100_001, 3 << 20])
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096])
+def test_zeros_are_zeros_over_what_was_there(size, offset):
+    whole = torch.full((offset + size + 5000,), 255, dtype=torch.uint8)
+    _zero(whole[offset : offset + size])
+    assert not whole[offset : offset + size].any()
+    assert (whole[:offset] == 255).all() and (whole[offset + size :] == 255).all()
+
+
+def test_what_nobody_used_of_a_pool_takes_no_memory():
+    """Neither when it is made, nor after a suspension."""
+
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident_bytes()
+    memory = memory_of([LayerCache(kv=FULL)], num_pages=1 << 17, num_slots=1)
+    memory.release()
+    memory.reacquire()
+    memory.refill()
+    memory.pool[-1] = 7
+    assert memory.pool.numel() == 256 << 20 and resident_bytes() - before < 64 << 20
+    assert not memory.pool[-2].any()
 
 
 def memory_of(layers, dtype=torch.float32, num_pages=14, num_slots=3, block=16) -> CacheMemory:
