@@ -8,7 +8,7 @@ from os import PathLike, fspath
 import torch
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.validation import is_int
+from megatron_hybrid.validation import is_int, is_number
 
 STATE_ENCODINGS = ("exact", "bf16", "int8")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -30,8 +30,14 @@ class InferenceConfig:
     block_size_tokens: int = 16
     """Tokens of one KV block: a power of two from 16 to 256."""
 
-    cache_bytes: int = 256 << 20
-    """Bytes of the page pool on each rank: KV of running requests, and the cache."""
+    cache_bytes: int | None = None
+    """Bytes of the page pool on each rank: KV of running requests, and the cache. None: the part
+    `memory_fraction` of what the device has left beside the weights, the live slots and one step of
+    `max_tokens`. The engine's own `config` has the number."""
+
+    memory_fraction: float = 0.9
+    """Part of the memory that is left which the pool takes where `cache_bytes` is None: above 0, up
+    to 1. Of a CPU's memory, where other programs live, too, it is at most a quarter."""
 
     max_requests: int = 64
     """Most requests that run at a time; each has a live slot outside the pool."""
@@ -98,11 +104,18 @@ class InferenceConfig:
             "host_cache_bytes",
         ):
             value, least = getattr(self, field), int(field != "host_cache_bytes")
+            if field == "cache_bytes" and value is None:
+                continue
             if not is_int(value) or not least <= value < 1 << 63:
                 raise ValueError(
                     f"{field} is {value!r}; it must be a whole number from {least} to 2^63 - 1."
                 )
             setattr(self, field, int(value))
+        if not is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction is {self.memory_fraction!r}; it must be a number above 0, and at "
+                "most 1."
+            )
         if self.cache_dir is not None and (
             not isinstance(self.cache_dir, (str, PathLike)) or not fspath(self.cache_dir)
         ):

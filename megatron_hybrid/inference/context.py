@@ -14,17 +14,58 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.compat import (
     BaseInferenceContext,
     apply_rotary_pos_emb,
     inference_context_arguments,
 )
 from megatron_hybrid.inference.memory import CacheMemory
-from megatron_hybrid.inference.step_buffer import StepBuffer
+from megatron_hybrid.inference.step_buffer import Fields, StepBuffer, buffer_bytes
 from megatron_hybrid.inference.step_plan import StepPlan, Work
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
+
+
+def input_fields(
+    spec: CacheSpec,
+    max_requests: int,
+    max_tokens: int,
+    max_sequence_length: int,
+    max_captures: int,
+) -> Fields:
+    """Inputs of a step at their largest; the block tables are the last ones."""
+    columns = sum(spec.pages_per_block)
+    max_blocks = -(-max_sequence_length // spec.block_size_tokens)
+    num_tokens = min(max_tokens, max_requests * max_sequence_length)
+    num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    int32, int64 = torch.int32, torch.int64
+    return {
+        "ready_slots": ((max_requests,), int64),
+        "slots": ((max_requests,), int64),
+        "last_rows": ((max_requests,), int64),
+        "cu_queries": ((max_requests + 1,), int32),
+        "cu_keys": ((max_requests + 1,), int32),
+        "kv_lengths": ((max_requests,), int32),
+        "capture_rows": ((min(max_captures, num_tokens),), int64),
+        "input_ids": ((num_rows,), int64),
+        "positions": ((num_rows,), int64),
+        "write_pages": ((columns, num_rows), int64),
+        "write_rows": ((num_rows,), int64),
+        "logit_rows": ((num_tokens,), int64),
+        # Last, as only its used part is copied: the tables of a step side by side. On the
+        # device they are spread, so that a row's address does not follow from the others.
+        "tables": ((columns * max_requests * max_blocks,), int32),
+    }
+
+
+def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
+    """Bytes that a context takes: (in host memory, on the device). Both have block tables of all
+    slots; a CPU has the buffer of a step once."""
+    (num_entries,), dtype = fields["tables"]
+    tables, buffer = num_entries * dtype.itemsize, buffer_bytes(fields)
+    return tables + (0 if device.type == "cpu" else buffer), tables + buffer
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -67,34 +108,13 @@ class DynamicInferenceContext(BaseInferenceContext):
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         shape = bounds[-1], max_requests, max_blocks
+        sizes = max_requests, max_tokens, max_sequence_length, max_captures
         self._tables = np.full(shape, NULL_PAGE, dtype=np.int32)
         self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # in `_tables`, by slot
-        num_tokens = min(max_tokens, max_requests * max_sequence_length)
-        num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        int32, int64 = torch.int32, torch.int64
-        self._buffer = StepBuffer(
-            {
-                "ready_slots": ((max_requests,), int64),
-                "slots": ((max_requests,), int64),
-                "last_rows": ((max_requests,), int64),
-                "cu_queries": ((max_requests + 1,), int32),
-                "cu_keys": ((max_requests + 1,), int32),
-                "kv_lengths": ((max_requests,), int32),
-                "capture_rows": ((min(max_captures, num_tokens),), int64),
-                "input_ids": ((num_rows,), int64),
-                "positions": ((num_rows,), int64),
-                "write_pages": ((bounds[-1], num_rows), int64),
-                "write_rows": ((num_rows,), int64),
-                "logit_rows": ((num_tokens,), int64),
-                # Last, as only its used part is copied: the tables of a step side by side. On the
-                # device they are spread, so that a row's address does not follow from the others.
-                "tables": ((math.prod(shape),), int32),
-            },
-            memory.device,
-        )
+        self._buffer = StepBuffer(input_fields(spec, *sizes), memory.device)
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
-            self._step_tables = torch.zeros(shape, dtype=int32, device=memory.device)
+            self._step_tables = torch.zeros(shape, dtype=torch.int32, device=memory.device)
         self._staging = memory.staging(0)
 
     # Laying out a step -------------------------------------------------------------------------

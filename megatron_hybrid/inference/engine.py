@@ -24,7 +24,11 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.tree_view import TreeView
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.context import (
+    DynamicInferenceContext,
+    input_bytes,
+    input_fields,
+)
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.memory import (
@@ -33,6 +37,7 @@ from megatron_hybrid.inference.memory import (
     cache_spec_of,
     full_bytes,
 )
+from megatron_hybrid.inference.memory_budget import Part, pool_pages, step_bytes
 from megatron_hybrid.inference.meter import ActivityLog, Meter
 from megatron_hybrid.inference.metrics import Stats, prometheus_text
 from megatron_hybrid.inference.model_runner import ModelRunner
@@ -56,6 +61,7 @@ from megatron_hybrid.inference.request_builder import (
 from megatron_hybrid.inference.request_view import EndedRequests, RequestView, view_request
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
+from megatron_hybrid.inference.step_profile import measured_step_bytes
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_watch import WeightWatch
@@ -103,7 +109,7 @@ class DynamicInferenceEngine:
     Raises:
         ValueError, TypeError: the model cannot be served with this configuration; the message
             gives the reason.
-        MemoryError: the device has no room for the pool.
+        MemoryError: the device, or the host, has no room for what `config` asks for.
     """
 
     def __init__(
@@ -129,7 +135,6 @@ class DynamicInferenceEngine:
                 f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
                 f"detokenize(), or None; got {type(tokenizer).__name__}"
             )
-        self.config = config
         self.ranks = ranks_of(model.pg_collection) if ranks is None else ranks
         with ExitStack() as undo:
             undo.callback(self.ranks.close)
@@ -178,46 +183,54 @@ class DynamicInferenceEngine:
             self.ranks,
             stage,
         )
-        num_pages = self.ranks.minimum(config.cache_bytes // spec.page_bytes)
-        if num_pages < 2:
-            raise ValueError(
-                f"cache_bytes={config.cache_bytes} holds {num_pages} pages of {spec.page_bytes} "
-                f"bytes, of blocks of {config.block_size_tokens} tokens; at least 2 are needed: "
-                f"raise cache_bytes to {2 * spec.page_bytes} or more"
-            )
-        has_disk = config.cache_dir is not None
-        check_capacities(
-            spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
-        )
-        with self.ranks.together("making the engine"):
-            self.memory = CacheMemory(
+        device = parameter.device
+        sizes = config.max_requests, config.max_tokens, config.max_sequence_length
+        captures = max_captures(spec, *sizes[:2])
+
+        def new_context(num_pages: int) -> DynamicInferenceContext:
+            memory = CacheMemory(
                 spec,
                 layers,
                 hidden_size,
                 dtype,
                 num_pages,
                 config.max_requests,
-                parameter.device,
+                device,
                 encoding,
                 hidden_dtype=parameter.dtype,
             )
+            return DynamicInferenceContext(memory, *sizes, captures)
+
+        on_host, on_device = input_bytes(input_fields(spec, *sizes, captures), device)
+        lengths = "max_sequence_length or max_requests"
+        beside = [
+            Part(config.max_requests * spec.slot_bytes, "live slots", "max_requests"),
+            Part(on_device, "inputs of a step", lengths),
+            Part(on_host, "copies of them", lengths, on_host=True),
+            Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
+        ]
+        step = 0
+        if config.cache_bytes is None and device.type == "cuda":
+            least = replace(config, cache_bytes=2 * spec.page_bytes)
+            num_pages = pool_pages(least, device, spec.page_bytes, step, beside, self.ranks)
+            with self.ranks.together(f"a step of max_tokens={config.max_tokens}"):
+                context = new_context(num_pages)
+                step = measured_step_bytes(model, context, captures, config.max_tokens, self.ranks)
+                del context
+        elif config.cache_bytes is None:
+            step = step_bytes(model, spec, captures, *sizes)
+        num_pages = pool_pages(config, device, spec.page_bytes, step, beside, self.ranks)
+        if config.cache_bytes is None:
+            config = replace(config, cache_bytes=num_pages * spec.page_bytes)
+        self.config = config
+        has_disk = config.cache_dir is not None
+        check_capacities(
+            spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
+        )
+        with self.ranks.together("making the engine"):
+            self.context = new_context(num_pages)
+            self.memory = self.context.memory
             self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
-            try:
-                self.context = DynamicInferenceContext(
-                    self.memory,
-                    config.max_requests,
-                    config.max_tokens,
-                    config.max_sequence_length,
-                    max_captures(spec, config.max_requests, config.max_tokens),
-                )
-            except Exception as error:
-                if not (isinstance(error, ValueError) or errors.is_lack_of_memory(error)):
-                    raise  # numpy's ValueError is for shapes beyond its limits
-                raise MemoryError(
-                    f"no room for step inputs of max_tokens={config.max_tokens}, and block tables "
-                    f"of max_sequence_length={config.max_sequence_length} tokens for each of "
-                    f"max_requests={config.max_requests}: lower one of them ({error})"
-                ) from error
             self._lock, self._home = threading.RLock(), HomeProcess()
             self._fingerprint: dict[str, str] | None = None
             disk = None
@@ -247,6 +260,14 @@ class DynamicInferenceEngine:
         )
         self.output = OutputProcessor(tokenizer)
         self._control = RankControl(self.ranks)
+        if self.ranks.is_first:
+            logger.info(
+                "the pool of %.2f GiB on %s holds %d tokens, or %d states",
+                self.memory.pool.numel() / 2**30,
+                device,
+                spec.tokens_in(num_pages - 1),
+                spec.states_in(num_pages - 1),
+            )
 
     # One request ----------------------------------------------------------------------------------
 
@@ -1158,6 +1179,8 @@ class DynamicInferenceEngine:
             "requests_waiting": len(self.scheduler.waiting),
             "peak_pages_in_use": self.peak_pages_in_use,
             "pool_bytes": self.memory.pool.numel(),
+            "pool_tokens": self.cache.spec.tokens_in(self.cache.allocator.num_pages - 1),
+            "pool_states": self.cache.spec.states_in(self.cache.allocator.num_pages - 1),
             "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
             **self.offload.counters(),

@@ -63,6 +63,8 @@ GAUGES = {
     "requests_waiting": "Requests in the queue.",
     "peak_pages_in_use": "Most pages that running requests used at a time.",
     "pool_bytes": "Size of the pool.",
+    "pool_tokens": "Tokens whose KV the pool holds if it holds nothing else.",
+    "pool_states": "States that the pool holds if it holds nothing else.",
     "kv_blocks_in_use": "KV blocks of running requests; a shared one counts once.",
     "live_slot_bytes": "Size of the live slots.",
     "parked_bytes": "Host memory that preempted requests wait in.",

@@ -33,6 +33,7 @@ def what_must_be_equal(
     for field in fields(config):
         if field.name not in _OF_EACH_RANK:
             named[f"InferenceConfig.{field.name}"] = str(getattr(config, field.name))
+    named["whether InferenceConfig.cache_bytes is None"] = config.cache_bytes is None
     named["the use of InferenceConfig.cache_dir"] = config.cache_dir is not None
     for name, value in model.to_dict().items():
         if name in _OF_ALL_STAGES:

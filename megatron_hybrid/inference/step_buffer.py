@@ -14,12 +14,29 @@ _ALIGNMENT = 256
 """Bytes, as of torch's own allocations."""
 
 
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each array at its largest, in the order of the block."""
+
+
+def _sizes(fields: Fields) -> list[int]:
+    return [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
+
+
+def _ends(fields: Fields) -> list[int]:
+    return list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _sizes(fields)))
+
+
+def buffer_bytes(fields: Fields) -> int:
+    """Bytes of a `StepBuffer` in host memory, and of its copy on another device."""
+    return _ends(fields)[-1]
+
+
 class StepBuffer:
     """Arrays in one block of pinned host memory, and their copies in one block on the device, which
     one copy mirrors. On a CPU both are the same memory.
 
     Args:
-        fields: shape and dtype of each array at its largest, in the order of the block.
+        fields: of the arrays.
         device: of the copies.
 
     Raises:
@@ -27,11 +44,8 @@ class StepBuffer:
     """
 
     @torch.inference_mode(False)  # a tensor made inside could not be written outside
-    def __init__(
-        self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
-    ):
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
-        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    def __init__(self, fields: Fields, device: torch.device):
+        sizes, ends = _sizes(fields), _ends(fields)
         on_cuda = device.type == "cuda"
         self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=on_cuda)
         self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)

@@ -61,6 +61,15 @@ def training_flops(model: HybridModel) -> tuple[float, float]:
     return 2 * weights, 2 * 3 * pairs
 
 
+def layer_widths(model: HybridModel) -> list[float]:
+    """Elements of a token's activations in each layer of this rank, about: of the inputs and the
+    outputs of its matrices."""
+    return [
+        sum(size * sum(1 / side for side in one.shape[-2:]) for one, size in _matrices(*pair))
+        for pair in layers_with_configs(model)
+    ]
+
+
 def layers_with_configs(model: HybridModel) -> list[tuple[nn.Module, HybridConfig]]:
     """Each layer of this pipeline stage and its config."""
     numbered = enumerate(model.decoder.layers, start=model.layer_offset + 1)

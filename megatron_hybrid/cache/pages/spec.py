@@ -200,6 +200,24 @@ class CacheSpec:
         """Return the number of blocks of num_tokens tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
+    def tokens_in(self, num_pages: int) -> int:
+        """Return the number of tokens whose full-attention KV fits in so many pages, without any
+        checkpoint; 0 without full attention."""
+        if not self.kv_pages_per_block:
+            return 0
+        return num_pages // self.kv_pages_per_block * self.block_size_tokens
+
+    def states_in(self, num_pages: int) -> int:
+        """Return the number of checkpoints that fit in so many pages, each with the local blocks of
+        its own and without KV of full attention; 0 if nothing is to be saved."""
+        if not self.needs_state:
+            return 0
+        local = (
+            self.num_blocks(self.groups[group].reach) * self.pages_per_block[group]
+            for group in self.local_groups
+        )
+        return num_pages // (self.checkpoint_pages + sum(local))
+
     def first_local_block(self, group: int, position: int) -> int:
         """Return the first block of a local group that the next token, at `position`, sees."""
         return self.groups[group].first_visible(position) // self.block_size_tokens

@@ -14,6 +14,7 @@ from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference import memory_budget
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -138,6 +139,22 @@ def jobs(folder, page_bytes):
     return found
 
 
+def sizes(model, rank):
+    """Pages that ranks with less memory than the rank before them decide on; and what they are told
+    where the last one lacks it."""
+    available = memory_budget.available_bytes
+    config = make_config(cache_bytes=None)
+    memory_budget.available_bytes = lambda device: (4096 - 512 * rank) << 20
+    pages = DynamicInferenceEngine(model, None, config).cache.allocator.num_pages
+    memory_budget.available_bytes = lambda device: (100 if rank else 4096) << 20
+    try:
+        DynamicInferenceEngine(model, None, replace(config, cache_bytes=64 << 20))
+    except MemoryError as error:
+        return pages, str(error)
+    finally:
+        memory_budget.available_bytes = available
+
+
 def page_bytes_of(model):
     return DynamicInferenceEngine(model, None, make_config()).cache.spec.page_bytes
 
@@ -149,7 +166,7 @@ def run_rank(rank, size, name, folder):
     stage = rank // (size // pp)
     model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == pp - 1)
     load_checkpoint(model, folder)
-    given = {}
+    given = {"sizes": sizes(model, rank), "page_bytes": page_bytes_of(model)}
     for job, (settings, work) in jobs(f"{folder}/{name}.cache", page_bytes_of(model)).items():
         with DynamicInferenceEngine(
             model, ByteTokenizer() if work is guided else None, settings
@@ -206,6 +223,17 @@ def check_equal(given, expected):
         assert own[0] == their[0]
         torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(their[1]), atol=1e-5, rtol=0)
         assert own[2] == their[2]
+
+
+def test_ranks_with_different_memory_decide_alike(by_rank):
+    """The pool is that of the rank with the least, which all name where it lacks memory."""
+    found = [rank["sizes"] for rank in by_rank]
+    assert all(each == found[0] for each in found)
+    pages, message = found[0]
+    available, size = (4096 - 512 * (len(by_rank) - 1)) << 20, len(by_rank)
+    assert 0.2 * available < pages * by_rank[0]["page_bytes"] * size < 0.25 * available
+    share = (100 << 20) // size
+    assert re.match(rf"cpu has {share} bytes .* for rank 1, and the engine asks for \d+ ", message)
 
 
 @pytest.mark.parametrize(("mode", "cut"), CASES)

@@ -416,20 +416,6 @@ def test_what_is_no_request_is_not_cancelled(engine):
         engine.cancel(None)
 
 
-def test_a_pool_that_is_too_large_for_the_machine_is_refused():
-    with pytest.raises(MemoryError, match=r"cpu has no room for .* of pages: lower cache_bytes"):
-        tiny_engine(MODEL, cache_bytes=1 << 50)
-    with pytest.raises(MemoryError, match="of live slots: lower max_requests"):
-        tiny_engine(MODEL, max_requests=1 << 40)
-
-
-@pytest.mark.parametrize("length", [10**12, 2**62])
-def test_a_sequence_that_is_too_long_for_the_machine_is_refused(length):
-    message = f"max_sequence_length={length} tokens for each of max_requests=8: lower one of them"
-    with pytest.raises(MemoryError, match=message):
-        tiny_engine(MODEL, max_sequence_length=length)
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [("a\0b", "null"), ("a\ud800", "surrogates not allowed"), ("loop", ""), ("loop/a", "")],
