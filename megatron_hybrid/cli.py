@@ -406,7 +406,17 @@ def _add_engine(command: argparse.ArgumentParser, as_option: bool = True) -> Non
         "--mode", default="restore", help="off, memory_only or restore (prefix_caching)"
     )
     command.add_argument(
-        "--cache-mib", type=int, default=256, help="size of the page pool in MiB (cache_bytes)"
+        "--cache-mib",
+        type=int,
+        help="size of the page pool in MiB (cache_bytes); default: what the device has left, times "
+        "--memory-fraction",
+    )
+    command.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.9,
+        help="part of the memory that is left, without --cache-mib (memory_fraction); of a CPU's "
+        "at most a quarter",
     )
     command.add_argument(
         "--host-cache-mib",
@@ -436,7 +446,8 @@ def _inference_config(options: argparse.Namespace, **fields):
 
     return InferenceConfig(
         prefix_caching=options.mode,
-        cache_bytes=options.cache_mib << 20,
+        cache_bytes=None if options.cache_mib is None else options.cache_mib << 20,
+        memory_fraction=options.memory_fraction,
         host_cache_bytes=options.host_cache_mib << 20,
         max_sequence_length=parse_count(options.context),
         state_encoding=options.state_encoding,

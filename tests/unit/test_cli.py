@@ -137,6 +137,20 @@ def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_pa
     assert "generation_config.json of the model has temperature='hot'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--memory-fraction", "1.5"), "memory_fraction is 1.5; it must be a number above 0"),
+        (("--cache-mib", "0"), "cache_bytes is 0; it must be a whole number from 1"),
+        (("--cache-mib", "1000000000"), "cpu has "),
+        (("--host-cache-mib", "1000000000"), "Lower host_cache_bytes"),
+    ],
+)
+def test_sizes_beyond_the_limits_are_refused(option, message, folder, capsys):
+    assert cli.main(["generate", "--model", folder, "--prompt", "abc", *option]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_chat_reuses_its_turns(capsys, monkeypatch):
     lines = iter(["Once upon a time there was a king.", "", "And then?"])
 
@@ -196,7 +210,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
     expected = {
         "demo": "(default: demo)",
         "generate": "0 is greedy (default: the model's own, else 1)",
-        "explain": "(cache_bytes) (default: 256)",
+        "explain": "of a CPU's at most a quarter (default: 0.9)",
         "convert": "(default: ours)",
         "plan": "(default: 8k)",
         "profile": "(default: exact)",
@@ -217,10 +231,10 @@ def test_what_is_printed_fits_80_columns(command, capsys):
 
 
 def test_plan(folder, capsys):
-    assert cli.main(["plan", "--model", folder, "--memory", "0.01GB", "--context", "1k"]) == 0
+    assert cli.main(["plan", "--model", folder, "--memory", "0.1GB", "--context", "1k"]) == 0
     table = capsys.readouterr().out
     assert "KV per token" in table and "that prefixes have room:\nInferenceConfig(\n" in table
-    assert cli.main(["plan", "--model", folder, "--memory", "0.01", "--json"]) == 0
+    assert cli.main(["plan", "--model", folder, "--memory", "0.1", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["context"] == 8000 and values["model"]["largest_batch"] > 0
     assert cli.main(["plan", "--model", folder, "--memory", "0.0001"]) == 1
