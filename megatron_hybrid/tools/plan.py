@@ -24,8 +24,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
     with_dtype,
 )
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
-from megatron_hybrid.inference.config import STATE_ENCODINGS
+from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
 from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.inference.memory_budget import step_bytes
+from megatron_hybrid.inference.scheduler import max_captures
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -34,8 +36,7 @@ from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
 from megatron_hybrid.tools.roofline import Device, ModelWork
 
 GB = 10**9
-RESERVED = 0.1
-"""Part of the memory that stays free for activations and the allocator."""
+MEMORY_FRACTION = InferenceConfig.memory_fraction
 _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a much longer row of a block table costs more than finer sharing saves
 _MOST_REQUESTS = 1024
@@ -82,8 +83,11 @@ class Plan:
     quantization: str | None
     """Quantization of the published weights ("fp8"), to dequantize before loading; None: none."""
     memory_bytes: int
+    step_bytes: int
+    """Of the largest step, beside weights, requests and cache."""
     cache_bytes: int
-    """Bytes for live requests and cached prefixes; 0: the weights do not fit."""
+    """Bytes for live requests and cached prefixes: the default part of what weights and step leave;
+    0: they do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
@@ -149,9 +153,11 @@ def plan(
         model = build_hybrid_model(config)
     parameters = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    cache_bytes = max(0, int(memory_bytes * (1 - RESERVED)) - weight_bytes)
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
+    sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
+    step = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
+    cache_bytes = max(0, int((memory_bytes - weight_bytes - step) * MEMORY_FRACTION))
     footprint = _footprint(spec, cache_bytes, context)
     rates = None
     if device is not None:
@@ -165,6 +171,7 @@ def plan(
         dtype=str(config.params_dtype).removeprefix("torch."),
         quantization=quantization(config.huggingface_config or {}),
         memory_bytes=memory_bytes,
+        step_bytes=step,
         cache_bytes=cache_bytes,
         context=context,
         model=footprint,
@@ -218,6 +225,7 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
     checkpoint = window + spec.checkpoint_bytes if spec.needs_state else 0
     request = context * per_token + window + spec.state_bytes + spec.hidden_bytes
     prefix = context * per_token + checkpoint
+    num_pages = cache_bytes // spec.page_bytes
     return Footprint(
         kv_bytes_per_token=per_token,
         window_bytes=window,
@@ -227,8 +235,8 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
         request_bytes=request,
         largest_batch=cache_bytes // request,
         cached_prefixes=cache_bytes // prefix,
-        cached_tokens=cache_bytes // per_token if per_token else None,
-        checkpoints=cache_bytes // checkpoint if checkpoint else None,
+        cached_tokens=spec.tokens_in(num_pages) if per_token else None,
+        checkpoints=spec.states_in(num_pages) if checkpoint else None,
     )
 
 
@@ -276,8 +284,8 @@ def render(result: Plan) -> str:
         advice = wrap(
             f"no room: the weights take {size(result.weight_bytes)} of "
             f"{size(result.memory_bytes)}, and one request of {result.context:,} tokens "
-            f"{size(ours.request_bytes)} beside {RESERVED:.0%} for activations. Give more memory "
-            "(that of all devices which share the model), or a shorter context",
+            f"{size(ours.request_bytes)} beside {size(result.step_bytes)} for the largest step. "
+            "Give more memory (that of all devices which share the model), or a shorter context",
             WIDTH,
         )
     else:
@@ -296,7 +304,8 @@ def render(result: Plan) -> str:
             f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
             WIDTH,
         ),
-        f"{size(result.memory_bytes)} of memory, {RESERVED:.0%} reserved: "
+        f"{size(result.memory_bytes)} of memory, {size(result.step_bytes)} for the largest step, "
+        f"{MEMORY_FRACTION:.0%} of the rest:",
         f"{size(result.cache_bytes)} for requests and cache",
         f"context of a request {result.context:,} tokens",
         "",
