@@ -149,7 +149,13 @@ class DynamicInferenceEngine:
         self.context = context
         model = controller.inference_wrapped_model.hybrid_model
         config = engine_config(context.config, model, context.model_config)
-        self.engine = Engine(model, controller.tokenizer, config)
+        try:
+            self.engine = Engine(model, controller.tokenizer, config)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{error}. Live slots and cache_bytes come from InferenceConfig.buffer_size_gb="
+                f"{context.config.buffer_size_gb} and prefix_caching_mamba_gb"
+            ) from error
         context.bind(self.engine)
         self.pg_collection = context.config.pg_collection or model.pg_collection
         self.state = EngineState.RUNNING

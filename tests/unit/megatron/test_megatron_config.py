@@ -134,6 +134,12 @@ def test_a_buffer_without_room_for_the_states_names_both_numbers():
         door_engine(buffer_size_gb=0.001, max_requests=64)
 
 
+def test_a_buffer_beyond_the_machine_names_both_numbers():
+    message = r"cpu has \d+ bytes .* asks for \d+ .*buffer_size_gb=1000000"
+    with pytest.raises(MemoryError, match=message):
+        door_engine(buffer_size_gb=1_000_000, max_requests=64)
+
+
 @pytest.mark.parametrize(
     ("enabled", "states_gb", "mode"),
     [
