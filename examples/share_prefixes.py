@@ -10,9 +10,7 @@ SYSTEM = "The old man sat down by the fire, and the children gathered round to h
 
 def main() -> None:
     model, tokenizer = mh.load_pretrained("demo")
-    engine = mh.DynamicInferenceEngine(
-        model, tokenizer, mh.InferenceConfig(prefix_caching="restore", cache_bytes=64 << 20)
-    )
+    engine = mh.DynamicInferenceEngine(model, tokenizer)
     params = mh.SamplingParams(top_k=1, num_tokens_to_generate=24)
 
     def ask(prompt, **arguments):
