@@ -198,8 +198,8 @@ def step_bytes(
     model: HybridModel,
     spec: CacheSpec,
     num_captures: int,
-    max_tokens: int,
     max_requests: int,
+    max_tokens: int,
     max_sequence_length: int,
 ) -> int:
     """Return about how much the largest step takes beside pool, slots and inputs: `max_tokens`

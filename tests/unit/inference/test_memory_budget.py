@@ -163,7 +163,7 @@ def test_invariant_never_more_than_is_left(monkeypatch, num_ranks):
             assert any(own + pages * page_bytes > share for own, share in zip(beside, shares))
             share, asked = re.search(r"has (\d+) bytes .* asks for (\d+) ", found[0]).groups()
             assert int(share) in shares and int(asked) > int(share)
-    assert min(outcomes.values()) > 30
+    assert min(outcomes.values()) > 20
 
 
 def test_processes_of_one_machine_share_its_memory(monkeypatch):
