@@ -26,6 +26,8 @@ _FP32 = 4
 _SCAN_CHUNK = 64
 _COPIES = 3
 """Tensors of one kind that a layer holds at a time, about."""
+_BLOCKS = 4 << 20
+"""Bytes that the references on a CPU handle at a time, whatever the sizes."""
 _SQUARES = 10
 """The same for the squares of a scan's chunks, most in the delta rules."""
 
@@ -227,4 +229,5 @@ def step_bytes(
         layers.append(num_bytes)
     logits = rows * model.vocab_size * (own + 2 * _FP32) if model.post_process else 0
     residual = _COPIES * rows * config.hidden_size * (own + _FP32)
-    return int(residual + max(*layers, logits) + num_captures * spec.slot_bytes)
+    blocks = _BLOCKS if on_cpu else 0
+    return int(residual + max(*layers, logits) + blocks + num_captures * spec.slot_bytes)

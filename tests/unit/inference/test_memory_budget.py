@@ -298,7 +298,11 @@ def test_no_step_takes_more_than_the_estimate(monkeypatch, pattern, max_tokens):
     monkeypatch.setattr(step_profile, "peak_bytes", peak_bytes)
     args = model, engine.context, captures, max_tokens, engine.ranks
     measured = measured_step_bytes(*args)
-    assert measured <= estimate <= 20 * measured
+    blocks = memory_budget._BLOCKS
+    if pattern == "S-":  # the others need no such blocks for a prompt
+        assert measured <= estimate
+    else:
+        assert measured <= estimate - blocks <= 4 * measured
 
 
 def test_running_the_largest_step_changes_no_answer(monkeypatch):
