@@ -37,7 +37,7 @@ def test_an_engine_stays_below_an_address_space_limit():
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     refusal, answer = run.stdout.splitlines()
