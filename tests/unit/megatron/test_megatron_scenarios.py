@@ -266,7 +266,7 @@ def test_a_pool_of_two_blocks_serves_one_request_after_the_other():
     answers = finish(engine)
     for request_id, prompt in prompts.items():
         assert is_greedy(model, prompt, answers[request_id].generated_tokens)
-    with pytest.warns(UserWarning, match="does not fit"):
+    with pytest.warns(UserWarning, match="do not fit"):
         assert answer(engine, prompts[0], greedy_params(13)).failed()
     engine.engine.check_integrity()
 

@@ -105,18 +105,19 @@ def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
         backward(chunk, step)
         for n, parameter in parameters.items():
             mains[n].grad = parameter.main_grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(mains.values(), 1.0)
+        norm = torch.nn.utils.get_total_norm([main.grad for main in mains.values()])
         updated, own_norm = update(optimizer)
         assert updated and own_norm == pytest.approx(norm.item(), rel=1e-5)
+        # By the same norm: where its last bit differs, Muon's iterations in bf16 amplify that.
+        own_norm = torch.tensor(own_norm, dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(mains.values(), 1.0, own_norm)
         for one in reference:
             one.step()
         for n, parameter in parameters.items():
             # One of the two may round up where the other rounds down.
             rtol = 1e-5 if parameter.dtype == torch.float32 else 2**-7
             expected = mains[n].to(parameter.dtype)
-            # Muon iterates in bf16: the last bit of a norm moves an update by a step of bf16.
-            atol = 2**-8 * RATE if name == "muon" else 1e-6
-            torch.testing.assert_close(parameter, expected, rtol=rtol, atol=atol, msg=n)
+            torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-6, msg=n)
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing():
