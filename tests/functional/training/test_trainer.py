@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from index_folders import write_documents
+from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
 
@@ -244,7 +245,7 @@ def test_two_ranks_go_on_from_any_layout(folder, ranks, expected, saved, resumed
     check(rows(folder / f"{saved} to {resumed}"), expected[SAVED_STEP:])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "distributed"))
 def test_one_rank_goes_on_from_two(folder, ranks, expected, layout):
     name = f"{layout} to one"
     take_up(folder, layout, name)

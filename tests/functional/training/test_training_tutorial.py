@@ -36,8 +36,11 @@ SMALLER = {
 KEPT = 15
 """One of so many files of the text is kept."""
 
-# Core reads the gradients of views.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.matrix,  # test_train_command.py and test_pretrain_hybrid.py are of the same kind
+    # Core reads the gradients of views.
+    pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning"),
+]
 
 
 def blocks(language: str) -> list[str]:
