@@ -130,7 +130,8 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             self._end_for_readers()
             raise
         if output is None:
-            self._end_for_readers()
+            self._is_over = True
+            self._call.put(None)  # for the next reader
             raise StopAsyncIteration
         return output
 

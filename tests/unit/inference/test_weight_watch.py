@@ -418,6 +418,7 @@ def test_a_folder_is_of_the_hooks_and_adapters_it_was_written_with(tmp_path, cha
     change(model)
     with tiny_engine(model, cache_dir=tmp_path) as engine:
         engine.generate([PROMPT], greedy(2))
+        engine.save_cache()
     with pytest.raises(CacheFolderError, match=f"written for another {name}"):
         tiny_engine(other, cache_dir=tmp_path)
     with tiny_engine(model, cache_dir=tmp_path) as engine:

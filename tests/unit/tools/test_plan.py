@@ -58,7 +58,7 @@ def test_nemotron_h_8b():
 def test_the_engine_agrees(pattern, encoding):
     """The recommended settings run, and the request of that context fits."""
     model = tiny_model(pattern)
-    result = plan(model.config, 32 << 20, 512, encoding)
+    result = plan(model.config, 128 << 20, 512, encoding)
     engine = tiny_engine(model, **{**result.settings, "max_requests": 2})
     spec = engine.cache.spec
     assert spec.state_bytes == result.model.state_bytes
