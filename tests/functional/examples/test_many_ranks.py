@@ -23,7 +23,7 @@ def test_second_turns_skip_the_first_ones(layout):
         env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     turns = re.findall(r"(\w+) turns on (.*) ranks: (\d+) of (\d+) prompt", result.stdout)

@@ -21,7 +21,7 @@ def run(folder, *overrides):
         env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     lines = re.findall(r"step (\d+): loss [\d.]+, held_out=([\d.]+)", result.stdout)

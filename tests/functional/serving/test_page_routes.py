@@ -19,12 +19,12 @@ def server():
 
 def complete(server, prompt: str, **options) -> dict:
     body = {"prompt": prompt, "max_tokens": 2}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, **options).json()
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300, **options).json()
 
 
 def get(server, path: str, key: str = "") -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(server.url + path, headers=headers, timeout=60)
+    return httpx.get(server.url + path, headers=headers, timeout=300)
 
 
 def engine(server, name: str):

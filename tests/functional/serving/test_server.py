@@ -32,8 +32,8 @@ def server():
 
 def call(server, path, body=None, **options):
     if body is None:
-        return httpx.get(server.url + path, timeout=60, **options)
-    return httpx.post(server.url + path, json=body, timeout=60, **options)
+        return httpx.get(server.url + path, timeout=300, **options)
+    return httpx.post(server.url + path, json=body, timeout=300, **options)
 
 
 def running(server):
@@ -292,13 +292,13 @@ def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
             port = int(lines[-1]["message"].split(":")[2].split()[0])
     url = f"http://127.0.0.1:{port}/v1/completions"
     body = {**LONG, "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", url, json=body, timeout=60) as stream:
+    with httpx.stream("POST", url, json=body, timeout=300) as stream:
         chunks = stream.iter_lines()
         next(chunks)
         process.send_signal(signal.SIGTERM)
         rest = [line for line in chunks if line]
     assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     found = [json.loads(line) for line in errors.splitlines()]
     (request,) = [line for line in found if line.get("path") == "/v1/completions"]

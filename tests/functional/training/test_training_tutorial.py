@@ -85,7 +85,7 @@ def run_under_torchrun(arguments: list[str]) -> tuple[str, str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout, result.stderr

@@ -37,7 +37,7 @@ def serve(body, **fields):
 
     async def run():
         async with make(**fields) as engine:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 result = await body(engine)
                 await engine.check_integrity()
             return result
@@ -588,7 +588,7 @@ def test_a_panic_of_the_tokenizer_stops_no_engine():
             assert (result.finish_reason, result.error) == ("error", "Panic: ")
             assert len(result.generated_tokens) == 50
             tokenizer.error = None
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 result = await engine.generate(PROMPTS[2], greedy(5))
             stats = await engine.stats()
             assert stats["step_failures"] == stats["request_restarts"] == 0
@@ -600,7 +600,7 @@ def test_a_panic_of_the_tokenizer_stops_no_engine():
 def test_what_no_future_can_hold_is_raised():
     async def run():
         async with AsyncEngine(MODEL, BrokenTokenizer(), tiny_engine(MODEL).config) as engine:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 with pytest.raises(RuntimeError, match="StopIteration"):
                     await engine.generate("text")
                 with pytest.raises(RuntimeError, match="StopIteration"):
@@ -752,7 +752,7 @@ def test_a_loop_that_is_closed_takes_its_requests_along():
     loop.close()
 
     async def after():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not await is_idle(engine):  # the next output finds no loop
                 pass
         assert (await engine.stats())["steps"] < 600

@@ -31,7 +31,7 @@ def serve(body, **fields):
     async def run():
         config = replace(tiny_engine(MODEL).config, **fields)
         async with AsyncEngine(MODEL, None, config) as engine:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 result = await body(engine)
                 await engine.check_integrity()
                 stats = await engine.stats()

@@ -136,7 +136,7 @@ def test_the_environment_forces_and_info_tells():
         environment = {"MEGATRON_HYBRID_BACKEND": backend, "PATH": ""}
         command = [sys.executable, "-W", "ignore", "-c", script]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     told = info("reference")

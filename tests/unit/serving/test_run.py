@@ -55,7 +55,7 @@ def test_lines_are_json_however_late_they_are_read(stream):
     assert stream.getvalue() == ""  # nothing has waited for the reader
     stream.reads.set()
     for _ in range(3):
-        assert stream.num_lines.acquire(timeout=20)
+        assert stream.num_lines.acquire(timeout=120)
     plain, request, failed = map(json.loads, stream.getvalue().splitlines())
     assert (plain["message"], plain["level"]) == ("3 requests", "info")
     assert plain["logger"] == "megatron_hybrid.some.part" and plain["time"].endswith("Z")
