@@ -66,6 +66,7 @@ setup(
             "matplotlib>=3.8",
             "pyarrow>=15",
             "tensorboard>=2.15",
+            "jsonschema>=4.20",
             *(*SERVER, "xgrammar>=0.2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
