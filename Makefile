@@ -48,7 +48,8 @@ help:
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
 	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
-	@echo "                   engines; 100,000 steps with failing allocations, under an hour"
+	@echo "                   engines; 100,000 steps with failing allocations, under"
+	@echo "                   an hour; 20,000 random guides of each kind"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -135,11 +136,13 @@ gpu-wheels:
 	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	    --platform manylinux_2_28_x86_64 --dest wheels/gpu megatron-core==$(NEWEST_CORE) $(shell grep "^fla-core==" constraints/torch2.11.txt)
 
-# Clients of a server that leave, lag and err; Ctrl-C at random moments; engine steps of which every other one meets failing allocations.
+# Clients of a server that leave, lag and err; Ctrl-C at random moments; engine steps of which every other one meets failing allocations;
+# random guides.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
+	GUIDE_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/text/test_guide_fuzz.py
 
 test-newest:
 	rm -rf .venv-newest

@@ -1,0 +1,353 @@
+"""Random guides: what they let a model write fits, by `jsonschema` and `re`; what fits is allowed.
+
+GUIDE_EXAMPLES=20000 makes so many guides of each kind; `make soak` does.
+"""
+
+import json
+import os
+import re
+import warnings
+from random import Random
+
+import jsonschema
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid.text.guide import Guide, GuideCompiler
+
+EOS = 256
+COMPILER = GuideCompiler([*(bytes([byte]) for byte in range(256)), b""], 257)
+LENGTHY = settings(
+    max_examples=int(os.environ.get("GUIDE_EXAMPLES", "60")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+SEEDS = st.integers(0, 2**32)
+
+
+def allowed_of(matcher) -> list[int]:
+    bits = np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def accepts(guide: Guide, text: str) -> bool:
+    """Whether a text is a whole answer."""
+    matcher = COMPILER.matcher(guide, [EOS])
+    for byte in text.encode():
+        if byte not in allowed_of(matcher):
+            return False
+        matcher.add([byte])
+    return EOS in allowed_of(matcher)
+
+
+def walk(guide: Guide, random: Random, likely: bytes, most: int = 200) -> str | None:
+    """A random answer; None: it would be too long."""
+    matcher, answer = COMPILER.matcher(guide, [EOS]), b""
+    for _ in range(most):
+        allowed = allowed_of(matcher)
+        if EOS in allowed and (len(allowed) == 1 or random.random() < 0.3):
+            return answer.decode()
+        some = [byte for byte in allowed if byte in likely]
+        rest = [byte for byte in allowed if byte != EOS and byte not in b" \n\t"]
+        pool = some if some and random.random() < 0.7 else rest or allowed
+        answer += bytes([random.choice(pool)])
+        matcher.add([answer[-1]])
+    return None
+
+
+# Regular expressions -----------------------------------------------------------------------------
+
+ATOMS = st.sampled_from(
+    [
+        *(
+            "a",
+            "b",
+            "0",
+            "é",
+            "😀",
+            " ",
+            "\n",
+            ".",
+            r"\.",
+            r"\d",
+            r"\D",
+            r"\w",
+            r"\W",
+            r"\s",
+            r"\S",
+        ),
+        *("[ab]", "[^a]", r"[^\s]", r"[^\W]", r"[\S]", r"[a-c0-9]", r"[\d_]", r"[^\D]", "[é-ü]"),
+        *("^", "$", r"\n", r"\t", r"\\", '"', r"\"", r"\/", r"\x41", r"\u00e9", r"\-", "/", "-"),
+        *(r"\b", r"\B", r"\A", r"\Z", "(?=a)", "(?!a)", "(?<=a)", "(?<!a)", "(?i:a)", r"(a)\1"),
+        *("(?>a)", "a*+", "[]a]", "[^]a]", "a{,2}", "a{", "}", "]", "[[a]", r"\0", r"\101", r"\v"),
+        *("(?P<n>a)", "(?#c)", "[a-]", "[-a]", r"[\b]", r"\a", "(?s:.)", "()", "[$^]"),
+    ]
+)
+PATTERNS = st.recursive(
+    st.sampled_from(["a", "b", "é", ".", r"\d", r"\w", r"\s", "[ab]", "[^a]", "^", "$"]) | ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=2, max_size=4).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.lists(inner, min_size=2, max_size=3).map("|".join),
+        st.builds(
+            lambda part, times: f"(?:{part}){times}",
+            inner,
+            st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "+?", "??"]),
+        ),
+    ),
+    max_leaves=7,
+)
+PATTERNS |= st.builds("^{}$".format, PATTERNS)
+TEXTS = st.text(st.sampled_from('ab0Aé😀 \n\t._\\"/-^$\u00a0\x1c٣]{'), max_size=5)
+
+
+def made(make, *arguments) -> Guide | None:
+    """The guide; None: it was refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            guide = make(*arguments)
+            COMPILER.compile(guide)
+            return guide
+        except ValueError:
+            return None
+
+
+def searches(pattern: str, text: str) -> bool:
+    return all(re.search(pattern, text, flag) for flag in (re.ASCII, re.UNICODE))
+
+
+@LENGTHY
+@given(PATTERNS, st.lists(TEXTS, max_size=5), SEEDS)
+def test_a_regex_is_that_of_python_or_refused(pattern, texts, seed):
+    guide = made(Guide.regex, pattern)
+    assume(guide is not None)
+    compiled, random = re.compile(pattern, re.DOTALL | re.ASCII), Random(seed)
+    for text in texts:
+        assert accepts(guide, text) == bool(compiled.fullmatch(text)), (pattern, text)
+    for _ in range(3):
+        text = walk(guide, random, b"ab0 \n", most=30)
+        assert text is None or compiled.fullmatch(text), (pattern, text)
+
+
+@LENGTHY
+@given(PATTERNS, st.lists(TEXTS, max_size=5), SEEDS)
+def test_a_pattern_of_a_schema_is_found_in_the_string_or_refused(pattern, texts, seed):
+    guide = made(Guide.json_schema, {"type": "string", "pattern": pattern})
+    assume(guide is not None)
+    random = Random(seed)
+    for text in texts:
+        found, is_plain = searches(pattern, text), text.isascii() and "\n" not in text
+        if accepts(guide, json.dumps(text, ensure_ascii=False)):
+            assert found, (pattern, text)
+        elif is_plain and "\x1c" not in text:  # what Python alone takes for a space
+            assert not found, (pattern, text)
+    for _ in range(3):
+        answer = walk(guide, random, b'ab0"\\n', most=40)
+        assert answer is None or searches(pattern, json.loads(answer)), (pattern, answer)
+
+
+# JSON --------------------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(
+    st.integers(-12, 12), st.integers(-5000, 5000), st.sampled_from([0.5, -0.25, 0.1, 2.5, 1e-3])
+)
+SIZES = st.integers(0, 3)
+NAMES = st.sampled_from(["a", "ab", "b c", 'q"', "é", "", "x"])
+SIMPLE = st.sampled_from(["", "a", "ab", "aé", 'q"', "\n", "😀", "2024-02-29", "x" * 5])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | SIMPLE,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=4,
+)
+TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
+FORMATS = st.sampled_from(["date", "ipv4", "uuid", "email", "ipv6", "date-time", "regex", "idn"])
+SCHEMA_PATTERNS = st.sampled_from(["^a", "a$", "^[a-c]{1,3}$", "a|b", r"\d", "^.$", "^(?!a)", "^x"])
+SOME = {"title": st.just("T"), "default": VALUES, "$comment": st.just("c"), "x-y": st.just(1)}
+NUMERIC = {name: NUMBERS for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}
+REF = st.sampled_from(["#", "#/$defs/a", "#/$defs/b"]).map(lambda ref: {"$ref": ref})
+
+
+def some_of(fields: dict, **required) -> st.SearchStrategy:
+    """Objects with few of the fields, in any order."""
+    few = st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)
+    return few.flatmap(
+        lambda names: st.fixed_dictionaries({**required, **{name: fields[name] for name in names}})
+    )
+
+
+def typed(fields: dict, *types: str) -> st.SearchStrategy:
+    each = some_of(fields, type=st.sampled_from(types))
+    return each | each | some_of(fields | {"type": st.lists(st.sampled_from(TYPES), max_size=3)})
+
+
+def leaves() -> st.SearchStrategy:
+    enums = {
+        **{"enum": st.lists(VALUES, max_size=4), "const": VALUES, **NUMERIC, "maxLength": SIZES},
+        **{"type": st.sampled_from(TYPES), "format": FORMATS, "title": st.just("T")},
+    }
+    lengths = {"minLength": SIZES, "maxLength": st.integers(0, 6)}
+    return st.one_of(
+        typed({**NUMERIC, **SOME, "multipleOf": st.just(3)}, "integer", "number"),
+        typed(lengths, "string"),
+        typed({"pattern": SCHEMA_PATTERNS, "format": FORMATS, **SOME, **lengths}, "string"),
+        some_of(enums, enum=st.lists(VALUES, min_size=1, max_size=4)),
+        some_of(enums),
+        st.booleans(),
+        REF,
+    )
+
+
+def compound(inner: st.SearchStrategy) -> st.SearchStrategy:
+    arrays = {
+        **{"items": inner, "prefixItems": st.lists(inner, max_size=2), "minItems": SIZES},
+        **{"maxItems": SIZES, "uniqueItems": st.booleans(), "contains": inner},
+        "unevaluatedItems": inner,
+    }
+    named = st.dictionaries(NAMES, inner, max_size=3)
+    objects = {
+        **{"properties": named, "required": st.lists(NAMES, max_size=2), "maxProperties": SIZES},
+        **{"minProperties": SIZES, "additionalProperties": inner, "propertyNames": inner},
+        **{"patternProperties": st.dictionaries(SCHEMA_PATTERNS, inner, max_size=2)},
+        "unevaluatedProperties": inner,
+    }
+    closed = named.flatmap(
+        lambda properties: some_of(
+            {**objects, "additionalProperties": st.booleans() | inner},
+            type=st.just("object"),
+            properties=st.just(properties),
+            required=st.lists(st.sampled_from(sorted(properties) or ["a"]), max_size=2).map(
+                lambda names: [name for name in names if name in properties]
+            ),
+        )
+    )
+    several = st.lists(inner, min_size=1, max_size=3)
+    kinds = st.sampled_from(["a", "b"]).map(lambda kind: {"const": kind})
+    tagged = st.builds(
+        lambda tag, part: {
+            **{"type": "object", "properties": {"tag": tag, "v": part}, "required": ["tag"]},
+        },
+        kinds,
+        inner,
+    )
+    choices = {"anyOf": several, "allOf": several, "oneOf": several, "not": inner, "if": inner}
+    return st.one_of(
+        typed(arrays, "array"),
+        typed(objects, "object"),
+        *(closed, closed),
+        several.map(lambda parts: {"anyOf": parts}),
+        several.map(lambda parts: {"oneOf": parts}),
+        st.lists(tagged, min_size=2, max_size=2).map(lambda parts: {"oneOf": parts}),
+        some_of({**choices, **NUMERIC, "type": st.sampled_from(TYPES)}),
+    )
+
+
+SCHEMAS = st.builds(
+    lambda root, a, b: {**root, "$defs": {"a": a, "b": b}} if isinstance(root, dict) else root,
+    *[st.recursive(leaves(), compound, max_leaves=5)] * 3,
+)
+
+
+def in_order(value, schema, root):
+    """The value with its properties in the order of the schema, where that is plain to see."""
+    if not isinstance(schema, dict):
+        return value
+    if isinstance(value, list):
+        first = schema.get("prefixItems", [])
+        rest = schema.get("items")
+        parts = [first[i] if i < len(first) else rest for i in range(len(value))]
+        return [in_order(*each, root) for each in zip(value, parts)]
+    if isinstance(value, dict):
+        names = list(schema.get("properties", {}))
+        place = {name: index for index, name in enumerate(names)}
+        ordered = sorted(value, key=lambda name: place.get(name, len(names)))
+        return {
+            name: in_order(value[name], schema.get("properties", {}).get(name), root)
+            for name in ordered
+        }
+    return value
+
+
+def fits(validator, value) -> bool:
+    """Whether a value is valid; no example, if the validator follows references for ever."""
+    try:
+        return validator.is_valid(value)
+    except RecursionError:
+        assume(False)
+
+
+@LENGTHY
+@given(SCHEMAS, st.lists(VALUES, max_size=6), SEEDS)
+def test_an_answer_fits_its_schema_or_the_schema_is_refused(schema, values, seed):
+    guide = made(Guide.json_schema, schema)
+    assume(guide is not None)
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    random = Random(seed)
+    for value in values:
+        answer = json.dumps(in_order(value, schema, schema), ensure_ascii=False)
+        assert not accepts(guide, answer) or fits(validator, value), (schema, answer)
+    for _ in range(3):
+        answer = walk(guide, random, b'"}]0a')
+        assert answer is None or fits(validator, json.loads(answer)), (schema, answer)
+
+
+@st.composite
+def fitting(draw) -> tuple[dict, object]:
+    """A schema whose types are all said, and a value that fits."""
+    kind = draw(st.sampled_from(["enum", "integer", "number", "string", "array", "object", "any"]))
+    if kind == "enum":
+        values = draw(st.lists(VALUES, min_size=1, max_size=4))
+        return {"enum": values}, draw(st.sampled_from(values))
+    if kind in ("integer", "number"):
+        value = draw(st.integers(-5000, 5000) if kind == "integer" else NUMBERS)
+        low, high = draw(st.none() | st.integers(0, 500)), draw(st.none() | st.integers(0, 500))
+        schema = {"type": kind}
+        if low is not None:
+            schema[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = value - low - 1
+        if high is not None:
+            schema[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = value + high + 1
+        return schema, value
+    if kind == "string":
+        value = draw(SIMPLE)
+        bounds = {"minLength": draw(st.integers(0, len(value)))}
+        bounds |= {"maxLength": len(value) + draw(st.integers(0, 2))}
+        return {"type": "string", **draw(st.sampled_from([bounds, {}]))}, value
+    if kind == "array":
+        parts = draw(st.lists(fitting(), max_size=3))
+        schemas, values = [schema for schema, _ in parts], [value for _, value in parts]
+        size = {"minItems": draw(st.integers(0, len(values)))}
+        size |= {"maxItems": len(values) + draw(st.integers(0, 1))}
+        if draw(st.booleans()):
+            return {"type": "array", "prefixItems": schemas, **size}, values
+        return {"type": "array", "items": {"anyOf": schemas} if schemas else True, **size}, values
+    if kind == "object":
+        parts = draw(st.dictionaries(NAMES, fitting(), max_size=3))
+        come = draw(st.sets(st.sampled_from(sorted(parts)))) if parts else set()
+        schema = {
+            "type": "object",
+            "properties": {name: schema for name, (schema, _) in parts.items()},
+            "required": sorted(come)[:1],
+            "maxProperties": len(come) + draw(st.integers(0, 2)),
+        }
+        value = {name: value for name, (_, value) in parts.items() if name in come}
+        if draw(st.booleans()):
+            schema["additionalProperties"] = True
+            schema["maxProperties"] += 1
+            value["zz"] = draw(VALUES)
+        else:
+            schema["minProperties"] = draw(st.integers(0, len(come)))
+        return schema, value
+    other, value = draw(fitting())
+    return {"anyOf": [{"type": "null"}, other]}, draw(st.sampled_from([None, value]))
+
+
+@LENGTHY
+@given(fitting())
+def test_a_value_that_fits_is_allowed(pair):
+    schema, value = pair
+    jsonschema.Draft202012Validator(schema).validate(value)
+    assert accepts(Guide.json_schema(schema), json.dumps(value, ensure_ascii=False)), pair

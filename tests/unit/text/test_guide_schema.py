@@ -1,0 +1,217 @@
+"""JSON Schema: each keyword is kept to, or refused by its name."""
+
+import datetime
+import ipaddress
+import json
+import re
+import uuid
+from random import Random
+
+import jsonschema
+import pytest
+from test_guide import accepts
+from test_guide_fuzz import walk
+
+from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.text.guide_schema import FORMATS
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"type": "integer", "multipleOf": 5}, "'multipleOf' is not supported"),
+        ({"type": "object", "nullable": True}, "'nullable' is not supported"),
+        ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding' is not supported"),
+        ({"type": "array", "contains": {}}, "'contains' is not supported"),
+        ({"type": "array", "additionalItems": False}, "'additionalItems' is not supported"),
+        ({"type": "array", "items": [{}]}, "'items' as a list"),
+        ({"type": "object", "dependentRequired": {}}, "'dependentRequired' is not supported"),
+        ({"if": {}, "then": {}}, "'if' is not supported"),
+        ({"anyOf": [{"not": {}}]}, "'not' is not supported"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "'not' is not supported"),
+        ({"type": "string", "anyOf": [{}]}, "'type' beside 'anyOf'"),
+        ({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {}}}, "'maximum' beside '.ref'"),
+        ({"enum": ["a"], "pattern": "a"}, "'pattern' beside 'enum'"),
+        ({"const": [1], "items": {}}, "'items' beside 'const'"),
+        ({"type": "string", "format": "date", "minLength": 3}, "'minLength' beside 'format'"),
+        ({"type": "string", "format": "date", "pattern": "1"}, "'pattern' beside 'format'"),
+        ({"type": "integer", "format": "int32"}, "the format 'int32' .those held are date, time"),
+        ({"type": "string", "pattern": "^(?!a).$"}, r"\(\?!...\) is not supported"),
+        ({"type": "string", "pattern": r"\p{L}"}, r"\\p is not supported in a pattern"),
+        (
+            {"properties": {"ab": {}}, "patternProperties": {"^a": {}}},
+            "'patternProperties' of the declared property 'ab'",
+        ),
+        ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' with several patterns"),
+        ({"patternProperties": {"a": {}}, "additionalProperties": {}}, "beside 'additionalPr"),
+        ({"propertyNames": {}, "properties": {"a": {}}}, "'propertyNames' beside 'properties'"),
+        ({"type": "object", "minProperties": 2}, "'minProperties' with properties that are not"),
+        ({"items": {"$id": "x"}}, "'.id' in an inner schema"),
+        ({"minimum": True}, "'minimum' must be a number"),
+        ({"exclusiveMinimum": True}, "'exclusiveMinimum' must be a number"),
+        ({"minLength": -1}, "'minLength' must be an integer >= 0, got -1"),
+        ({"maxItems": 2**40}, "'maxItems' must be at most 1000000000"),
+        ({"enum": "a"}, "'enum' must be a list"),
+        ({"anyOf": []}, "'anyOf' must be a list that is not empty"),
+        ({"required": [1]}, "'required' must be a list of names"),
+        ({"properties": []}, "'properties' must be an object"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "both schema 1 and schema 2"),
+        ({"oneOf": [{"properties": {"a": {}}}, {"type": "object"}]}, "both schema 1 and schema 2"),
+        ({"oneOf": [{"minimum": 3}, {"type": "string"}]}, "both schema 1 and schema 2"),
+    ],
+)
+def test_a_keyword_that_is_not_kept_to_is_refused_by_name(schema, what):
+    with pytest.raises(ValueError, match=what):
+        Guide.json_schema(schema)
+    for outer in ({"items": schema}, {"properties": {"p": schema}}, {"anyOf": [schema, True]}):
+        if "$ref" not in schema:
+            with pytest.raises(ValueError, match=what):
+                Guide.json_schema(outer)
+
+
+TREE = {
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "required": ["of"],
+        },
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        ({"minimum": 3}, ["3", "4.5"], ["1", "2.99", "-3"]),
+        ({"maxLength": 1}, ['"a"', '"😀"', r'"\ud83d\ude00"'], ['"ab"']),
+        ({"enum": [1, "a", 2.0], "type": "string"}, ['"a"'], ["1"]),
+        ({"enum": [1, "a", 2.0], "type": "integer", "minimum": 2}, ["2.0"], ["1"]),
+        ({"enum": [1, True, "ab"], "const": True}, ["true"], ["1"]),
+        ({"type": ["integer", "null"], "maximum": 5}, ["5", "-7", "null"], ["6", "1.5"]),
+        ({"type": "integer", "exclusiveMinimum": 9, "maximum": 120}, ["10", "120"], ["9", "121"]),
+        ({"type": "number", "exclusiveMinimum": 0.1}, ["0.2", "0.10001"], ["0.1", "0.10", "0"]),
+        ({"type": "number", "minimum": -1.5, "maximum": 0}, ["-1.5", "0", "-0.7"], ["-1.51", "1"]),
+        ({"type": "string", "minLength": 2}, [r'"\n\u00e9"', '"ab"'], ['"a"', r'"\ud800\ud800"']),
+        ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-30"', '"1900-02-29"']),
+        ({"prefixItems": [{"type": "null"}, {}]}, ["[]", "[null, 1]"], ["[1]", "[null, 1, 2]"]),
+        (
+            {"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 2, "maxItems": 3},
+            ["[1, 2]", "[1,2,2]"],
+            ["[1]", "[1,1]", "[1,2,2,2]"],
+        ),
+        ({"items": False}, ["[]"], ["[1]"]),
+        ({"uniqueItems": False, "maxItems": 1}, ["[1]"], ["[1,1]"]),
+        ({"minItems": 1, "maxItems": 10**9, "items": {"const": 1}}, ["[1]", "[1,1]"], ["[]"]),
+        ({"minLength": 1, "maxLength": 10**9}, ['"a"', '"aaa"'], ['""']),
+        (
+            {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+            ['{"a": 1, "b": 2}', '{"aa": 2, "": 2}', "{}"],
+            ['{"a": 2}', '{"a": 1, "a": 2}', r'{"\u0061": 2}', '{"b": 1}'],
+        ),
+        (
+            {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "maxProperties": 2},
+            ['{"a": 1, "c": 1}', '{"b": 1, "c": 1}'],
+            ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}', "{}"],
+        ),
+        (
+            {"type": "object", "maxProperties": 1},
+            ["{}", '{"a": 1}'],
+            ['{"a": 1, "b": 2}'],
+        ),
+        (
+            {"properties": {"b": {"const": 1}}, "patternProperties": {"^a": {"const": 2}}},
+            ['{"b": 1, "ab": 2}', '{"a": 2}'],
+            ['{"b": 2}', '{"a": 1}', '{"c": 2}'],
+        ),
+        (
+            {"propertyNames": {"enum": ["a", 1]}, "additionalProperties": {"const": 2}},
+            ['{"a": 2}', "{}"],
+            ['{"b": 2}', '{"a": 1}'],
+        ),
+        ({"allOf": [{"type": "null", "title": "n"}], "title": "o"}, ["null"], ["1"]),
+        ({"oneOf": [{"type": "null"}, {"const": 3}]}, ["null", "3"], ["1"]),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"k": {"const": "a"}, "v": {}}},
+                    {"type": "object", "properties": {"k": {"const": "b"}}},
+                ],
+                "discriminator": {"propertyName": "k"},
+            },
+            ['{"k": "a", "v": 1}', '{"k": "b"}'],
+            ["{}", '{"v": 1}', '{"k": "b", "v": 1}'],
+        ),
+        ({"$ref": "#/$defs/tree", **TREE}, ['{"of": []}', '{"of": [{"of": []}]}'], ["{}"]),
+        ({"$ref": "#/$defs/loop", **TREE}, ["null"], ["1"]),
+        ({"anyOf": [{"$ref": "#/$defs/a~1%25"}], "$defs": {"a/%": {"const": 1}}}, ["1"], ["2"]),
+        ({"const": {"a": [1, {}], "b": "é"}}, ['{"a": [1, { }], "b": "é"}'], ['{"a": [1, {}]}']),
+        ({"title": "t", "default": 1, "x-order": 3, "examples": [2], "type": "null"}, ["null"], []),
+        (True, ["1", "{}", '[{"a": null}]', '"a"', "-0.5e-7"], ["", "01", "nul", "Infinity"]),
+        ({"items": {"type": "object", "properties": {"a": False}}}, ["[{}]"], ['[{"a": 1}]']),
+    ],
+)
+def test_a_keyword_is_kept_to(schema, yes, no):
+    guide = Guide.json_schema(schema)
+    for answer in yes:
+        jsonschema.validate(json.loads(answer), schema)
+        assert accepts(guide, answer), answer
+    for answer in no:
+        assert not accepts(guide, answer), answer
+
+
+CHECKS = {
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "date-time": datetime.datetime.fromisoformat,
+    "uuid": uuid.UUID,
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+}
+EXAMPLES = {
+    "date": (["0001-01-01", "2000-02-29", "9999-12-31"], ["0000-01-01", "2100-02-29", "2024-4-1"]),
+    "time": (["23:59:59Z", "00:00:00.123+05:30"], ["24:00:00Z", "12:00:00", "12:00:60Z"]),
+    "date-time": (["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2024-02-29 10:00:00Z"]),
+    "duration": (["P1Y2M3DT4H5M6S", "PT1M", "P2W", "P3D"], ["P", "PT", "P1Y2D", "P1S", "1D"]),
+    "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    "ipv4": (["0.0.0.0", "255.10.99.1"], ["256.1.1.1", "01.1.1.1", "1.1.1"]),
+    "ipv6": (["1:2:3:4:5:6:7:abcd"], ["1:2:3", "g:2:3:4:5:6:7:8"]),
+    "hostname": (["a", "example.com", "a-b.c"], ["-a", "a..b", "a_b", "a-"]),
+    "email": (["a.b+c@example.com"], ["a", "@b", "a..b@c", "a b@c"]),
+    "uri": (["https://a.b:80/c?d=e#f", "ftp://x"], ["a", "https://", "https://a b", "http://a/%g"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_kept_to(name):
+    guide, random = Guide.json_schema({"type": "string", "format": name}), Random(1)
+    yes, no = EXAMPLES[name]
+    assert all(accepts(guide, f'"{text}"') for text in yes)
+    assert not any(accepts(guide, f'"{text}"') for text in no)
+    walks = [walk(guide, random, b"0129-:.TZ") for _ in range(40)]
+    texts = yes + [json.loads(answer) for answer in walks if answer]
+    for text in texts:
+        jsonschema.FormatChecker().check(text, name)
+        assert re.fullmatch(FORMATS[name], text)
+        CHECKS.get(name, str)(text)
+
+
+def test_the_rules_of_a_shared_schema_are_made_once():
+    """A ladder of references, each with two ways down, has as many rules as rungs."""
+    for name, begin, end in (("prefixItems", "[", "]"), ("anyOf", "", "")):
+        rungs = {f"r{i}": {name: [{"$ref": f"#/$defs/r{i + 1}"}] * 2} for i in range(60)}
+        schema = {"$ref": "#/$defs/r0", "$defs": {**rungs, "r60": {"type": "null"}}}
+        assert accepts(Guide.json_schema(schema), begin * 60 + "null" + end * 60)
+
+
+def test_a_one_of_takes_no_long_time():
+    assert accepts(Guide.json_schema({"oneOf": [{"const": i} for i in range(100)]}), "99")
+    with pytest.raises(ValueError, match="too many choices inside of each other"):
+        Guide.json_schema({"oneOf": [{"const": i} for i in range(1000)]})
+
+
+def test_an_object_may_have_many_properties():
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    guide = Guide.json_schema({"properties": properties, "additionalProperties": False})
+    assert accepts(guide, '{"p0": 1, "p999": 2}') and not accepts(guide, '{"p9": 1, "p8": 2}')
