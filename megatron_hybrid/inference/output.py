@@ -27,7 +27,7 @@ class OutputProcessor:
         if params.num_tokens_to_generate == 0:
             request.mark_answered("length")
             return True
-        stops = token in request.stop_ids
+        stops = request.is_stop(token)
         if not stops or params.detokenize_stop_sequence:
             if not request.epochs or request.epochs[-1][0] != self.epoch:
                 request.epochs.append((self.epoch, request.num_generated))

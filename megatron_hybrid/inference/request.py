@@ -258,6 +258,7 @@ class Request:
         # Where a guide is over, nothing but a stop token could be drawn.
         is_over = self.follow_guide()
         is_too_short = self.num_generated < params.min_tokens and not is_over
+        bans_stops = is_too_short and not self._stops_are_text
         repeats = params.penalises_repetition
         penalises = repeats or params.penalises_answer
         return Draw(
@@ -267,9 +268,17 @@ class Request:
             self.num_tokens,
             self._distinct_prompt_tokens if repeats else None,
             self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
-            tuple(self.stop_ids) if is_too_short else (),
+            tuple(self.stop_ids) if bans_stops else (),
             None if matcher is None else matcher.allowed,
         )
+
+    def is_stop(self, token: int) -> bool:
+        """Whether a token ends the answer, if it is drawn next."""
+        return token in self.stop_ids and not self._stops_are_text
+
+    @property
+    def _stops_are_text(self) -> bool:
+        return self.matcher is not None and self.matcher.stops_are_text
 
     def follow_guide(self) -> bool:
         """Let the guide's matcher, if there is one, see all generated tokens. Returns whether the

@@ -292,6 +292,18 @@ def test_a_stop_token_ends_an_answer_only_where_the_guide_may_end():
     assert (result.generated_text, result.finish_reason) == ("aaab", "stop")
 
 
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_a_stop_token_that_the_guide_needs_is_text_until_the_answer_may_end(min_tokens):
+    b, c = ord("b"), ord("c")
+    params = sampled(stop_token_ids=[b, c], logit_bias={b: 100, c: 90}, min_tokens=min_tokens)
+    guides = list(map(Guide.regex, ("[0-9]bc", "[bd]{2}x", "bcb*")))
+    results = engine_of().generate([PROMPT] * 3, params, guide=guides)
+    digit, other, open_end = [result.generated_text for result in results]
+    assert re.fullmatch("[0-9]bc", digit) and other == "ddx"
+    assert re.fullmatch("bcb*", open_end)
+    assert {result.finish_reason for result in results} == {"stop"}
+
+
 def test_min_tokens_hold_until_the_guide_is_over():
     params = sampled(logit_bias={256: 100}, min_tokens=5)
     results = engine_of().generate(
