@@ -231,7 +231,11 @@ class RequestBuilder:
                 f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained"
             )
-        return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size)
+        return GuideCompiler(
+            self.tokenizer.token_bytes,
+            self.vocab_size,
+            getattr(self.tokenizer, "first_token_bytes", None),
+        )
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""

@@ -234,24 +234,57 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """Bytes that each token adds to a text; none for special tokens, which `detokenize` leaves
-        out, and for ids that are no tokens.
+        out, and for ids that are no tokens. The first token of a text may add others:
+        `first_token_bytes`.
 
         Raises:
-            ValueError: the tokenizer has a decoder that is not known here, such as WordPiece.
+            ValueError: the tokenizer has a decoder that is not known here.
         """
+        if self._is_word_piece:
+            # Its decoder sees one token at a time, and whether it is the first.
+            first, twice = self.first_token_bytes, self._decoded_each(2)
+            return [text[len(start) :] for start, text in zip(first, twice)]
         steps = self._decoder_steps
         kinds = {step.get("type") for step in steps}
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             names = ", ".join(sorted(map(str, kinds)))
             raise ValueError(
                 f"the bytes of this tokenizer's tokens are unknown: its decoder is {names}; those "
-                "known are ByteLevel, ByteFallback and Metaspace"
+                "known are ByteLevel, ByteFallback, Metaspace and WordPiece"
             )
-        added = self._tokenizer.get_added_tokens_decoder()
         found = [b""] * self.vocab_size
-        for text, token in self._tokenizer.get_vocab().items():
-            if token not in added or not added[token].special:
-                found[token] = _decoded(text, steps)
+        for text, token in self._text_tokens:
+            found[token] = _decoded(text, steps)
+        return found
+
+    @cached_property
+    def first_token_bytes(self) -> list[bytes]:
+        """As `token_bytes`, of the first token of a text: WordPiece writes it without the space
+        before a word, and with the "##" of a word's part.
+
+        Raises:
+            ValueError: as `token_bytes`.
+        """
+        return self._decoded_each(1) if self._is_word_piece else self.token_bytes
+
+    @property
+    def _is_word_piece(self) -> bool:
+        return [step.get("type") for step in self._decoder_steps] == ["WordPiece"]
+
+    @property
+    def _text_tokens(self) -> list[tuple[str, int]]:
+        """Names and ids of all tokens but special ones."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        items = self._tokenizer.get_vocab().items()
+        return [each for each in items if each[1] not in added or not added[each[1]].special]
+
+    def _decoded_each(self, times: int) -> list[bytes]:
+        """For each id, the bytes of a text that has its token so many times."""
+        tokens = [token for _, token in self._text_tokens]
+        texts = self._tokenizer.decode_batch([[token] * times for token in tokens])
+        found = [b""] * self.vocab_size
+        for token, text in zip(tokens, texts):
+            found[token] = text.encode()
         return found
 
     @cached_property

@@ -5,6 +5,7 @@ import shutil
 import sys
 import threading
 import time
+from random import Random
 
 import pytest
 import tokenizers
@@ -221,10 +222,29 @@ def test_the_bytes_of_tokens_make_up_the_text(pre_tokenizer, decoder):
 
 
 def test_the_bytes_of_tokens_of_an_unknown_decoder_are_not_guessed():
-    inner = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
-    inner.decoder = decoders.WordPiece()
-    with pytest.raises(ValueError, match="its decoder is WordPiece; those known are ByteLevel"):
+    inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    inner.decoder = decoders.BPEDecoder()
+    with pytest.raises(ValueError, match="its decoder is BPEDecoder; those known are ByteLevel"):
         Tokenizer(inner).token_bytes  # noqa: B018
+
+
+@pytest.mark.parametrize("cleanup", [False, True])
+def test_the_bytes_of_word_pieces_make_up_the_text(cleanup):
+    words = ["[UNK]", "[SEP]", "yes", "no", "é", ",", ".", "n't", "##s", "##es", "##", "do", "not"]
+    vocab = {word: token for token, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    inner.decoder = decoders.WordPiece("##", cleanup)
+    inner.add_tokens([tokenizers.AddedToken("<tool>")])
+    inner.add_special_tokens(["[UNK]", "[SEP]"])
+    tokenizer, random = Tokenizer(inner), Random(0)
+    first, later = tokenizer.first_token_bytes, tokenizer.token_bytes
+    assert later[vocab["yes"]] == b" yes" and later[vocab["##s"]] == b"s"
+    assert first[vocab["yes"]] == b"yes" and first[vocab["[SEP]"]] == later[vocab["[SEP]"]] == b""
+    texts = range(2, tokenizer.vocab_size)
+    for _ in range(300):
+        ids = random.choices(texts, k=random.randint(1, 6))
+        data = first[ids[0]] + b"".join(later[token] for token in ids[1:])
+        assert data.decode() == tokenizer.detokenize(ids)
 
 
 def test_bos(write, trained):
