@@ -19,7 +19,7 @@ from megatron_hybrid.text.guide import Guide, GuideCompiler
 EOS = 256
 COMPILER = GuideCompiler([*(bytes([byte]) for byte in range(256)), b""], 257)
 LENGTHY = settings(
-    max_examples=int(os.environ.get("GUIDE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("GUIDE_EXAMPLES", "20")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
@@ -47,10 +47,11 @@ def walk(guide: Guide, random: Random, likely: bytes, most: int = 200) -> str | 
     matcher, answer = COMPILER.matcher(guide, [EOS]), b""
     for _ in range(most):
         allowed = allowed_of(matcher)
-        if EOS in allowed and (len(allowed) == 1 or random.random() < 0.3):
-            return answer.decode()
+        may_end, allowed = EOS in allowed, [byte for byte in allowed if byte != EOS]
         some = [byte for byte in allowed if byte in likely]
-        rest = [byte for byte in allowed if byte != EOS and byte not in b" \n\t"]
+        rest = [byte for byte in allowed if byte not in b" \n\t"]
+        if may_end and (not rest or random.random() < 0.3):
+            return answer.decode()
         pool = some if some and random.random() < 0.7 else rest or allowed
         answer += bytes([random.choice(pool)])
         matcher.add([answer[-1]])
