@@ -79,9 +79,11 @@ test: $(VENV)/.installed-test
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
 	$(if $(CHOSEN),,$(MAKE) kernel-tests)
 
-# The rows of matrices of whose kind `make test` runs one: about as long again.
-test-matrix:
-	@$(MAKE) --no-print-directory test TESTED="not gpu and matrix"
+# The rows of matrices of whose kind `make test` runs another one: about as long again.
+test-matrix: TESTED := not gpu and matrix
+test-matrix: $(VENV)/.installed-test
+	$(PYTEST) --ignore=tests/kernels --ignore=tests/page tests
+	$(if $(CHOSEN),,$(MAKE) kernel-tests TESTED="$(TESTED)")
 
 door-tests: $(VENV)/.installed-test
 	$(PYTEST) $(DOOR_TESTS)
