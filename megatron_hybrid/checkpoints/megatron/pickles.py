@@ -47,6 +47,9 @@ _KNOWN = {
 """Module -> names in it that are what they are. None of them does more than to hold its
 arguments."""
 
+_OTHER_NAMES = {"pathlib._local": "pathlib"}
+"""Module -> where each release of Python has its classes. 3.13 pickles paths by the first."""
+
 _INERT_MODULES = ("torch.distributed.checkpoint.planner",)
 """Plans of the saving ranks, which core leaves in `.metadata` and which nothing here reads."""
 
@@ -115,6 +118,7 @@ def load_pickle(file: io.BufferedIOBase, **options: Any) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What the pickle names: a known class, or an `Unknown` of its own."""
+        module = _OTHER_NAMES.get(module, module)
         if name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
