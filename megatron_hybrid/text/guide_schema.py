@@ -69,6 +69,8 @@ _KEYWORDS = {
 }
 """Those that are kept to, by the type that they are about."""
 _CHOICES = ("anyOf", "oneOf", "allOf", "$ref")
+_HELD = {"type", "enum", "const", *_CHOICES, *chain.from_iterable(_KEYWORDS.values())}
+"""All that are kept to."""
 _BESIDE_VALUES = {"type", "enum", "const", *_NUMERIC, "minLength", "maxLength", "format"}
 """Keywords by which the values of `enum` and `const` are picked."""
 _COUNTS = {
@@ -235,8 +237,7 @@ class _Schemas:
         """Raise ValueError for keywords that are not kept to, or not beside each other."""
         asserted = schema.keys() - _ANNOTATIONS
         asserted = {name for name in asserted if not str(name).startswith("x-")}
-        known = {"type", "enum", "const", *_CHOICES, *sum(_KEYWORDS.values(), ())}
-        for name in sorted(asserted - known):
+        for name in sorted(asserted - _HELD):
             _refuse(repr(name))
         for name in _CHOICES:
             if name in schema and (beside := asserted - {name}):
