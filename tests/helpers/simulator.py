@@ -14,9 +14,19 @@ import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.lease import Lease, PageCopy, Reservation
-from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 
+SPECS = {
+    "hybrid": CacheSpec(16, (KVGroup(2, 64),), state_bytes=4000, hidden_bytes=64),
+    "pure": CacheSpec(16, (KVGroup(2, 64),), state_bytes=0, hidden_bytes=64),
+    "window": CacheSpec(
+        16, (KVGroup(2, 64), KVGroup(2, 64, window=24)), state_bytes=4000, hidden_bytes=64
+    ),
+    "chunk": CacheSpec(16, (KVGroup(2, 64, chunk=24),), state_bytes=0, hidden_bytes=64),
+    "state": CacheSpec(16, (), state_bytes=4000, hidden_bytes=64),
+}
+"""One of each kind of model."""
 GARBAGE = -1
 """What free pages are filled with."""
 

@@ -7,20 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulator import Simulator, cached_paths, known_tokens
+from simulator import SPECS, Simulator, cached_paths, known_tokens
 
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
-FULL = KVGroup(2, 64)
-SPECS = {
-    "hybrid": CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64),
-    "pure": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
-    "window": CacheSpec(16, (FULL, KVGroup(2, 64, window=24)), state_bytes=4000, hidden_bytes=64),
-    "chunk": CacheSpec(16, (KVGroup(2, 64, chunk=24),), state_bytes=0, hidden_bytes=64),
-    "state": CacheSpec(16, (), state_bytes=4000, hidden_bytes=64),
-}
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 

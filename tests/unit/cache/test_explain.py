@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from settled import settled
-from simulator import Simulator
+from simulator import SPECS, Simulator
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.pages.lease import Match
@@ -14,15 +14,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
-FULL = KVGroup(2, 64)
-SPEC = CacheSpec(16, (FULL,), state_bytes=20_000, hidden_bytes=128)
-SPECS = {
-    "hybrid": CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64),
-    "pure": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
-    "window": CacheSpec(16, (FULL, KVGroup(2, 64, window=24)), state_bytes=4000, hidden_bytes=64),
-    "chunk": CacheSpec(16, (KVGroup(2, 64, chunk=24),), state_bytes=0, hidden_bytes=64),
-    "state": CacheSpec(16, (), state_bytes=4000, hidden_bytes=64),
-}
+SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 
 
 def tokens(n, seed=0):
