@@ -19,6 +19,7 @@ PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
+ALL    := --ignore=tests/kernels --ignore=tests/page tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
@@ -75,14 +76,14 @@ demo-curve: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc-per-node 2 examples/demo_curve.py
 
 test: $(VENV)/.installed-test
-	$(PYTEST) --ignore=tests/kernels --ignore=tests/page tests
+	$(PYTEST) $(ALL)
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
 	$(if $(CHOSEN),,$(MAKE) kernel-tests)
 
 # The rows of matrices of whose kind `make test` runs another one: about as long again.
 test-matrix: TESTED := not gpu and matrix
 test-matrix: $(VENV)/.installed-test
-	$(PYTEST) --ignore=tests/kernels --ignore=tests/page tests
+	$(PYTEST) $(ALL)
 	$(if $(CHOSEN),,$(MAKE) kernel-tests TESTED="$(TESTED)")
 
 door-tests: $(VENV)/.installed-test
