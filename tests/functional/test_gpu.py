@@ -15,6 +15,7 @@ from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
 from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.memory_budget import available_bytes
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -210,3 +211,17 @@ def test_a_suspended_engine_gives_the_devices_memory_back(mode):
     again = answer(engine, prompt, greedy_params(4))
     assert again.generated_tokens == first.generated_tokens
     assert (again.num_cached_tokens == len(prompt)) is (mode == "offload")
+
+
+def test_a_pool_takes_its_part_of_what_the_device_has_left():
+    """A small part, and wide bounds: other tests run beside this one on the same device."""
+    model, prompt = on_gpu("local", torch.float32), random_tokens(150)
+    params = SamplingParams(top_k=1, num_tokens_to_generate=8)
+    left = available_bytes(torch.device(DEVICE))
+    engine = DynamicInferenceEngine(model, None, InferenceConfig(memory_fraction=0.02))
+    assert 0.01 * left <= engine.config.cache_bytes == engine.memory.pool.numel() <= 0.03 * left
+    for _ in range(2):
+        (result,) = engine.generate([prompt], params)
+        assert is_greedy(tiny_model(), prompt, result.generated_tokens)
+    assert result.prefix.skipped_tokens == len(prompt)
+    engine.close()
