@@ -20,6 +20,9 @@ MAX_REGISTERS = 255
 CHOSEN_BYTES = 32
 """The assembler spills up to so many where that lets one more block run beside the others, with
 registers left. More, or any with no register left, are spilled because it needs registers."""
+WIDE_BYTES = 128
+"""Spilled by attention's 64 rows of 256 values, which take half of a thread's registers by
+themselves: on an H200 they were 4 times as fast as 16 rows without spills."""
 
 ALL_KINDS = (
     "nemotron_h_8b:bfloat16",  # Mamba-2; heads of 128
@@ -30,6 +33,7 @@ HOPPER = (
     *ALL_KINDS,
     "kimi_linear_48b_a3b:bfloat16",  # Kimi Delta Attention; latents of 576
     "jamba_1_5_mini:bfloat16",  # Mamba-1
+    "qwen3_5_4b:bfloat16",  # heads of 256
 )
 
 
@@ -45,6 +49,8 @@ def kernels_of_ours() -> set[str]:
 
 def is_short_of_registers(kernel: dict) -> bool:
     allowed = CHOSEN_BYTES if kernel["registers"] < MAX_REGISTERS else 0
+    if kernel["num_wgmma"] and kernel["constants"].get("BLOCK_P") == 256:
+        allowed = WIDE_BYTES
     return kernel["spilled_bytes"] > allowed
 
 
@@ -68,3 +74,7 @@ def test_kernels_fit_into_registers_and_shared_memory_and_do_not_race(gpu, model
     assert [one for one in compiled if one["shared_bytes"] > SHARED_BYTES] == []
     assert [one for one in compiled if is_short_of_registers(one)] == []
     assert [one for one in compiled if one["races"]] == []
+
+    # One for all calls of a model: else the order of sums would differ between them.
+    scans = [one for one in compiled if one["kernel"] == "selective_scan.triton.scan_kernel"]
+    assert len(scans) == len({one["model"] for one in scans}) > 0

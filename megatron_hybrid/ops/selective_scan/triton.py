@@ -16,7 +16,31 @@ ELEMENTS = 1024
 """Elements of a state in one program: 8 of each thread."""
 
 
-@triton.jit
+OF_A_CALL = [
+    "x_ptr",
+    "dt_ptr",
+    "B_ptr",
+    "C_ptr",
+    "y_ptr",
+    "out_ptr",
+    "slots_ptr",
+    "boundaries_ptr",
+    "offsets_ptr",
+    "captures_ptr",
+    "stride_x_row",
+    "stride_dt_row",
+    "stride_B_row",
+    "stride_C_row",
+    "stride_y_row",
+    "stride_out_capture",
+    "stride_out_channel",
+    "stride_out_state",
+]
+"""Arguments that differ between calls. What is compiled does not depend on them: else sums could be
+made in another order, and a row's bits would not be the same in every call."""
+
+
+@triton.jit(do_not_specialize=OF_A_CALL)
 def scan_kernel(
     x_ptr,
     dt_ptr,
@@ -52,7 +76,6 @@ def scan_kernel(
     CHANNELS: tl.constexpr,
     N: tl.constexpr,
     HAS_D: tl.constexpr,
-    HAS_CAPTURES: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -69,10 +92,8 @@ def scan_kernel(
     state_ptrs = pool_ptr + slot * stride_pool_slot
     state_ptrs += c[:, None] * stride_pool_channel + s[None, :] * stride_pool_state
     h = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
-    capture, last_capture = 0, 0
-    if HAS_CAPTURES:
-        capture = tl.load(offsets_ptr + sequence)
-        last_capture = tl.load(offsets_ptr + sequence + 1)
+    capture, last_capture = tl.load(offsets_ptr + sequence), tl.load(offsets_ptr + sequence + 1)
+    wanted = tl.load(captures_ptr + capture, mask=capture < last_capture, other=-1)
     for t in range(row, end):
         x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
         dt = tl.load(dt_ptr + t * stride_dt_row + c * stride_dt_channel, mask=own, other=0.0)
@@ -84,13 +105,12 @@ def scan_kernel(
         if HAS_D:
             y += tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32) * x
         tl.store(y_ptr + t * stride_y_row + c * stride_y_channel, y, mask=own)
-        if HAS_CAPTURES:
-            wanted = capture < last_capture
-            hit = tl.load(captures_ptr + capture, mask=wanted, other=-1).to(tl.int64) == t + 1
+        if t + 1 == wanted:
             out_ptrs = out_ptr + tl.cast(capture, tl.int64) * stride_out_capture
             out_ptrs += c[:, None] * stride_out_channel + s[None, :] * stride_out_state
-            tl.store(out_ptrs, h, mask=inside & hit)
-            capture += tl.where(hit, 1, 0)
+            tl.store(out_ptrs, h, mask=inside)
+            capture += 1
+            wanted = tl.load(captures_ptr + capture, mask=capture < last_capture, other=-1)
     tl.store(state_ptrs, h, mask=inside)
 
 
@@ -133,7 +153,8 @@ def run(
     table = SequenceTable.of(layout, x_TC.device)
     y_TC = torch.empty_like(x_TC)
     y_TC[layout.num_tokens :] = 0
-    out_n = states.captured_n if layout.captures else None
+    # Without captures nothing is written there.
+    out_n = states.captured_n if layout.captures else states.pool_S
     block_n = triton.next_power_of_2(N)
     block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
     scan_kernel[layout.num_sequences, triton.cdiv(channels, block_c)](
@@ -157,11 +178,10 @@ def run(
         *C_TN.stride(),
         *states.pool_S.stride(),
         *y_TC.stride(),
-        *((0, 0, 0) if out_n is None else out_n.stride()),
+        *out_n.stride(),
         CHANNELS=channels,
         N=N,
         HAS_D=D_C is not None,
-        HAS_CAPTURES=out_n is not None,
         BLOCK_C=block_c,
         BLOCK_N=block_n,
         num_warps=4,
