@@ -20,13 +20,17 @@ def config(rows, stages, warps):
 
 
 RIGHT = [config(64, 1, 4), config(32, 3, 4), config(64, 3, 2)]
-RACING = [config(64, 3, 4), config(128, 2, 8)]
+FOUR_WARPS, EIGHT_WARPS = config(64, 3, 4), config(128, 2, 8)
+"""Four race where the first factor is in registers, eight anywhere."""
+RACING = [FOUR_WARPS, EIGHT_WARPS]
 
 
 def test_configs_that_can_race_are_left_out():
-    assert without_races([*RACING, *RIGHT]) == RIGHT
-    (one,) = without_races(RACING)  # as in a deterministic mode, which has a single config
-    assert without_races([one]) == [one]
+    assert without_races([*RACING, *RIGHT], in_registers=True) == RIGHT
+    assert without_races([*RACING, *RIGHT], in_registers=False) == [FOUR_WARPS, *RIGHT]
+    # All can in a deterministic mode, which has a single config.
+    (one,) = without_races(RACING, in_registers=True)
+    assert without_races([one], in_registers=True) == [one]
 
 
 def racing_kernel():
@@ -43,13 +47,13 @@ def racing_kernel():
 def test_configs_are_left_out_on_hopper_alone(monkeypatch, is_hopper):
     monkeypatch.setattr(hopper, "is_hopper", lambda: is_hopper)
     kernel = racing_kernel()
-    assert len(leave_racing_configs_out(kernel)) == is_hopper
+    assert len(leave_racing_configs_out(kernel, in_registers=True)) == is_hopper
     assert kernel.configs == (RIGHT if is_hopper else [*RACING, *RIGHT])
     assert hopper.left_out.pop(kernel, []) == (RACING if is_hopper else [])
 
 
 def test_info_tells_the_remarks_of_a_backend(monkeypatch):
-    monkeypatch.setattr(mcore, "REMARKS", leave_racing_configs_out(racing_kernel()))
+    monkeypatch.setattr(mcore, "REMARKS", leave_racing_configs_out(racing_kernel(), True))
     assert "mcore: 2 configs of racing left out" in backends()["ssd_scan"]
 
 
@@ -62,7 +66,9 @@ import wgmma
 
 record = gpu_stub.install(90)
 
-from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd_kernel
+from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel
+from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd_kernel
+from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd_kernel, _chunk_state_fwd_kernel
 from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd_kernel
 
 from benchmarks.gpu.ops import FAMILIES, prefill_layout
@@ -73,8 +79,10 @@ from megatron_hybrid.ops.ssd import mcore
 gpu_stub.let_backends_serve_the_cpu()
 for kernel in (_chunk_cumsum_fwd_kernel, _state_passing_fwd_kernel):
     kernel.configs = kernel.configs[:1]
-for kernel, configs in left_out.items():
-    kernel.configs = configs[-1:]
+for kernel in (_chunk_scan_fwd_kernel, _chunk_state_fwd_kernel, _bmm_chunk_fwd_kernel):
+    configs = [*kernel.configs, *left_out[kernel]]
+    four_warps = [one for one in configs if one.num_warps == 4 and one.kwargs["BLOCK_SIZE_M"] >= 64]
+    kernel.configs = four_warps[-1:]
 family = next(family for family in FAMILIES if family.op == "ssd_scan")
 inputs = family.inputs(family.sizes, prefill_layout(256), torch.device("cpu"), torch.bfloat16)
 mcore.run(*inputs)

@@ -29,8 +29,12 @@ from megatron_hybrid.ops.ssd.triton import capture, step
 
 REMARKS = [
     remark
-    for kernel in (_chunk_scan_fwd_kernel, _chunk_state_fwd_kernel, _bmm_chunk_fwd_kernel)
-    for remark in leave_racing_configs_out(kernel)
+    for kernel, in_registers in (
+        (_chunk_scan_fwd_kernel, True),
+        (_chunk_state_fwd_kernel, False),
+        (_bmm_chunk_fwd_kernel, False),
+    )
+    for remark in leave_racing_configs_out(kernel, in_registers)
 ]
 """See `kernel_backend`."""
 
