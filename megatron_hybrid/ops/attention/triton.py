@@ -22,6 +22,16 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _load(ptrs, rows, columns, ALL: tl.constexpr):
+    """A block of matrices, zeros outside of its rows and columns."""
+    if ALL:
+        block = tl.load(ptrs)
+    else:
+        block = tl.load(ptrs, mask=rows & columns, other=0)
+    return block
+
+
+@triton.jit
 def attention_kernel(
     q_ptr,
     k_ptr,
@@ -108,49 +118,67 @@ def attention_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     average = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
-    for j0 in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        known = (j >= low) & (j < high)
-        page = tl.load(
-            table_ptr + sequence * stride_table_row + (j // B) * stride_table_column,
-            mask=known,
-            other=0,
-        ).to(tl.int64)
-        k_rows = k_ptr + page * stride_k_page + (j % B) * stride_k_row + kv * stride_k_head
-        k = tl.load(
-            k_rows[None, :] + d[:, None] * stride_k_dim,
-            mask=known[None, :] & (d[:, None] < D),
-            other=0.0,
-        ).to(q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee")
-        if BLOCK_D < D:
-            k2 = tl.load(
-                k_rows[None, :] + d2[:, None] * stride_k_dim,
-                mask=known[None, :] & (d2[:, None] < D),
-                other=0.0,
+    begin = low // BLOCK_N * BLOCK_N
+    whole = begin
+    if WINDOW == 0 and CHUNK == 0:
+        # Up to here all rows see all keys. A row's bits do not depend on where that is: both loops
+        # compute the same, and say themselves what is fused.
+        whole = tl.minimum(start + first // GROUP + 1, high) // BLOCK_N * BLOCK_N
+        whole = tl.maximum(begin, whole)
+    factor = _LOG2_E
+    if not HAS_SOFTCAP:
+        factor *= scale
+    for MASKED in tl.static_range(2):
+        if MASKED:
+            first_key, last_key = whole, high
+        else:
+            first_key, last_key = begin, whole
+        for j0 in range(first_key, last_key, BLOCK_N):
+            j = j0 + tl.arange(0, BLOCK_N)
+            known = (j >= low) & (j < high)
+            table_ptrs = table_ptr + sequence * stride_table_row + (j // B) * stride_table_column
+            page = _load(table_ptrs, known, known, not MASKED).to(tl.int64)
+            k_rows = k_ptr + page * stride_k_page + (j % B) * stride_k_row + kv * stride_k_head
+            k = _load(
+                k_rows[None, :] + d[:, None] * stride_k_dim,
+                known[None, :],
+                d[:, None] < D,
+                not MASKED and BLOCK_D <= D,
             ).to(q.dtype)
-            scores = tl.dot(q2, k2, scores, input_precision="ieee")
-        scores *= scale
-        if HAS_SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
-        seen = known[None, :] & (j[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        if CHUNK > 0:
-            seen = seen & (j[None, :] >= position[:, None] // CHUNK * CHUNK)
-        scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
-        new = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        weights, kept = tl.exp2(scores - shift[:, None]), tl.exp2(largest - shift)
-        total = total * kept + tl.sum(weights, 1)
-        v_rows = v_ptr + page * stride_v_page + (j % B) * stride_v_row + kv * stride_v_head
-        v = tl.load(
-            v_rows[:, None] + p[None, :] * stride_v_dim,
-            mask=known[:, None] & (p[None, :] < P),
-            other=0.0,
-        ).to(q.dtype)
-        average = tl.dot(weights.to(q.dtype), v, average * kept[:, None], input_precision="ieee")
-        largest = new
+            scores = tl.dot(q, k, input_precision="ieee")
+            if BLOCK_D < D:
+                k2 = _load(
+                    k_rows[None, :] + d2[:, None] * stride_k_dim,
+                    known[None, :],
+                    d2[:, None] < D,
+                    not MASKED and BLOCK_D + BLOCK_D2 <= D,
+                ).to(q.dtype)
+                scores = tl.dot(q2, k2, scores, input_precision="ieee")
+            if HAS_SOFTCAP:
+                scores *= scale
+                scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+            if MASKED:
+                seen = known[None, :] & (j[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    seen = seen & (j[None, :] > position[:, None] - WINDOW)
+                if CHUNK > 0:
+                    seen = seen & (j[None, :] >= position[:, None] // CHUNK * CHUNK)
+                scores = tl.where(seen, scores, float("-inf"))
+            new = tl.maximum(largest, tl.max(scores, 1) * factor)
+            shift = tl.where(new == float("-inf"), 0.0, new)
+            weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
+            kept = tl.exp2(largest - shift)
+            total = tl.fma(total, kept, tl.sum(weights, 1))
+            v_rows = v_ptr + page * stride_v_page + (j % B) * stride_v_row + kv * stride_v_head
+            v = _load(
+                v_rows[:, None] + p[None, :] * stride_v_dim,
+                known[:, None],
+                p[None, :] < P,
+                not MASKED and BLOCK_P <= P,
+            ).to(q.dtype)
+            average = average * kept[:, None]
+            average = tl.dot(weights.to(q.dtype), v, average, input_precision="ieee")
+            largest = new
 
     if SPLIT:
         row_low = position * 0
@@ -219,12 +247,12 @@ def join_kernel(
     tl.store(out_row + p * stride_out_dim, average / total, mask=p < P)
 
 
-def configuration(D: int, P: int, num_bytes: int, few: bool) -> tuple[dict[str, int], int]:
-    """Compile-time constants of the kernel that say how it works, and its warps.
+def configuration(D: int, P: int, num_bytes: int, few: bool) -> dict[str, int]:
+    """Compile-time constants of the kernel that say how it works, its warps and its stages.
 
     Widths that are no powers of two are split: 576 = 512 + 64, 96 = 64 + 32. Rows and keys of a
-    block are as many as registers hold without spills; fp32 products of matrices take no tensor
-    cores, and more registers. Four warps have 64 rows: eight would compute each score twice.
+    block are as many as registers hold; fp32 products of matrices take no tensor cores, and more
+    registers. Four warps have 64 rows: eight would compute each score twice.
 
     Args:
         D, P: widths of keys and values.
@@ -235,15 +263,17 @@ def configuration(D: int, P: int, num_bytes: int, few: bool) -> tuple[dict[str, 
     rest = max(16, triton.next_power_of_2(D - width)) if width < D else 16
     values = max(16, triton.next_power_of_2(P))
     widest = max(width, values)
-    rows = 16 if few or num_bytes > 2 or widest > 128 else 64
-    constants = {
-        "BLOCK_M": rows,
-        "BLOCK_N": max(16, min(64, 16384 // (widest * num_bytes))),
+    has_tensor_cores = num_bytes == 2
+    tile_bytes = 32768 if few and has_tensor_cores else 16384
+    return {
+        "BLOCK_M": 64 if has_tensor_cores and not few and widest <= 256 else 16,
+        "BLOCK_N": max(16, min(64, tile_bytes // (widest * num_bytes))),
         "BLOCK_D": width,
         "BLOCK_D2": rest,
         "BLOCK_P": values,
+        "num_warps": 8 if widest > 256 or not has_tensor_cores else 4,
+        "num_stages": 2 if few or widest > 128 else 3,
     }
-    return constants, 8 if widest > 256 or num_bytes > 2 else 4
 
 
 def verify(
@@ -259,6 +289,8 @@ def verify(
     tensors = (q_THD, k_pages_nBKD, v_pages_nBKP, sinks_H)
     if pattern.dropout:
         return "it has no dropout"
+    if pattern.scale <= 0:
+        return f"scale is {pattern.scale}; it takes those above 0"
     if (widest := max(q_THD.shape[-1], v_pages_nBKP.shape[-1])) > 576:
         return f"heads are {widest} wide; it takes up to 576"
     return dtype_refusal(*tensors) or gradient_refusal(*tensors)
@@ -289,7 +321,6 @@ def run(
     )
 
     def attend(tiles: Tiles, partial: tuple[Tensor | None, ...], few: bool) -> None:
-        blocks, num_warps = configuration(D, P, q_THD.element_size(), few)
         attention_kernel[len(tiles.sequences), K](
             q_THD,
             *pages,
@@ -311,13 +342,12 @@ def run(
             HAS_SOFTCAP=pattern.softcap is not None,
             HAS_SINKS=sinks_H is not None,
             SPLIT=few,
-            **blocks,
-            num_warps=num_warps,
+            **(few_blocks if few else blocks),
         )
 
-    blocks, _ = configuration(D, P, q_THD.element_size(), few=True)
+    blocks, few_blocks = (configuration(D, P, q_THD.element_size(), few) for few in (False, True))
     most = PARTIAL_BYTES // (4 * H * (P + 2))
-    launches = split_keys(layout, pattern, H // K, blocks["BLOCK_M"], most, q_THD.device)
+    launches = split_keys(layout, pattern, H // K, few_blocks["BLOCK_M"], most, q_THD.device)
     if launches:
         sizes = (max(parts.num_places for parts in launches), H)
         partial = tuple(q_THD.new_empty(*sizes, *n, dtype=torch.float32) for n in ((P,), (), ()))
@@ -336,7 +366,6 @@ def run(
             BLOCK_P=blocks["BLOCK_P"],
             num_warps=4,
         )
-    blocks, _ = configuration(D, P, q_THD.element_size(), few=False)
     tiles = whole_keys(layout, H // K, blocks["BLOCK_M"], q_THD.device)
     if tiles is not None:
         attend(tiles, (None, None, None), few=False)

@@ -23,7 +23,7 @@ from megatron_hybrid.ops.to_device import all_to_device
 FEW_TOKENS = 16
 """New tokens up to which the keys of a sequence are split."""
 
-PART = 1024
+PART = 512
 """Keys of the smallest part; a multiple of any block of keys."""
 
 MAX_PARTS = 32

@@ -112,7 +112,7 @@ def test_a_token_has_few_parts_and_no_empty_one(position, pattern):
 def test_one_long_sequence_costs_the_others_nothing():
     """256 decodes, one at 131,072 tokens, of 32 heads over 16 key/value heads of width 128."""
     layout = RaggedLayout((1,) * 256, (131_071,) + (2_000,) * 255)
-    for pattern, parts_of in ((PLAIN, (32, 2)), (WINDOW, (1, 2))):
+    for pattern, parts_of in ((PLAIN, (32, 4)), (WINDOW, (2, 3))):
         (parts,) = split_keys(layout, pattern, 2, 16, 10**6, CPU)
         assert parts.num_places == parts_of[0] + 255 * parts_of[1]
         num_programs = 16 * len(parts.tiles.sequences)
