@@ -220,6 +220,7 @@ class CacheMemory:
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # rows, their bytes: while suspended
         # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
+        self._words = self.pool.view(torch.int64)
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
         self.slots = _zeros(num_slots, spec.slot_bytes, device, "live slots: lower max_requests")
@@ -356,19 +357,20 @@ class CacheMemory:
         """Encode a slot's bytes, uint8 [slot_bytes], into checkpoint pages."""
         if not self._layout.is_exact:
             state_bytes = self._layout.encode(state_bytes, len(pages) * self.spec.page_bytes)
-        self.pool.index_copy_(0, self._ids(pages), state_bytes.view(len(pages), -1))
+        rows = state_bytes.view(len(pages), -1)
+        self._words.index_copy_(0, self._ids(pages), rows.view(torch.int64))
 
     def load_checkpoint(self, pages: np.ndarray, slot: int) -> None:
         """Decode checkpoint pages into a live slot."""
         if self._layout.is_exact:
-            target = self.slots[slot].view(len(pages), -1)
-            torch.index_select(self.pool, 0, self._ids(pages), out=target)
+            target = self.slots[slot].view(len(pages), -1).view(torch.int64)
+            torch.index_select(self._words, 0, self._ids(pages), out=target)
         else:
             self._layout.decode(self.pool[self._ids(pages)].flatten(), self.slots[slot])
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole pages. Invalid rows are overwritten before they are read."""
-        self.pool.index_copy_(0, self._ids(targets), self.pool[self._ids(sources)])
+        self._words.index_copy_(0, self._ids(targets), self._words[self._ids(sources)])
 
     # Preemption --------------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ class PageMover:
     """
 
     def __init__(self, pool: Tensor):
-        self._pool = pool
+        self._words = pool.view(torch.int64)
+        """The pool in elements of 8 bytes: a GPU copies one at a time."""
         self._on_cuda = pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if self._on_cuda else None
 
@@ -46,7 +47,7 @@ class PageMover:
         ids = torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
         if self._on_cuda:
             ids = ids.pin_memory()  # else the copy waits for all queued work of the device
-        return ids.to(self._pool.device, non_blocking=True)
+        return ids.to(self._words.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:
         """Copy the pages of each list (int32 [n]); the pages may be overwritten at once."""
@@ -54,11 +55,11 @@ class PageMover:
             return []
         # One tensor per list: an evicted record frees its bytes independently of others.
         if not self._on_cuda:
-            copies = [self._pool.index_select(0, self._ids(pages)) for pages in page_lists]
-            return [HostPages(data) for data in copies]
+            copies = [self._words.index_select(0, self._ids(pages)) for pages in page_lists]
+            return [HostPages(data.view(torch.uint8)) for data in copies]
         sizes = [len(pages) for pages in page_lists]
-        gathered = self._pool[self._ids(np.concatenate(page_lists))]
-        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        gathered = self._words[self._ids(np.concatenate(page_lists))].view(torch.uint8)
+        self._stream.wait_stream(torch.cuda.current_stream(self._words.device))
         gathered.record_stream(self._stream)
         parts = []
         with torch.cuda.stream(self._stream):
@@ -75,12 +76,12 @@ class PageMover:
         arrival = Arrival(sources)
         if self._on_cuda:
             # Reused pages: earlier steps must read them first.
-            self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._words.device))
             try:
                 with torch.cuda.stream(self._stream):
                     for pages, source in zip(page_lists, sources):
-                        rows = source.data.to(self._pool.device, non_blocking=True)
-                        self._pool.index_copy_(0, self._ids(pages), rows)
+                        rows = source.data.to(self._words.device, non_blocking=True)
+                        self._write(pages, rows)
                     arrival.event = torch.cuda.Event()
                     arrival.event.record()
             except BaseException:
@@ -88,8 +89,11 @@ class PageMover:
                 raise
             return arrival
         for pages, source in zip(page_lists, sources):
-            self._pool.index_copy_(0, self._ids(pages), source.data)
+            self._write(pages, source.data)
         return arrival
+
+    def _write(self, pages: np.ndarray, rows: Tensor) -> None:
+        self._words.index_copy_(0, self._ids(pages), rows.view(torch.int64))
 
 
 @dataclass

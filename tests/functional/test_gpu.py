@@ -187,14 +187,15 @@ def test_a_prompt_is_fetched_while_others_decode():
 
 
 def test_host_memory_of_a_tier_is_pinned():
-    mover = PageMover(torch.arange(64, dtype=torch.uint8, device=DEVICE).view(8, 8))
+    pool = torch.arange(64, dtype=torch.uint8, device=DEVICE).view(8, 8)
+    mover = PageMover(pool)
     (out,) = mover.to_host([np.array([3, 5], np.int32)])
     assert out.data.is_pinned()
     assert out.numpy().tolist() == [list(range(24, 32)), list(range(40, 48))]
     arrival = mover.to_pool([np.array([0, 1], np.int32)], [out])
     arrival.wait()
     assert arrival.is_done()
-    assert mover._pool[:2].flatten().tolist() == [*range(24, 32), *range(40, 48)]
+    assert pool[:2].flatten().tolist() == [*range(24, 32), *range(40, 48)]
 
 
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
