@@ -97,14 +97,14 @@ def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
         return [
             [Part("environment", ("environment",), 45)],
             checks,
-            [Part("sanitizer", ("sanitizer",), 90), Part("tests", ("tests",), 100)],
+            [Part("sanitizer", ("sanitizer",), 90), Part("tests", ("tests",), 150)],
         ]
     serving = [("serving", model) for model in models]
     transformers = [("transformers", model) for model in compared]
     compiled = [*serving, *transformers, *(("ops", op) for op in OPS)]
     return [
         [Part("compile", (*arguments, "--once"), 75) for arguments in compiled],
-        [Part("ops", ("ops",), 60)],
+        [Part("ops", ("ops",), 90)],
         *([Part("serving", arguments, 75)] for arguments in serving),
         *([Part("transformers", arguments, 30)] for arguments in transformers),
         [Part("core_engine", ("core_engine",), 60)],
