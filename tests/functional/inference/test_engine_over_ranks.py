@@ -208,7 +208,7 @@ def alone(folder):
     return given
 
 
-@pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "TP 2 x PP 2", "EP 2"))
+@pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "TP 2 x PP 2"))
 def by_rank(request, folder):
     size = 1
     for ranks in LAYOUTS[request.param].values():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix_rows
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rank_processes import train_on_ranks
@@ -77,10 +78,10 @@ def forward_step(rows, model):
     return output, lambda losses: (losses.mean(), {})
 
 
-def compare() -> dict[str, list[str]]:
-    """{layout and kind: names of the tensors that differ}, and how many there are."""
+def compare(layouts: str) -> dict[str, list[str]]:
+    """{layout and kind: names of the tensors that differ}."""
     differing = {}
-    for layout, sizes in LAYOUTS.items():
+    for layout, sizes in ((layout, LAYOUTS[layout]) for layout in layouts.split()):
         expected = gradients(sizes, {})
         for kind, fields in KINDS.items():
             found = gradients(sizes, fields)
@@ -91,7 +92,10 @@ def compare() -> dict[str, list[str]]:
     return differing
 
 
-def test_gradients_of_each_rank_are_those_without_recompute(tmp_path):
-    for differing, _ in train_on_ranks(compare, RANKS, tmp_path):
-        assert len(differing) == len(LAYOUTS) * len(KINDS)
+@pytest.mark.parametrize(
+    "layouts", matrix_rows(["sequence stages", "tensor experts"], "sequence stages")
+)
+def test_gradients_of_each_rank_are_those_without_recompute(tmp_path, layouts):
+    for differing, _ in train_on_ranks(compare, RANKS, tmp_path, layouts):
+        assert len(differing) == len(layouts.split()) * len(KINDS)
         assert not any(differing.values()), differing

@@ -208,7 +208,8 @@ def test_keys_open_the_api_and_have_prefixes_of_their_own():
 
 def test_a_key_has_only_so_many_requests_at_a_time():
     with running_server(max_requests_per_key=1) as server:
-        thread = threading.Thread(target=call, args=(server, "/v1/completions", LONG))
+        body = {**LONG, "max_tokens": 300}
+        thread = threading.Thread(target=call, args=(server, "/v1/completions", body))
         thread.start()
         wait_until(lambda: running(server) == 1)
         answer = call(server, "/v1/completions", LONG)
