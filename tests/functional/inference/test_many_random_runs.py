@@ -37,7 +37,7 @@ def test_mixed_runs(seeds):
     assert totals["skipped_tokens"] > 0
 
 
-@each_of(range(2000, 2003), range(2000, 2060))
+@each_of(range(2000, 2004), range(2000, 2060))
 def test_crowded_runs(seeds):
     totals = run_all(seeds, longest_prompt=60, longest_answer=80, crowded=True)
     assert totals["preemptions"] > len(seeds)
@@ -50,7 +50,7 @@ def test_long_prompts(seeds):
     assert totals["skipped_tokens"] > 500 * len(seeds)
 
 
-@each_of(range(4013, 4016), range(4000, 4020))
+@each_of(range(4013, 4018), range(4000, 4020))
 def test_runs_with_tiers(seeds):
     totals = run_all(seeds, tiers=True)
     assert totals["fetched_tokens"] > 100
