@@ -74,6 +74,6 @@ class RunFields(FieldGroup):
         if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
             raise ValueError(
                 "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "
-                "(the `apex` on PyPI is another project), which is not installed. Build it as the "
-                "README says, or leave the field at False."
+                "(the `apex` on PyPI is another project), which is not installed. Build it as "
+                "docs/installing.md says, or leave the field at False."
             )

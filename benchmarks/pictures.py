@@ -1,0 +1,160 @@
+"""The two pictures of README.md: `python -m benchmarks.pictures` writes them into docs/.
+
+The chart is made from `benchmarks/results/replay.json`, which `make bench-replay` measures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 760
+FONT = "font-family='Helvetica, Arial, sans-serif'"
+INK, FAINT, GREEN, GREY, ORANGE, BLUE = (
+    *("#1f2328", "#656d76", "#2da44e", "#afb8c1", "#d4762c", "#0969da"),
+)
+ROWS = (
+    ("short prompts, a cache of 1 GB", "short-classify", 1),
+    ("chats, a cache of 4 GB", "chat", 4),
+    ("agents, a cache of 16 GB", "agent", 16),
+    ("questions to documents, a cache of 8 GB", "rag-fork", 8),
+)
+"""What it is called, workload, size of the cache."""
+BARS = (
+    ("vLLM 0.33", ("vllm", "vllm-fine"), GREY),
+    ("megatron-core 0.19", ("mcore",), "#8c959f"),
+    ("Marconi", ("marconi",), "#6e7781"),
+    ("megatron_hybrid", ("ours",), GREEN),
+    ("the same, int8 states", ("ours-int8",), "#1a7f37"),
+    ("an infinite cache", ("ceiling",), "#d0d7de"),
+)
+"""What it is called, engines of which the better one counts, colour."""
+
+
+def text(x: float, y: float, words: str, size: int = 13, colour: str = INK, more: str = "") -> str:
+    """A line of text with its baseline at y."""
+    return f"<text x='{x}' y='{y}' font-size='{size}' fill='{colour}' {FONT} {more}>{words}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, more: str = "") -> str:
+    """A filled rectangle."""
+    size = f"width='{width:.1f}' height='{height}'"
+    return f"<rect x='{x:.1f}' y='{y}' {size} fill='{colour}' rx='2' {more}/>"
+
+
+def picture(title: str, height: int, parts: Sequence[str]) -> str:
+    """An SVG file on white, so that it can be read on a dark page, too."""
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' role='img'>"
+    lines = [head, f"<title>{title}</title>", box(0, 0, WIDTH, height, "#ffffff"), *parts]
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def skipped(cells: Sequence[dict], workload: str, gigabytes: int, engines: Sequence[str]) -> float:
+    """Percent of the prompt tokens that the best of some engines skips, one request at a time. An
+    infinite cache has no size."""
+    return max(
+        cell["skipped_percent"]
+        for cell in cells
+        if cell["workload"] == workload
+        and cell["engine"] in engines
+        and cell["in_flight"] == 1
+        and cell["budget_gb"] in (gigabytes, None)
+    )
+
+
+def chart(cells: Sequence[dict]) -> str:
+    """Bars of the skipped share, for each workload one of each engine."""
+    left, right, height = 218, 700, 16
+    parts = [
+        text(16, 26, "Prompt tokens that need no computation, in %", 15, more="font-weight='bold'"),
+        text(
+            16, 46, "A replay of request traces in Nemotron-H-8B's sizes: no model runs.", 12, FAINT
+        ),
+    ]
+    y = 66
+    for name, workload, gigabytes in ROWS:
+        parts.append(text(16, y + 13, name, 13, more="font-weight='bold'"))
+        for what, engines, colour in BARS:
+            percent = skipped(cells, workload, gigabytes, engines)
+            is_own = "ours" in engines[0]
+            parts.append(
+                text(left - 8, y + 29, what, 12, INK if is_own else FAINT, "text-anchor='end'")
+            )
+            parts.append(box(left, y + 18, (right - left) * percent / 100, height - 3, colour))
+            x = left + (right - left) * percent / 100 + 6
+            parts.append(text(round(x, 1), y + 29, f"{percent:.0f}", 12))
+            y += height
+        y += 32
+    return picture("Share of prompt tokens that need no computation", y, parts)
+
+
+def prompt(x: float, y: float, tokens: int, colour: str, per_token: float) -> list[str]:
+    """A prompt as KV blocks of 16 tokens."""
+    found = []
+    for start in range(0, tokens, 16):
+        width = (min(16, tokens - start)) * per_token - 1.5
+        found.append(box(x + start * per_token, y, width, 18, colour))
+    return found
+
+
+def state(x: float, y: float) -> str:
+    """A saved state."""
+    return (
+        f"<circle cx='{x:.1f}' cy='{y}' r='7' fill='{ORANGE}' stroke='#ffffff' stroke-width='2'/>"
+    )
+
+
+def idea() -> str:
+    """One prompt that comes twice, and a second turn, where states are saved at the ends of blocks
+    and where they are saved at any token."""
+    x, per_token = 140, 0.9
+    bold = "font-weight='bold'"
+    parts = [
+        text(16, 26, "A recurrent layer resumes only where its state was saved", 15, more=bold),
+        box(16, 40, 14, 14, GREY),
+        text(36, 52, "computed", 12, FAINT),
+        box(116, 40, 14, 14, GREEN),
+        text(136, 52, "skipped", 12, FAINT),
+        state(214, 47),
+        text(
+            228,
+            52,
+            "saved state of the recurrent layers; small boxes are KV blocks of 16 tokens",
+            12,
+            FAINT,
+        ),
+        text(16, 88, "States at the ends of blocks of 528 tokens", 13, more=bold),
+        text(16, 114, "479 tokens", 12),
+        *prompt(x, 100, 479, GREY, per_token),
+        text(16, 142, "the same again", 12),
+        *prompt(x, 128, 479, GREY, per_token),
+        text(x + 438, 142, "0 skipped", 12),
+        text(16, 184, "States at any token (megatron_hybrid)", 13, more=bold),
+        text(16, 210, "479 tokens", 12),
+        *prompt(x, 196, 479, GREY, per_token),
+        state(x + 479 * per_token, 205),
+        text(16, 238, "the same again", 12),
+        *prompt(x, 224, 479, GREEN, per_token),
+        state(x + 479 * per_token, 233),
+        text(x + 444, 238, "479 skipped", 12),
+        text(16, 266, "answer, next turn", 12),
+        *prompt(x, 252, 519, GREEN, per_token),
+        state(x + 519 * per_token, 261),
+        *prompt(x + 519 * per_token, 252, 32, GREY, per_token),
+        text(x + 504, 266, "519 skipped", 12),
+    ]
+    return picture("States at any token let a prompt be skipped whole", 286, parts)
+
+
+def main() -> None:
+    """Write both."""
+    replay = ROOT / "benchmarks" / "results" / "replay.json"
+    cells = json.loads(replay.read_text(encoding="utf-8"))["cells"]
+    (ROOT / "docs" / "idea.svg").write_text(idea(), encoding="utf-8")
+    (ROOT / "docs" / "skipped.svg").write_text(chart(cells), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
