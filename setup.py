@@ -50,7 +50,8 @@ setup(
         'triton>=3; python_version >= "3.12" and platform_system == "Linux"',
     ],
     extras_require={
-        # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project. See docs/installing.md.
+        # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project: see
+        # docs/installing.md.
         # Kernels; no compiler is needed. Of fla-core parts are called, which may move.
         "gpu": ["triton>=3.6", "fla-core>=0.6,<0.7"],
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
