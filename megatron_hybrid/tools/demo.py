@@ -196,7 +196,23 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         console.print("[red]the outputs of the three modes differ[/red]")
     answer = runs[-1].rows[0].result
     console.print(f"\n[dim]{USERS[0].strip()}[/dim] {answer.generated_text.strip()} ...")
+    console.print(f"\n{_in_short(runs)}")
     return identical
+
+
+def _in_short(runs: list[Run]) -> str:
+    """What a person should see in the tables."""
+    off, restore = runs[0], runs[-1]
+    prompts, skipped = (
+        sum(getattr(row.result.prefix, name) for row in restore.rows)
+        for name in ("prompt_tokens", "skipped_tokens")
+    )
+    waits = [sum(row.result.time_to_first_token for row in run.rows) for run in (off, restore)]
+    return (
+        f"In short: restore computed {prompts - skipped:,} of {prompts:,} prompt tokens and "
+        f"skipped {skipped / prompts:.0%}; first tokens took {waits[1] / waits[0]:.0%} of the time "
+        "without a cache."
+    )
 
 
 def _requests_table(runs: list[Run]) -> Table:
@@ -240,7 +256,7 @@ def _milliseconds(seconds: float) -> str:
 
 def _totals_table(runs: list[Run]) -> Table:
     table = Table(
-        title="Totals",
+        title="Totals. In use: by requests that run; kept: by the cache, for later prompts",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -85,7 +85,7 @@ def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch)
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["demo", "--model", folder]) == 0
     out = capsys.readouterr().out
-    assert "identical outputs" in out
+    assert "identical outputs" in out and "In short: restore computed" in out
     again = next(line.split() for line in out.splitlines() if "479 again" in line)
     # request, prompt | off: run, ms | memory: shared, run, ms | restore: shared, skipped, run, ms
     assert again[2:4] == ["479", "479"]
