@@ -61,7 +61,7 @@ class InferenceConfig:
     host_cache_bytes: int = 0
     """Bytes of host memory on each rank for records evicted from the pool; 0: none."""
 
-    cache_dir: str | PathLike | None = None
+    cache_dir: str | PathLike[str] | None = None
     """Folder for records evicted from host memory (or from the pool). It outlives the engine: the
     next one with the same model and configuration uses its records."""
 

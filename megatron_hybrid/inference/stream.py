@@ -65,7 +65,7 @@ class Stream(Iterator[RequestOutput]):
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self):
