@@ -173,7 +173,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
     async def __aexit__(self, *error: object) -> None:
         self._end_for_readers()
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._end()
 
 

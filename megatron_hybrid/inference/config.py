@@ -81,7 +81,7 @@ class InferenceConfig:
     """Debugging: compare the decisions and computed tokens of all ranks of the model at every
     step."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.prefix_caching not in PREFIX_CACHING_MODES:
             raise ValueError(
                 f"prefix_caching is {self.prefix_caching!r}; use one of {PREFIX_CACHING_MODES}."

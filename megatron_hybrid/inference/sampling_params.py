@@ -154,7 +154,7 @@ class SamplingParams:
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
             if not ok:
                 raise ValueError(f"SamplingParams: {message}")

@@ -68,6 +68,6 @@ class Stream(Iterator[RequestOutput]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if not self._request.closed:
             self._abandoned.append(self._request)
