@@ -55,7 +55,8 @@ help:
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
-	@echo "make lint          ruff check and format check; make format: repairs"
+	@echo "make lint          ruff check and format check, types of the public API;"
+	@echo "                   make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"
 	@echo "make bench         the benchmarks of benchmarks/, measured side by side"
 	@echo "make bench-replay  request traces through prefix caches; docs/replay.md"
@@ -190,6 +191,8 @@ models-table: $(VENV)/.installed-test
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
@@ -240,4 +243,4 @@ lock:
 	done
 
 clean:
-	rm -rf $(sort $(VENV) .venv) .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(sort $(VENV) .venv) .venv-* build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

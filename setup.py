@@ -26,6 +26,7 @@ setup(
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
     package_data={
         "megatron_hybrid": [
+            "py.typed",
             "demo_model/*",
             "cache/README.md",
             "cache/policy/README.md",
@@ -76,7 +77,7 @@ setup(
         ],
         "page": ["playwright>=1.49"],  # tests of the server's page; drives Debian's chromium
         "bench": ["matplotlib>=3.8"],  # plots
-        "dev": ["ruff>=0.12", "uv>=0.9", "matplotlib>=3.8"],
+        "dev": ["ruff>=0.12", "mypy>=2", "pyright[nodejs]>=1.1.400", "uv>=0.9", "matplotlib>=3.8"],
     },
     entry_points={"console_scripts": ["megatron-hybrid = megatron_hybrid.cli:main"]},
     classifiers=[

@@ -45,7 +45,7 @@ HEAD = "lm_head.weight"  # theirs, in every architecture
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
+def save_checkpoint(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write config.json and the weights. Call it on every rank of the model; one writes.
 
     Raises:
@@ -62,7 +62,7 @@ def save_checkpoint(model: HybridModel, folder: str | os.PathLike) -> None:
         _write(folder, model.config.to_dict(), state)
 
 
-def save_huggingface(model: HybridModel, folder: str | os.PathLike) -> None:
+def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write a folder for transformers: the model's original config.json, and the weights under
     Hugging Face's names. Call it on every rank of the model; one writes.
 
@@ -100,7 +100,9 @@ def writes(model: HybridModel) -> bool:
     return data_parallel is None or data_parallel.rank() == 0
 
 
-def _write(folder: str | os.PathLike, config: Mapping[str, Any], state: dict[str, Tensor]) -> None:
+def _write(
+    folder: str | os.PathLike[str], config: Mapping[str, Any], state: dict[str, Tensor]
+) -> None:
     folder = Path(folder)
     text = json.dumps(config, indent=2) + "\n"
     plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
@@ -141,7 +143,7 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
-def load_checkpoint(model: HybridModel, folder: str | os.PathLike, cast: bool = False) -> None:
+def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bool = False) -> None:
     """Load a folder's weights into a model of any parallel layout and layer spec.
 
     Args:
@@ -213,7 +215,7 @@ def load_state(
     load_tensors(model, _identity(own_tensors(model)), tensors, rounded, lambda num_bytes: None)
 
 
-def read_config(folder: str | os.PathLike, **overrides: Any) -> HybridConfig:
+def read_config(folder: str | os.PathLike[str], **overrides: Any) -> HybridConfig:
     """Read the config of a checkpoint, ours or Hugging Face's; `overrides` replace its fields.
 
     Raises:

@@ -20,7 +20,7 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 
 
 def load_pretrained(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     **overrides: Any,
@@ -62,12 +62,12 @@ def load_pretrained(
     return model.eval(), tokenizer
 
 
-def model_folder(name: str | os.PathLike) -> Path:
+def model_folder(name: str | os.PathLike[str]) -> Path:
     """Path of a model folder; "demo": the one in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
 
 
-def hub_advice(name: str | os.PathLike) -> str:
+def hub_advice(name: str | os.PathLike[str]) -> str:
     """Remedy for a missing folder whose name looks like a model of a hub; "" for other names."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
         return ""

@@ -13,14 +13,15 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch import nn
+
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
-from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.request_builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
-from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.text.guide import Guide
 
 logger = logging.getLogger(__name__)
@@ -169,10 +170,10 @@ class AsyncStream(AsyncIterator[RequestOutput]):
     async def __aenter__(self) -> "AsyncStream":
         return self
 
-    async def __aexit__(self, *error) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._end_for_readers()
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._end()
 
 
@@ -212,7 +213,10 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, model: HybridModel, tokenizer=None, config: InferenceConfig | None = None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        tokenizer: TextTokenizer | None = None,
+        config: InferenceConfig | None = None,
     ) -> None:
         # For the engine's thread only, but for `_abandoned`, which anyone may append to.
         self._calls: dict[int, _Call] = {}  # by the id of each sample
@@ -320,7 +324,7 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
-    async def __aexit__(self, *error) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _compile(self, guide: Guide | None) -> None:
@@ -342,7 +346,10 @@ class AsyncEngine:
     # In the engine's thread ----------------------------------------------------------------------
 
     def _make(
-        self, model: HybridModel, tokenizer, config: InferenceConfig | None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        tokenizer: TextTokenizer | None,
+        config: InferenceConfig | None,
     ) -> DynamicInferenceEngine:
         with ExitStack() as undo:
             engine = undo.enter_context(DynamicInferenceEngine(model, tokenizer, config))

@@ -61,7 +61,7 @@ class InferenceConfig:
     host_cache_bytes: int = 0
     """Bytes of host memory on each rank for records evicted from the pool; 0: none."""
 
-    cache_dir: str | PathLike | None = None
+    cache_dir: str | PathLike[str] | None = None
     """Folder for records evicted from host memory (or from the pool). It outlives the engine: the
     next one with the same model and configuration uses its records."""
 
@@ -81,7 +81,7 @@ class InferenceConfig:
     """Debugging: compare the decisions and computed tokens of all ranks of the model at every
     step."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.prefix_caching not in PREFIX_CACHING_MODES:
             raise ValueError(
                 f"prefix_caching is {self.prefix_caching!r}; use one of {PREFIX_CACHING_MODES}."

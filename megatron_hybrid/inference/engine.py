@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
@@ -54,6 +54,7 @@ from megatron_hybrid.inference.request_builder import (
     Prompt,
     RequestBuilder,
     RequestSpec,
+    TextTokenizer,
     check_salt,
     is_chat,
     spread,
@@ -114,12 +115,12 @@ class DynamicInferenceEngine:
 
     def __init__(
         self,
-        model,
-        tokenizer=None,
+        model: nn.Module | Sequence[nn.Module],
+        tokenizer: TextTokenizer | None = None,
         config: InferenceConfig | None = None,
         *,
         ranks: Ranks | None = None,
-    ):
+    ) -> None:
         if config is None:
             config = InferenceConfig()
         if not isinstance(config, InferenceConfig):
@@ -156,7 +157,11 @@ class DynamicInferenceEngine:
         self._activity = ActivityLog()
 
     def _build(
-        self, model: HybridModel, tokenizer, config: InferenceConfig, undo: ExitStack
+        self,
+        model: HybridModel,
+        tokenizer: TextTokenizer | None,
+        config: InferenceConfig,
+        undo: ExitStack,
     ) -> None:
         """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
         stage = model.pg_collection.pp.rank()
@@ -992,7 +997,7 @@ class DynamicInferenceEngine:
 
     @exclusive
     @on_all_ranks
-    def save_cache(self, folder: str | PathLike | None = None) -> CacheSaved:
+    def save_cache(self, folder: str | PathLike[str] | None = None) -> CacheSaved:
         """Write the whole cache into a folder, the most valuable records first. An engine with the
         same model and configuration can use it as its `cache_dir`.
 
@@ -1082,7 +1087,7 @@ class DynamicInferenceEngine:
         if disk is not None:
             disk.store.rebind(made_for)
 
-    def _open_disk(self, folder: str | PathLike) -> DiskStore:
+    def _open_disk(self, folder: str | PathLike[str]) -> DiskStore:
         page_bytes = self.cache.spec.page_bytes
         is_cuda = self.memory.pool.device.type == "cuda"
         return DiskStore(Path(folder) / self.ranks.name, page_bytes, self._made_for(), is_cuda)
@@ -1124,7 +1129,7 @@ class DynamicInferenceEngine:
     def __enter__(self) -> "DynamicInferenceEngine":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Inspection --------------------------------------------------------------------------------

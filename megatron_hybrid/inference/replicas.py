@@ -24,12 +24,18 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.request import GenerationResult, Request
-from megatron_hybrid.inference.request_builder import Prompt, RequestBuilder, RequestSpec
+from megatron_hybrid.inference.request_builder import (
+    Prompt,
+    RequestBuilder,
+    RequestSpec,
+    TextTokenizer,
+)
 from megatron_hybrid.inference.routing.restorable import Delta, RestorableIndex
 from megatron_hybrid.inference.routing.router import Router
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import use_device_of
 from megatron_hybrid.interrupts import interrupts_wait, poll_until
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import leaders_of, ranks_of
 from megatron_hybrid.text.guide import Guide
@@ -58,7 +64,12 @@ class Replicas:
             each replica.
     """
 
-    def __init__(self, model, tokenizer=None, config: InferenceConfig | None = None):
+    def __init__(
+        self,
+        model: HybridModel,
+        tokenizer: TextTokenizer | None = None,
+        config: InferenceConfig | None = None,
+    ) -> None:
         self._home = HomeProcess()
         ranks = ranks_of(model.pg_collection)
         self._leaders = leaders_of(ranks)
@@ -120,7 +131,7 @@ class Replicas:
     def __enter__(self) -> Replicas:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self, front: Connection) -> None:

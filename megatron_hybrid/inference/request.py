@@ -168,7 +168,7 @@ class Request:
     last_token_at: float | None = None
     finished_at: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
 
     @property

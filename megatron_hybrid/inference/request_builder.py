@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +26,15 @@ class RenderedChat:
     """Its likely junctions with other chats: ascending positions in it."""
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping] | RenderedChat
+class TextTokenizer(Protocol):
+    """What an engine needs of a tokenizer. It uses more of `Tokenizer` where that is there."""
+
+    def tokenize(self, text: str, /) -> Sequence[int]: ...
+
+    def detokenize(self, ids: list[int], /) -> str: ...
+
+
+Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, Any]] | RenderedChat
 """Text, token ids, or the messages of a chat, rendered or not."""
 
 MAX_BREAKPOINTS = 4096
@@ -89,7 +98,13 @@ class RequestBuilder:
         ValueError: a field of the `generation_config` has an illegal value.
     """
 
-    def __init__(self, config: InferenceConfig, cache: PrefixCache, tokenizer, vocab_size: int):
+    def __init__(
+        self,
+        config: InferenceConfig,
+        cache: PrefixCache,
+        tokenizer: TextTokenizer | None,
+        vocab_size: int,
+    ) -> None:
         self.config = config
         self.cache = cache
         self.tokenizer = tokenizer

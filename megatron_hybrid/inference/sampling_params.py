@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -128,10 +128,10 @@ class SamplingParams:
     termination_id: int | None = None
     """Token that ends the generation; None: the tokenizer's end tokens, -1: none."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     """Further tokens that end the generation."""
 
-    stop_words: tuple[str, ...] | None = None
+    stop_words: Sequence[str] | None = None
     """Strings that end the generation once the generated text contains one of them."""
 
     detokenize_stop_sequence: bool = False
@@ -154,7 +154,7 @@ class SamplingParams:
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
             if not ok:
                 raise ValueError(f"SamplingParams: {message}")

@@ -65,9 +65,9 @@ class Stream(Iterator[RequestOutput]):
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if not self._request.closed:
             self._abandoned.append(self._request)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,15 @@ NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
 
 
-class HybridModel(LanguageModule):
+if TYPE_CHECKING:
+    # megatron-core has no py.typed, so that a type checker does not see that its module is torch's.
+    class _LanguageModule(LanguageModule, nn.Module): ...
+
+else:
+    _LanguageModule = LanguageModule
+
+
+class HybridModel(_LanguageModule):
     """A decoder whose layers are the symbols of `config.layer_pattern`.
 
     Inside, tokens lie flat, [T, hidden], sequence after sequence: a batch of equal sequences, a
@@ -76,6 +84,8 @@ class HybridModel(LanguageModule):
     Raises:
         ValueError: the process groups do not fit the config, or split what is not supported.
     """
+
+    config: HybridConfig
 
     def __init__(
         self,
@@ -343,6 +353,10 @@ class HybridModel(LanguageModule):
         if runtime_gather_output or tp.size() == 1:
             return self.compute_logits(hidden_Th).view(b, s, -1)
         return self._local_logits(hidden_Th).view(b, s, -1)
+
+    if TYPE_CHECKING:
+        # With the arguments of `forward`. Those of torch and megatron-core return Any.
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def _batch_shape(
         self, input_ids: Tensor | None, labels: Tensor | None, decoder_input: Tensor | None

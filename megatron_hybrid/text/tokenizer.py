@@ -50,7 +50,7 @@ _LONG = 4096
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
-def find_tokenizer(folder: str | os.PathLike) -> Path | None:
+def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
     """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
     return next((path for path in paths if path.is_file()), None)
@@ -101,7 +101,7 @@ class Tokenizer:
         self.pad = -1 if pad in (None, self.bos, *self.end_tokens) else pad
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike) -> Tokenizer:
+    def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
         """Read the tokenizer of a checkpoint, its chat templates and the tokens that end an answer.
 
         Without tokenizer.json, `transformers` (if installed) converts other files: sentencepiece,
@@ -146,7 +146,7 @@ class Tokenizer:
             generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
         )
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the files for `from_folder`, here and in `transformers`; generation_config.json
         unchanged, if there was one.
 
@@ -319,7 +319,7 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Render a conversation as a text prompt. See `ChatTemplate.render`.
@@ -336,7 +336,7 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation's prompt. The template writes all special tokens.
@@ -353,7 +353,7 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
         """Starts of messages, and of the answer, in the tokens of `apply_chat_template`.
@@ -374,7 +374,7 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[int]]:
         """Tokens of `apply_chat_template`, and the likely junctions with other conversations in
@@ -392,7 +392,7 @@ class Tokenizer:
     def chat_with_answers(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of a whole conversation, and which of them are the model's answers: those to
@@ -455,7 +455,7 @@ class Tokenizer:
             positions.add(first + common_length(alone, ids[first:]))
         return ids, sorted(positions - {0})
 
-    def _template(self, tools: Sequence[Mapping] | None) -> ChatTemplate:
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         template = self._templates.get("default")
         if tools is not None:
             template = self._templates.get("tool_use", template)

@@ -80,14 +80,14 @@ _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
-def is_torch_dist(folder: str | os.PathLike) -> bool:
+def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder looks like one of Megatron's, or one iteration of it."""
     folder = Path(folder)
     return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 
 
 def load_megatron(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     **overrides: Any,
@@ -132,7 +132,7 @@ def load_megatron(
     return model.eval()
 
 
-def save_megatron(model: HybridModel, folder: str | os.PathLike) -> None:
+def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write a `torch_dist` checkpoint, `release`, that Megatron-LM and megatron-core load in any
     layout. Call it on every rank of the model; one writes.
 
@@ -225,7 +225,7 @@ class DistributedTensors:
         CheckpointError: no such folder, or its metadata cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike[str]):
         self.path = _iteration(Path(folder))
         metadata = self._metadata()
         self._tensors: dict[str, TensorStorageMetadata] = {}

@@ -14,8 +14,8 @@ class AttentionFields(LayerFields):
     """Fields of every attention layer that keeps keys and values per head."""
 
     if TYPE_CHECKING:
-        position_embedding_type: str
-        rotary_percent: float
+        position_embedding_type: str = "rope"
+        rotary_percent: float = 1.0
 
     followers: ClassVar = {"num_attention_heads": ("num_query_groups", "kv_channels")}
 

@@ -11,7 +11,9 @@ _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "tr
 
 class FieldGroup:
     """Base of all groups. Each is a dataclass and a base of `HybridConfig`, so `self` is the whole
-    config. Fields of TransformerConfig that belong to a group are declared in it again."""
+    config. Fields of TransformerConfig that belong to a group are declared in it again. Those that
+    a group only reads are declared for type checkers, with defaults: else callers seem to have to
+    give them."""
 
     if TYPE_CHECKING:
         layer_pattern: str

@@ -78,7 +78,7 @@ class HybridConfig(
             field, the value, the limit and what to do.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         symbols = layer_symbols(self.layer_pattern)
         if self.num_layers not in (0, len(symbols)):
             raise ValueError(

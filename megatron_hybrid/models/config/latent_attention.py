@@ -13,7 +13,7 @@ class LatentAttentionFields(LayerFields):
     """Fields of multi-head latent attention."""
 
     if TYPE_CHECKING:
-        position_embedding_type: str
+        position_embedding_type: str = "rope"
 
     q_lora_rank: int | None = 512
     """Rank of an MLA layer's query projection; None: full rank, in one projection."""

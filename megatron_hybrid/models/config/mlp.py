@@ -13,7 +13,7 @@ class MLPFields(LayerFields):
     """Fields of an MLP."""
 
     if TYPE_CHECKING:
-        bias_activation_fusion: bool
+        bias_activation_fusion: bool = False
 
     ffn_hidden_size: int | None = None
     """Inner width of an MLP; None: 4 * hidden_size."""

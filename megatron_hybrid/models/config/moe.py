@@ -16,14 +16,14 @@ class MoEFields(LayerFields):
     """Fields of a layer with experts."""
 
     if TYPE_CHECKING:
-        add_bias_linear: bool
-        mlp_gate_multiplier: float
-        mlp_output_multiplier: float
-        moe_router_dtype: str | None
-        moe_expert_capacity_factor: float | None
-        moe_router_load_balancing_type: str | list[str]
-        moe_aux_loss_coeff: float | list[float]
-        moe_z_loss_coeff: float | None
+        add_bias_linear: bool = False
+        mlp_gate_multiplier: float = 1.0
+        mlp_output_multiplier: float = 1.0
+        moe_router_dtype: str | None = "fp32"
+        moe_expert_capacity_factor: float | None = None
+        moe_router_load_balancing_type: str | list[str] = "aux_loss"
+        moe_aux_loss_coeff: float | list[float] = 0.0
+        moe_z_loss_coeff: float | None = None
 
     num_moe_experts: int | None = None
     """Experts of a layer."""

@@ -18,9 +18,9 @@ class PrecisionFields(ModelFields):
     """The dtypes of parameters and states."""
 
     if TYPE_CHECKING:
-        bf16: bool
-        fp16: bool
-        pipeline_dtype: torch.dtype
+        bf16: bool = False
+        fp16: bool = False
+        pipeline_dtype: torch.dtype | None = None
 
     params_dtype: torch.dtype = torch.float32
     """dtype of parameters and activations; `bf16` and `fp16` follow from it, or it from them."""

@@ -15,7 +15,7 @@ class RunFields(FieldGroup):
     here."""
 
     if TYPE_CHECKING:
-        gradient_accumulation_fusion: bool
+        gradient_accumulation_fusion: bool = False
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """`local`: plain torch. `transformer_engine`: fused norm and projection, on CUDA. `auto`: the
