@@ -8,7 +8,7 @@ from pathlib import Path
 HELPERS = Path(__file__).parents[2] / "helpers"
 SCRIPT = """
 from differential import RandomRun
-run = RandomRun(0, longest_prompt=60, longest_answer=40, crowded=True)
+run = RandomRun(0, longest_prompt=60, longest_answer=20, crowded=True)
 run.run()
 print("decided", run.engine.cache.digest(), *(each.generated_tokens for each in run.requests))
 print("hash", hash("a salt"))

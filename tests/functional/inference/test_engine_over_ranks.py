@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import matrix_rows
+from matrix import asked, matrix_rows
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from scripted import ByteTokenizer
@@ -124,9 +124,9 @@ def make_config(mode="restore", cut="whole", **fields):
     return InferenceConfig(**{**settings, **fields})
 
 
-def jobs(folder, page_bytes):
+def jobs(folder, page_bytes, cases):
     """Name -> (settings of an engine, its work). Small pools have as many pages in any layout."""
-    found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in CASES}
+    found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in cases}
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
     found["guided"] = crowd, guided
@@ -159,7 +159,7 @@ def page_bytes_of(model):
     return DynamicInferenceEngine(model, None, make_config()).cache.spec.page_bytes
 
 
-def run_rank(rank, size, name, folder):
+def run_rank(rank, size, name, folder, cases):
     join_ranks(rank, size, f"{folder}/{name}.rendezvous")
     config = read_config(folder, **LAYOUTS[name])
     pp = config.pipeline_model_parallel_size
@@ -167,7 +167,8 @@ def run_rank(rank, size, name, folder):
     model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == pp - 1)
     load_checkpoint(model, folder)
     given = {"sizes": sizes(model, rank), "page_bytes": page_bytes_of(model)}
-    for job, (settings, work) in jobs(f"{folder}/{name}.cache", page_bytes_of(model)).items():
+    own = jobs(f"{folder}/{name}.cache", page_bytes_of(model), cases)
+    for job, (settings, work) in own.items():
         with DynamicInferenceEngine(
             model, ByteTokenizer() if work is guided else None, settings
         ) as engine:
@@ -196,11 +197,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def cases(request):
+    """Those of `CASES` that this session asks for."""
+    names = asked(request, "case", [f"{mode}, {cut}" for mode, cut in CASES])
+    return [tuple(name.split(", ")) for name in names]
+
+
+@pytest.fixture(scope="module")
+def alone(folder, cases):
     """The work of one rank, by job."""
     model = tiny_model(**MODEL)
     given = {}
-    for job, (settings, work) in jobs(f"{folder}/alone.cache", page_bytes_of(model)).items():
+    own = jobs(f"{folder}/alone.cache", page_bytes_of(model), cases)
+    for job, (settings, work) in own.items():
         with DynamicInferenceEngine(
             model, ByteTokenizer() if work is guided else None, settings
         ) as engine:
@@ -209,11 +218,11 @@ def alone(folder):
 
 
 @pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "TP 2 x PP 2"))
-def by_rank(request, folder):
+def by_rank(request, folder, cases):
     size = 1
     for ranks in LAYOUTS[request.param].values():
         size *= ranks
-    run_ranks(run_rank, (size, request.param, str(folder)), size)
+    run_ranks(run_rank, (size, request.param, str(folder), cases), size)
     return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
 
 
@@ -236,10 +245,15 @@ def test_ranks_with_different_memory_decide_alike(by_rank):
     assert re.match(rf"cpu has {share} bytes .* for rank 1, and the engine asks for \d+ ", message)
 
 
-@pytest.mark.parametrize(("mode", "cut"), CASES)
-def test_ranks_answer_and_skip_as_one(by_rank, alone, mode, cut):
-    given = by_rank[0][f"{mode}, {cut}"]
-    check_equal(given, alone[f"{mode}, {cut}"])
+@pytest.mark.parametrize(
+    "case",
+    matrix_rows(
+        [f"{mode}, {cut}" for mode, cut in CASES], "restore, chunked", "memory_only, whole"
+    ),
+)
+def test_ranks_answer_and_skip_as_one(by_rank, alone, case):
+    given = by_rank[0][case]
+    check_equal(given, alone[case])
     model = tiny_model(**MODEL)
     assert all(is_greedy(model, prompt, own[0]) for prompt, own in zip(PROMPTS, given))
 
