@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matrix import matrix_rows
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -24,6 +25,14 @@ logging.disable_progress_bar()
 def config_names() -> list[str]:
     """One name for each tiny model: architecture, and variant where there are several."""
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def config_rows() -> list:
+    """Parameters of a test of all tiny models, of which `make test` runs one an architecture."""
+    first: dict[str, str] = {}
+    for name in config_names():
+        first.setdefault(read_values(name)["model_type"], name)
+    return matrix_rows(config_names(), *first.values())
 
 
 def read_values(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ transformers runs in float64, so that what is compared is our error alone.
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface import build, config_names, in_float64, twin_in_float64
+from huggingface import build, config_rows, in_float64, twin_in_float64
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
@@ -48,7 +48,7 @@ def gradients_of_ours(model, tokens, labels, shapes):
     return found
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", config_rows())
 def test_gradients(name, tmp_path):
     theirs = build(name)
     theirs.save_pretrained(tmp_path / "weights")

@@ -7,7 +7,7 @@ other: that would ask for more than either of them has.
 
 import pytest
 import torch
-from huggingface import Reference, build, config_names, in_float64, twin_in_float64
+from huggingface import Reference, build, config_rows, in_float64, twin_in_float64
 from models_table import Row
 
 import megatron_hybrid as mh
@@ -23,7 +23,7 @@ ILL_CONDITIONED = {"zamba2": 10.0, "zamba2_one_block": 10.0}
 of them in the place of `FACTOR`: few tokens make up the largest error, so draws differ by more."""
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", config_rows())
 def test_logits_are_as_exact_as_those_of_transformers(name, tmp_path, record_row):
     """In units of the logits' standard deviation."""
     ours, theirs, moved = [], [], []

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from huggingface import Reference, build, config_names
+from huggingface import Reference, build, config_rows
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -47,7 +47,7 @@ def logits_in_transformers(model, folder):
     return Reference(theirs.eval()).logits(tokens_for(model)).float()
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", config_rows())
 def test_fine_tuned(name, tmp_path):
     build(name).save_pretrained(tmp_path / "before")
     model, _ = mh.load_pretrained(tmp_path / "before")
