@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from matrix import matrix_rows
 from simulator import Simulator, cached_paths, known_tokens, stored
 
 from megatron_hybrid.cache.index.prefix_index import SEQUENCE_TOKENS
@@ -396,7 +397,7 @@ TestPrefixCacheMachine.settings = settings(
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
-@pytest.mark.parametrize("mode", ["restore", "memory_only"])
+@pytest.mark.parametrize("mode", matrix_rows(["restore", "memory_only"], "restore"))
 def test_long_random_run(name, mode):
     """The same operations, drawn plainly: hypothesis' short examples seldom fill a pool."""
     random = np.random.default_rng(sorted(SPECS).index(name))

@@ -194,7 +194,7 @@ def test_what_the_engine_notices_begins_an_epoch_too(tmp_path, change, mode):
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("keep_cache", ["drop", "host", "disk"])
+@pytest.mark.parametrize("keep_cache", matrix_rows(["drop", "host", "disk"], "host"))
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_of_older_weights_outlives_a_suspension(tmp_path, change, keep_cache, is_told):
     model = fresh_model()

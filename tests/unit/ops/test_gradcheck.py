@@ -7,6 +7,7 @@ projections.
 
 import pytest
 import torch
+from matrix import matrix_rows
 from recurrences import (
     CONV,
     GATED_DELTA_RULE,
@@ -61,7 +62,7 @@ def case(op, layout):
     return inputs, parameters, states
 
 
-@pytest.mark.parametrize("layout", [RAGGED, STEPS], ids=["ragged", "steps"])
+@pytest.mark.parametrize("layout", matrix_rows([RAGGED, STEPS], RAGGED), ids=["ragged", "steps"])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_recurrent_ops_from_zeros(op, layout):
     inputs, parameters, _ = case(op, layout)
