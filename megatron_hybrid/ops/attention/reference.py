@@ -159,6 +159,8 @@ def _softmax_average(
     `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
     """
     if _is_fused(pattern, sinks_H11):
+        if q_bHsD.is_cuda:
+            q_bHsD, k_bKtD, v_bKtP = map(aligned, (q_bHsD, k_bKtD, v_bKtP))
         return F.scaled_dot_product_attention(
             q_bHsD,
             k_bKtD,
@@ -169,6 +171,15 @@ def _softmax_average(
             enable_gqa=q_bHsD.shape[1] != k_bKtD.shape[1],
         )
     return _written_out(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied unless all its rows begin at multiples of 16 bytes. torch's fused kernels
+    read 16 bytes at a time on a GPU; of a part of a wider tensor they may read at an odd address,
+    which ends the process's use of the device."""
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    size = x.element_size()
+    return x if all(start * size % 16 == 0 for start in starts) else x.contiguous()
 
 
 @without_autocast

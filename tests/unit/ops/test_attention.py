@@ -303,3 +303,16 @@ def test_dropout_zeroes_weights_and_scales_the_others(fields, with_sinks):
 def test_dropout_is_a_probability():
     with pytest.raises(ValueError, match=r"dropout is 1\.5; it is a probability below 1"):
         AttentionPattern(1.0, dropout=1.5)
+
+
+def test_rows_that_a_gpu_cannot_read_16_bytes_at_a_time_are_copied():
+    """As the values of latent attention, behind the keys of their head."""
+    kv_tHD = torch.randn(5, 2, 30)
+    keys, values = kv_tHD.split([10, 20], -1)
+    for part in (keys, values):
+        copied = reference.aligned(part)
+        assert torch.equal(copied, part) and copied.data_ptr() != part.data_ptr()
+        assert copied.is_contiguous()
+    whole = torch.randn(5, 2, 32)
+    for part in (whole, whole[:, :, 8:], whole[1:], whole.transpose(0, 1)):
+        assert reference.aligned(part) is part
