@@ -12,9 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WIDTH = 760
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-INK, FAINT, GREEN, GREY, ORANGE, BLUE = (
-    *("#1f2328", "#656d76", "#2da44e", "#afb8c1", "#d4762c", "#0969da"),
-)
+INK, FAINT, GREEN, GREY, ORANGE = "#1f2328", "#656d76", "#2da44e", "#afb8c1", "#d4762c"
+BOLD = "font-weight='bold'"
 ROWS = (
     ("short prompts, a cache of 1 GB", "short-classify", 1),
     ("chats, a cache of 4 GB", "chat", 4),
@@ -68,23 +67,23 @@ def chart(cells: Sequence[dict]) -> str:
     """Bars of the skipped share, for each workload one of each engine."""
     left, right, height = 218, 700, 16
     parts = [
-        text(16, 26, "Prompt tokens that need no computation, in %", 15, more="font-weight='bold'"),
+        text(16, 26, "Prompt tokens that need no computation, in %", 15, more=BOLD),
         text(
             16, 46, "A replay of request traces in Nemotron-H-8B's sizes: no model runs.", 12, FAINT
         ),
     ]
     y = 66
     for name, workload, gigabytes in ROWS:
-        parts.append(text(16, y + 13, name, 13, more="font-weight='bold'"))
+        parts.append(text(16, y + 13, name, 13, more=BOLD))
         for what, engines, colour in BARS:
             percent = skipped(cells, workload, gigabytes, engines)
             is_own = "ours" in engines[0]
             parts.append(
                 text(left - 8, y + 29, what, 12, INK if is_own else FAINT, "text-anchor='end'")
             )
-            parts.append(box(left, y + 18, (right - left) * percent / 100, height - 3, colour))
-            x = left + (right - left) * percent / 100 + 6
-            parts.append(text(round(x, 1), y + 29, f"{percent:.0f}", 12))
+            width = (right - left) * percent / 100
+            parts.append(box(left, y + 18, width, height - 3, colour))
+            parts.append(text(round(left + width + 6, 1), y + 29, f"{percent:.0f}", 12))
             y += height
         y += 32
     return picture("Share of prompt tokens that need no computation", y, parts)
@@ -110,9 +109,8 @@ def idea() -> str:
     """One prompt that comes twice, and a second turn, where states are saved at the ends of blocks
     and where they are saved at any token."""
     x, per_token = 140, 0.9
-    bold = "font-weight='bold'"
     parts = [
-        text(16, 26, "A recurrent layer resumes only where its state was saved", 15, more=bold),
+        text(16, 26, "A recurrent layer resumes only where its state was saved", 15, more=BOLD),
         box(16, 40, 14, 14, GREY),
         text(36, 52, "computed", 12, FAINT),
         box(116, 40, 14, 14, GREEN),
@@ -125,13 +123,13 @@ def idea() -> str:
             12,
             FAINT,
         ),
-        text(16, 88, "States at the ends of blocks of 528 tokens", 13, more=bold),
+        text(16, 88, "States at the ends of blocks of 528 tokens", 13, more=BOLD),
         text(16, 114, "479 tokens", 12),
         *prompt(x, 100, 479, GREY, per_token),
         text(16, 142, "the same again", 12),
         *prompt(x, 128, 479, GREY, per_token),
         text(x + 438, 142, "0 skipped", 12),
-        text(16, 184, "States at any token (megatron_hybrid)", 13, more=bold),
+        text(16, 184, "States at any token (megatron_hybrid)", 13, more=BOLD),
         text(16, 210, "479 tokens", 12),
         *prompt(x, 196, 479, GREY, per_token),
         state(x + 479 * per_token, 205),

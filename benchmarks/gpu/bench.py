@@ -306,8 +306,8 @@ def _wall_time(call: Callable[[], object]) -> float:
 
 
 def measured_limits(bench: Bench) -> Device:
-    """What a copy and a product of large matrices reach: better than what is in a data sheet to
-    judge kernels by."""
+    """What a kernel that reads and writes, and a product of large matrices, reach: better than what
+    is in a data sheet to judge kernels by."""
     count = bench.size(1 << 28, 1 << 16)
     source = torch.randint(256, (count,), dtype=torch.int32, device=bench.device)
     target = torch.empty_like(source)
@@ -321,4 +321,4 @@ def measured_limits(bench: Bench) -> Device:
         memory, name = torch.cuda.mem_get_info(bench.device)[1], torch.cuda.get_device_name()
     else:
         memory, name = 0, "CPU"
-    return Device(name, flops, bandwidth, memory, "a copy and a product, measured")
+    return Device(name, flops, bandwidth, memory, "a kernel and a product, measured")
