@@ -220,7 +220,7 @@ class CacheMemory:
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # rows, their bytes: while suspended
         # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
-        self._words = self.pool.view(torch.int64)
+        self._words = self.pool.view(torch.int64)  # copied so, as in PageMover
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
         self.slots = _zeros(num_slots, spec.slot_bytes, device, "live slots: lower max_requests")

@@ -93,6 +93,14 @@ class Run:
     def outputs(self) -> list[list[list[int]]]:
         return [[s.generated_tokens for s in row.result.samples] for row in self.rows]
 
+    @property
+    def first_token_seconds(self) -> float:
+        return sum(row.result.time_to_first_token for row in self.rows)
+
+    def prefix_sum(self, attribute: str) -> int:
+        """Of a number that each request's `PrefixReport` has."""
+        return sum(getattr(row.result.prefix, attribute) for row in self.rows)
+
 
 def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Run:
     """Run the demo's requests in a new engine, one after the other."""
@@ -203,14 +211,11 @@ def run_demo(model, tokenizer, console: Console) -> bool:
 def _in_short(runs: list[Run]) -> str:
     """What a person should see in the tables."""
     off, restore = runs[0], runs[-1]
-    prompts, skipped = (
-        sum(getattr(row.result.prefix, name) for row in restore.rows)
-        for name in ("prompt_tokens", "skipped_tokens")
-    )
-    waits = [sum(row.result.time_to_first_token for row in run.rows) for run in (off, restore)]
+    prompts, computed = map(restore.prefix_sum, ("prompt_tokens", "computed_tokens"))
+    wait = restore.first_token_seconds / off.first_token_seconds
     return (
-        f"In short: restore computed {prompts - skipped:,} of {prompts:,} prompt tokens and "
-        f"skipped {skipped / prompts:.0%}; first tokens took {waits[1] / waits[0]:.0%} of the time "
+        f"In short: restore computed {computed:,} of {prompts:,} prompt tokens and "
+        f"skipped {1 - computed / prompts:.0%}; first tokens took {wait:.0%} of the time "
         "without a cache."
     )
 
@@ -269,19 +274,16 @@ def _totals_table(runs: list[Run]) -> Table:
     def line(name: str, value: Callable[[Run], str]) -> None:
         table.add_row(name, *(value(run) for run in runs))
 
-    def prefix_sum(attribute: str) -> Callable[[Run], str]:
-        return lambda run: str(sum(getattr(row.result.prefix, attribute) for row in run.rows))
-
-    line("prompt tokens", prefix_sum("prompt_tokens"))
-    line("shared tokens", prefix_sum("shared_tokens"))
-    line("skipped tokens", prefix_sum("skipped_tokens"))
-    line("prefill tokens run", prefix_sum("computed_tokens"))
+    for name, attribute in (
+        ("prompt tokens", "prompt_tokens"),
+        ("shared tokens", "shared_tokens"),
+        ("skipped tokens", "skipped_tokens"),
+        ("prefill tokens run", "computed_tokens"),
+    ):
+        line(name, lambda run, attribute=attribute: str(run.prefix_sum(attribute)))
     line("most KV blocks in use", lambda run: str(run.peak_kv_blocks))
     for name, key in (("most MiB in use", "peak_pages_in_use"), ("MiB kept", "pages_cached")):
         line(name, lambda run, key=key: f"{run.stats[key] * run.stats['page_bytes'] / 2**20:.2f}")
-    line(
-        "sum of first-token times",
-        lambda run: f"{sum(row.result.time_to_first_token for row in run.rows):.2f} s",
-    )
+    line("sum of first-token times", lambda run: f"{run.first_token_seconds:.2f} s")
     line("all requests", lambda run: f"{run.seconds:.2f} s")
     return table
