@@ -7,17 +7,17 @@ import from here the parts of megatron-core that they use.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from types import FunctionType, SimpleNamespace
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 _OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
 
@@ -38,11 +38,48 @@ def _check_version(version: tuple[int, ...]) -> None:
     )
 
 
+def compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` as a decorator that compiles a function when it is first called, and loads
+    torch's compiler no sooner.
+
+    compile_now: `torch.compile`. What is no plain function it gets at once.
+    """
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        if not isinstance(model, FunctionType):
+            return compile_now(model, **options)
+        compiled = functools.cache(lambda: compile_now(model, **options))
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Inside of something that is being compiled, it is a part of that.
+            function = model if torch.compiler.is_compiling() else compiled()
+            return function(*args, **kwargs)
+
+        return call
+
+    return compile_later
+
+
+@contextmanager
+def _compiled_at_first_call() -> Iterator[None]:
+    """megatron-core keeps `torch.compile` as its `jit_fuser` when it is imported, and decorates its
+    fused functions with it. That loads torch's compiler: 3 of 9 seconds of an import."""
+    before = torch.compile
+    torch.compile = compile_at_first_call(before)
+    try:
+        yield
+    finally:
+        torch.compile = before
+
+
 # It logs about a CUDA toolkit on machines without a GPU, such as login nodes.
 _torch_extensions = logging.getLogger("torch.utils.cpp_extension")
 _torch_extensions.addFilter(_silent := lambda record: False)
 try:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _compiled_at_first_call():
         # megatron-core warns of every missing GPU library; ours are reported when they are needed.
         warnings.simplefilter("ignore")
         import megatron.core

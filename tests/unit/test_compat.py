@@ -6,6 +6,7 @@ import textwrap
 import warnings
 
 import pytest
+import torch
 from matrix import matrix_rows
 from megatron.core import package_info
 
@@ -117,13 +118,16 @@ def test_no_warning_for_a_default():
         HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=10)
 
 
-def test_nothing_is_warned_of_at_import():
-    """megatron-core warns of every GPU library that is not there."""
+def test_nothing_is_warned_of_at_import_and_no_compiler_is_loaded():
+    """megatron-core warns of every GPU library that is not there, and decorates its functions with
+    `torch.compile`."""
     script = """
-        import importlib, pkgutil, warnings
+        import importlib, pkgutil, sys, warnings
         import megatron_hybrid
 
         warnings.simplefilter("error", UserWarning)
+        import megatron_hybrid.inference.engine
+        assert "torch._inductor.compile_fx" not in sys.modules
         for module in pkgutil.walk_packages(megatron_hybrid.__path__, "megatron_hybrid."):
             # Kernels are imported where Triton is, by the backend that runs them.
             if not module.name.endswith(("__main__", ".triton", ".mcore", ".fla")):
@@ -133,3 +137,40 @@ def test_nothing_is_warned_of_at_import():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_function_is_compiled_once_when_it_is_first_called():
+    compiled = []
+
+    def compile_now(model, **options):
+        compiled.append((model, options))
+        return lambda x: ("compiled", model(x))
+
+    decorate = compat.compile_at_first_call(compile_now)
+
+    @decorate(dynamic=True)
+    def double(x):
+        """Twice x."""
+        return 2 * x
+
+    assert compiled == [] and double.__doc__ == "Twice x."
+    assert [double(3), double(x=4)] == [("compiled", 6), ("compiled", 8)]
+    assert compiled == [(double.__wrapped__, {"dynamic": True})]
+
+
+def test_what_is_no_function_is_compiled_at_once():
+    compiled = []
+    decorate = compat.compile_at_first_call(lambda model: compiled.append(model) or model)
+    module = torch.nn.Linear(2, 2)
+    assert decorate(module) is module and compiled == [module]
+
+
+def test_inside_of_a_compilation_a_function_is_a_part_of_it(monkeypatch):
+    decorate = compat.compile_at_first_call(lambda model: pytest.fail("it is compiled alone"))
+    double = decorate(lambda x: 2 * x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert double(3) == 6
+
+
+def test_torch_keeps_its_own_compile():
+    assert torch.compile.__module__ == "torch"
