@@ -11,7 +11,6 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving import run
 from megatron_hybrid.serving.service import ServingConfig
-from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 CONFIG = InferenceConfig(cache_bytes=64 << 20, max_requests=64, max_sequence_length=4096)
@@ -21,7 +20,6 @@ PROBE_SECONDS = 0.001
 def demo():
     """The model and its tokenizer."""
     model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
-    tokenizer.set_chat_template(PLAIN_TEMPLATE)
     return model, tokenizer
 
 

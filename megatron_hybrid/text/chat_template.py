@@ -20,8 +20,6 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-"""For models that were trained on text alone: they continue what is said."""
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 

@@ -222,7 +222,9 @@ def _in_short(runs: list[Run]) -> str:
 
 def _requests_table(runs: list[Run]) -> Table:
     table = Table(
-        title="Users 1 to 3 share a system prompt. Tokens of each prompt: shared (KV reused),\n"
+        title="off: no cache. memory: keys and values (KV) are shared, all tokens computed.\n"
+        "restore: states are kept, too, so the prefill starts where the match ends.\n"
+        "Users 1 to 3 share a system prompt. Tokens of each prompt: shared (KV reused),\n"
         "skipped (not computed), run (prefilled); ms: time to first token",
         title_justify="left",
         box=box.SIMPLE_HEAD,

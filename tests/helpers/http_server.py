@@ -19,7 +19,6 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.service import Service, ServingConfig
-from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 
@@ -53,7 +52,6 @@ class RunningServer:
 def demo_service(engine_fields: dict | None = None, **fields) -> Service:
     """Of the demo model, in fp32."""
     model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
-    tokenizer.set_chat_template(PLAIN_TEMPLATE)
     settings = {"cache_bytes": 32 << 20, "max_requests": 8, "max_sequence_length": 1024}
     config = InferenceConfig(**{**settings, **(engine_fields or {})})
     engine = AsyncEngine(model, tokenizer, config)
