@@ -1,5 +1,6 @@
 """Set-up of every test run."""
 
+import gc
 import os
 
 import torch
@@ -18,3 +19,9 @@ def pytest_ignore_collect(collection_path, config):
         return None
     inside = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any(b"pytest.mark.gpu" in path.read_bytes() for path in inside) else True
+
+
+def pytest_collection_finish():
+    """What imports and collection made stays to the end: full collections leave it out."""
+    gc.collect()
+    gc.freeze()
