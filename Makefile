@@ -17,10 +17,13 @@ QUIET   ?= -qq
 HELD := $(if $(PINS),PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt)
 PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 
+# Hundreds of processes of the tests import the package: it is compiled once, whatever the caller's environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Every test runs on one core.
 TESTED := not gpu and not matrix
 ALL    := --ignore=tests/kernels --ignore=tests/page tests
-PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8
+PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
 DOOR_TESTS  ?= $(wildcard tests/unit/megatron tests/functional/megatron tests/unit/checkpoints/megatron)
@@ -51,7 +54,7 @@ help:
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
 	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
 	@echo "                   engines; 100,000 steps with failing allocations, under"
-	@echo "                   an hour; 20,000 random guides of each kind"
+	@echo "                   an hour; 20,000 random guides of each kind, 1,000 caches"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -145,12 +148,12 @@ gpu-wheels:
 	    --platform manylinux_2_28_x86_64 --dest wheels/gpu megatron-core==$(NEWEST_CORE) $(shell grep "^fla-core==" constraints/torch2.11.txt)
 
 # Clients of a server that leave, lag and err; Ctrl-C at random moments; engine steps of which every other one meets failing allocations;
-# random guides.
+# random guides; random calls of the cache.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
-	GUIDE_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/text/test_guide_fuzz.py
+	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 $(BIN)/python -m pytest tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
 
 test-newest:
 	rm -rf .venv-newest

@@ -30,6 +30,7 @@ def run(folder, *overrides):
     return [(int(step), float(loss)) for step, loss in lines]
 
 
+@pytest.mark.matrix
 def test_it_learns(tmp_path):
     (_, first), (_, second), (_, third) = whole = run(tmp_path)
     assert [step for step, _ in whole] == [2, 4, 6] and first > second > third

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from huggingface import Reference, build, config_names, in_float64, read_values, twin_in_float64
+from huggingface import Reference, build, config_rows, in_float64, read_values, twin_in_float64
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def assert_same(given, written):
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", config_rows())
 def test_a_folder_is_written_back_to_the_bit(name, rounded, tmp_path):
     write(name, tmp_path / "theirs", rounded)
     given, kind = stored(tmp_path / "theirs"), read_values(name)["model_type"]
@@ -91,7 +91,7 @@ def dtypes(tensors):
     ]
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", config_rows())
 def test_logits_are_as_exact_as_those_of_transformers(name, tmp_path):
     """In the median: where two experts are nearly as good, either computation may take the other
     one for some token. The median of the errors, over 360 models, is 1.23 times theirs at most."""

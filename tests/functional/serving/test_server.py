@@ -227,7 +227,7 @@ def test_a_request_that_takes_too_long_ends():
 
 
 @pytest.mark.parametrize("n", matrix_rows([1, 2], 2))
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", matrix_rows([False, True], True))
 def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream, n):
     with running_server({"max_requests": n}, queue_seconds=0.0) as server:
         found = []

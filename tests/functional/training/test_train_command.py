@@ -14,7 +14,7 @@ from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.reports import LOG, read_log
 
-RANKS, STEPS, SAVED_EVERY = 2, 60, 10
+RANKS, STEPS, SAVED_EVERY = 2, 40, 8
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def has(path, step):
 def alone(start, folder):
     """A whole run of one process, from a shell."""
     command = start(
-        "alone", "run.eval_every_steps=50", "run.eval_batches=2", num_ranks=1, kind="python"
+        "alone", "run.eval_every_steps=35", "run.eval_batches=2", num_ranks=1, kind="python"
     )
     assert command.wait() == [0], command.printed()
     return command
@@ -111,7 +111,7 @@ def contents(path):
 
 def test_a_run_that_has_ended_does_nothing_when_it_is_started_again(alone, start, folder):
     before = contents(folder / "alone")
-    again = start("alone", "run.eval_every_steps=50", "run.eval_batches=2", num_ranks=1)
+    again = start("alone", "run.eval_every_steps=35", "run.eval_batches=2", num_ranks=1)
     assert again.wait() == [0], again.printed()
     assert again.err() == "" and again.out() == alone.out()
     assert contents(folder / "alone") == before

@@ -9,6 +9,8 @@ add up.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -389,7 +391,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
 TestPrefixCacheMachine.settings = settings(
-    max_examples=60,
+    max_examples=int(os.environ.get("CACHE_EXAMPLES", "25")),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

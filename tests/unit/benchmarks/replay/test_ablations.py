@@ -21,7 +21,7 @@ def traces():
     """Requests, GB and how many in flight: something to do for every part."""
     return [
         (list(chat(seed=1, sessions=30)), 0.4, 1),
-        (list(code(seed=1, limit=200)), 0.6, 4),
+        (list(code(seed=1, limit=150)), 0.6, 4),
         (list(agent(seed=1, sessions=6)), 2.0, 1),
     ]
 

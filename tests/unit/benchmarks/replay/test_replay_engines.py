@@ -295,7 +295,7 @@ def documents_in_batches(seed, batches=10, documents=30):
                 yield Request(prompt, draw(100), documents * batch + i, turn, 0.0)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", matrix_rows(range(2), 0))
 @pytest.mark.parametrize("geometry", ["llama-3-8b", "jamba-1.5-mini"])
 def test_documents_in_use_outlive_those_that_were_popular(geometry, seed):
     """Two batches fit, so none is lost to anyone who goes by recency; the past teaches more than

@@ -237,8 +237,8 @@ def test_edges_used_apart_stay_apart_and_used_together_are_joined():
 @pytest.mark.parametrize("kept", [0, 100, 1000, None])
 @pytest.mark.parametrize("columns", [0, 1, 2])
 def test_any_number_of_edges_is_joined_at_once(kept, columns):
-    """Cut into 200, of one token to several blocks, with KV up to any of them."""
-    ends = np.cumsum(np.random.default_rng(0).integers(1, 40, size=200)).tolist()
+    """Cut into 80, of one token to several blocks, with KV up to any of them."""
+    ends = np.cumsum(np.random.default_rng(0).integers(1, 40, size=80)).tolist()
     tree, whole = Tree(pages_per_block=columns), counting(ends[-1])
     pages = tree.add(whole)
     states = [] if kept is not None or not columns else [tree.save(whole[:n]) for n in ends[::9]]
