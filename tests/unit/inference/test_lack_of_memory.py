@@ -197,7 +197,7 @@ def test_a_commit_that_breaks_off_leaves_no_request_behind(monkeypatch, status):
 
 @pytest.mark.parametrize(
     "name",
-    matrix_rows(CONFIGURATIONS, "hybrid, host memory and disk", "full attention, host memory"),
+    matrix_rows(CONFIGURATIONS, "hybrid, host memory and disk"),
 )
 def test_no_page_no_request_and_no_token_is_lost_whatever_allocation_fails(name, tmp_path):
     counts = fuzz(name, steps=250, seed=1, folder=tmp_path)

@@ -128,7 +128,7 @@ TOKENIZERS = {
 }
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(TOKENIZERS)),
     texts=st.lists(st.sampled_from(TEXTS), max_size=5),
@@ -161,7 +161,7 @@ def request_for(count, stop_words):
     )
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(TOKENIZERS)),
     texts=st.lists(st.sampled_from([*TEXTS, "🙂\n🙂🙂"]), max_size=5),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from forks import in_fork
+from matrix import matrix_rows
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.offload import disk_log, disk_store
@@ -164,7 +165,10 @@ for i in range(100_000):
 """
 
 
-@pytest.mark.parametrize(("kill_after", "crowded"), [(0.0, False), (0.013, True), (0.05, True)])
+@pytest.mark.parametrize(
+    ("kill_after", "crowded"),
+    matrix_rows([(0.0, False), (0.013, True), (0.05, True)], (0.013, True)),
+)
 def test_kill_minus_9_loses_at_most_what_was_on_its_way(tmp_path, kill_after, crowded):
     folder, capacity = tmp_path / "cache", (300 << 10 if crowded else 1 << 30)
     paths = [str(Path(__file__).parent), str(ROOT / "tests/helpers"), str(ROOT)]
