@@ -30,7 +30,6 @@ ALL_KINDS = (
 )
 """`make compile-kernels` has the rest."""
 HOPPER = (
-    *ALL_KINDS,
     "kimi_linear_48b_a3b:bfloat16",  # Kimi Delta Attention; latents of 576
     "jamba_1_5_mini:bfloat16",  # Mamba-1
     "qwen3_5_4b:bfloat16",  # heads of 256
@@ -55,7 +54,8 @@ def is_short_of_registers(kernel: dict) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "models"), matrix_rows([(90, HOPPER), (100, ALL_KINDS)], (90, HOPPER))
+    ("gpu", "models"),
+    matrix_rows([(90, ALL_KINDS), (90, HOPPER), (100, ALL_KINDS)], (90, ALL_KINDS)),
 )
 def test_kernels_fit_into_registers_and_shared_memory_and_do_not_race(gpu, models):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -63,7 +63,8 @@ def test_kernels_fit_into_registers_and_shared_memory_and_do_not_race(gpu, model
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     compiled = [json.loads(line) for line in result.stdout.splitlines()]
-    assert {one["kernel"] for one in compiled} == kernels_of_ours()
+    if models == ALL_KINDS:
+        assert {one["kernel"] for one in compiled} == kernels_of_ours()
     assert {one["gpu"] for one in compiled} == {f"sm_{gpu}"}
 
     # A launch knows that neighbours in memory are neighbours, and that rows begin at 16 bytes.

@@ -41,7 +41,7 @@ def check(layout, pattern, block_size=16, group=2, P=8, sinks=False, by_row=Fals
     return out
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     layout=layouts(max_length=120),
     pattern=patterns,
