@@ -306,6 +306,7 @@ class AsyncEngine:
         return AsyncStream(call, asyncio.create_task(self._add_guided(guide, add)))
 
     stats = _in_thread(DynamicInferenceEngine.stats)
+    histograms = _in_thread(DynamicInferenceEngine.histograms)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
     explain = _in_thread(DynamicInferenceEngine.explain)
     requests = _in_thread(DynamicInferenceEngine.requests)

@@ -1222,6 +1222,12 @@ class DynamicInferenceEngine:
         return self.cache.view(self.offload.tier_of, max_edges, num_tokens)
 
     @exclusive
+    def histograms(self) -> dict[str, list[int]]:
+        """Counts of times, by the names of `metrics.HISTOGRAMS`: up to each of `meter.BOUNDS`, in
+        seconds, and beyond."""
+        return {name: list(each.counts) for name, each in self.meter.histograms.items()}
+
+    @exclusive
     def metrics(self) -> str:
         """`stats`, and times as histograms, in the text format of Prometheus; see
         `inference/metrics.py`."""

@@ -374,6 +374,8 @@ def _model(service: Service) -> Json:
         "owned_by": "megatron_hybrid",
         "max_model_len": service.engine_config.max_sequence_length,
         "description": service.config.description,
+        "has_chat_template": service.tokenizer.chat_template is not None,
+        "sampling_defaults": service.sampling_defaults,
     }
 
 

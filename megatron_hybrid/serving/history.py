@@ -1,27 +1,36 @@
-"""History: the counters of the last hour, for plots over time."""
+"""History: the counters of the last day, for plots over time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.meter import BOUNDS
 
 SECONDS = 5.0
 """Between two samples."""
-MAX_SAMPLES = 720
+SPANS = {300: 5, 3600: 30, 86400: 600}
+"""Seconds of a plot -> seconds of each of its points. All are kept: 327 points in all."""
+PERCENTILES = (50, 90, 99)
+_PEAKS = ("requests_running", "requests_waiting")
 _KEYS = (
-    *("requests_running", "requests_waiting", "prompt_tokens", "skipped_tokens", "shared_tokens"),
+    *("prompt_tokens", "skipped_tokens", "shared_tokens", "prefill_tokens", "generation_tokens"),
     *("checkpoints_evicted", "kv_blocks_evicted", "host_records_evicted", "disk_records_evicted"),
     *("pages", "pages_in_use", "pages_cached", "checkpoints", "cached_tokens"),
     *("host_bytes", "host_states", "disk_bytes", "disk_states"),
 )
+_TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+
+Point = dict[str, Any]
 
 
 class History:
-    """Samples of an engine's `stats`.
+    """Samples of an engine's `stats` and `histograms`, in points of each length of `SPANS`.
 
     Args:
         engine: to ask.
@@ -29,24 +38,94 @@ class History:
 
     def __init__(self, engine: AsyncEngine):
         self._engine = engine
-        self._samples: deque[dict[str, float]] = deque(maxlen=MAX_SAMPLES)
+        # One more than a plot has: growth is counted from the point before.
+        self._points: dict[int, deque[Point]] = {
+            span: deque(maxlen=span // step + 1) for span, step in SPANS.items()
+        }
 
     async def run(self) -> None:
         """Take samples until cancelled, or until the engine is closed."""
         while True:
             try:
-                self._samples.append(await self._sample())
+                stats, counts = await self._sample()
             except RuntimeError:
                 return
+            self.add(time.time(), stats, counts)
             await asyncio.sleep(SECONDS)
 
-    async def columns(self) -> dict[str, list[float]]:
-        """A list for each counter, the oldest sample first, the last one of now. `time` is in
-        seconds since 1970; `lost_tokens_<reason>` are prompt tokens that were computed again."""
-        samples = [*self._samples, await self._sample()]
-        return {key: [sample[key] for sample in samples] for key in samples[-1]}
+    def add(
+        self, now: float, stats: Mapping[str, float], counts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Take note of a sample.
 
-    async def _sample(self) -> dict[str, float]:
-        stats: Mapping[str, float] = await self._engine.stats()
-        lost = {key: value for key, value in stats.items() if key.startswith("lost_tokens_")}
-        return {"time": time.time(), **{key: stats[key] for key in _KEYS}, **lost}
+        Args:
+            now: seconds since 1970.
+            stats: of the engine.
+            counts: the engine's `histograms`.
+        """
+        point = _point(now, stats, counts)
+        for span, step in SPANS.items():
+            _add(self._points[span], point, step)
+
+    async def columns(self, span: int) -> dict[str, list[float | None]]:
+        """A list for each value, the oldest point first, the last one of now.
+
+        `time` is in seconds since 1970, at the end of a point. Counters are what the engine counted
+        until then, `lost_tokens_<reason>` those of prompt tokens that were computed again.
+        `requests_running` and `requests_waiting` are the most of all samples in the point.
+        `<name>_p<percentile>` are seconds, of what the point has; None: it has nothing.
+
+        Args:
+            span: a key of `SPANS`.
+        """
+        points = list(self._points[span])
+        _add(points, _point(time.time(), *await self._sample()), SPANS[span])
+        columns: dict[str, list[float | None]] = {
+            key: [point[key] for point in points] for key in points[-1] if key not in _TIMES
+        }
+        for name in _TIMES:
+            grown = [
+                [new - old for old, new in zip(before[name], after[name])]
+                for before, after in pairwise(points)
+            ]
+            for percent in PERCENTILES:
+                found = [percentile(counts, percent) for counts in grown]
+                columns[f"{name}_p{percent}"] = [None, *found]
+        return columns
+
+    async def _sample(self) -> tuple[Mapping[str, float], Mapping[str, Sequence[int]]]:
+        return await self._engine.stats(), await self._engine.histograms()
+
+
+def percentile(counts: Sequence[int], percent: float) -> float | None:
+    """Seconds below which so many percent of a histogram are; None: it is empty.
+
+    Between two bounds the times count as evenly spread, as in Prometheus.
+
+    Args:
+        counts: up to each of `BOUNDS`, and beyond.
+    """
+    wanted, below = sum(counts) * percent / 100, 0
+    if not wanted:
+        return None
+    for count, low, high in zip(counts, (0.0, *BOUNDS), BOUNDS):
+        if below + count >= wanted:
+            return low + (high - low) * (wanted - below) / count
+        below += count
+    return BOUNDS[-1]
+
+
+def _point(now: float, stats: Mapping[str, float], counts: Mapping[str, Sequence[int]]) -> Point:
+    lost = {key: value for key, value in stats.items() if key.startswith("lost_tokens_")}
+    kept = {key: stats[key] for key in (*_PEAKS, *_KEYS)}
+    return {"time": now, **kept, **lost, **{name: counts[name] for name in _TIMES}}
+
+
+def _add(points: deque[Point] | list[Point], point: Point, step: int) -> None:
+    """Let the last point grow if it has the same time, in steps; the first one stays as it is, to
+    count from."""
+    last = points[-1] if len(points) > 1 else None
+    if last is None or last["time"] // step != point["time"] // step:
+        points.append(point)
+    else:
+        points[-1] = {**point, **{key: max(last[key], point[key]) for key in _PEAKS}}

@@ -1,4 +1,4 @@
-"""The page at `/`, and what it shows: requests, the tree of cached prefixes, the last hour."""
+"""The page at `/`, and what it shows: requests, the tree of cached prefixes, the last day."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.json_response import json_response
 from megatron_hybrid.serving.service import Service
 
@@ -21,7 +23,8 @@ MAX_EDGES = 10_000
 _TEXT_TOKENS = 40
 """Shown of an edge or a prompt, where prompts may be shown."""
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; object-src 'none'",
     "Cache-Control": "no-cache",
 }
 
@@ -67,7 +70,10 @@ def add_page(app: FastAPI, service: Service) -> None:
         return await json_response(body)
 
     @app.get("/cache/history")
-    async def history(request: Request) -> Response:
+    async def history(request: Request, seconds: int = 3600) -> Response:
         service.check_admin(request.state.key)
-        columns = await service.history.columns()
+        if seconds not in SPANS:
+            spans = ", ".join(map(str, SPANS))
+            raise ApiError(400, f"seconds is {seconds}: use one of {spans}", "seconds")
+        columns = await service.history.columns(seconds)
         return await json_response(lambda: columns)

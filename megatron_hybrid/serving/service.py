@@ -18,7 +18,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine, AsyncStream, Que
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
-from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.parsing import THINK
@@ -118,6 +118,10 @@ class Service:
         self.created = int(time.time())
         self.has_thoughts = THINK in (tokenizer.chat_template or "")
         """Whether answers may begin with reasoning."""
+        defaults = SamplingParams().resolved(model_defaults(tokenizer.generation_config))
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        self.sampling_defaults = {name: getattr(defaults, name) for name in names}
+        """Of requests that say nothing else."""
         tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.is_draining = False

@@ -1,4 +1,4 @@
-"""What the page reads: the requests, the tree and the last hour, for the operator alone."""
+"""What the page reads: the requests, the tree and the last day, for the operator alone."""
 
 import asyncio
 import logging
@@ -6,6 +6,9 @@ import logging
 import httpx
 import pytest
 from http_server import running_server
+
+from megatron_hybrid.serving.history import SPANS
+from megatron_hybrid.serving.service import Service
 
 SECRET = "Rumpelstiltskin"
 POLLED = ("/requests", "/cache/tree", "/cache/history")
@@ -50,11 +53,32 @@ def test_the_routes_tell_what_the_engine_tells(server):
     tree, told = get(server, "/cache/tree").json(), engine(server, "cache_tree")
     assert tree["numbers"] == told.numbers and tree["ends"] == told.ends
     assert tree["states"] == [list(state) for state in told.states] != []
-    history, stats = get(server, "/cache/history").json(), engine(server, "stats")
-    assert len({len(column) for column in history.values()}) == 1
-    assert history["time"] == sorted(history["time"])
-    for key in history.keys() - {"time"}:
-        assert history[key][-1] == stats[key]
+    stats = engine(server, "stats")
+    for span in SPANS:
+        history = get(server, f"/cache/history?seconds={span}").json()
+        assert len({len(column) for column in history.values()}) == 1
+        assert history["time"] == sorted(history["time"])
+        for key in history.keys() & stats.keys() - {"requests_running"}:  # that is a peak
+            assert history[key][-1] == stats[key]
+
+
+def test_a_history_of_another_length_is_refused(server):
+    refused = get(server, "/cache/history?seconds=77")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "seconds is 77: use one of 300, 3600, 86400"
+
+
+def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, monkeypatch):
+    tokenizer = server.service.tokenizer
+    monkeypatch.setattr(tokenizer, "generation_config", {"temperature": 0.3, "top_k": 7})
+    service = Service(
+        server.service.engine, tokenizer, server.service.engine_config, server.service.config
+    )
+    told = service.sampling_defaults
+    assert (told["temperature"], told["top_k"]) == (0.3, 7)
+    model = get(server, "/v1/models").json()["data"][0]
+    assert model["sampling_defaults"]["temperature"] == 1.0
+    assert model["has_chat_template"] is True
 
 
 @pytest.mark.parametrize("shows", [False, True])
