@@ -31,6 +31,7 @@ setup(
             "cache/README.md",
             "cache/policy/README.md",
             "serving/page/*",
+            "serving/page/vendor/*",
             "training/recipes/*.yaml",
         ]
     },

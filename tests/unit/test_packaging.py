@@ -122,6 +122,19 @@ def test_what_the_pinned_packages_ask_for_is_pinned_too():
     assert compared, "no package is installed in the version that is pinned"
 
 
+def test_the_page_is_small_and_in_the_wheel_with_the_licences_of_others():
+    package = ROOT / "megatron_hybrid"
+    globs = re.findall(r'"(serving/page/[^"]*)"', (ROOT / "setup.py").read_text())
+    packed = {path for glob in globs for path in package.glob(glob) if path.is_file()}
+    assert packed == {path for path in package.glob("serving/page/**/*") if path.is_file()}
+    assert sum(path.stat().st_size for path in packed) < 180_000
+    vendor = package / "serving/page/vendor"
+    rows = re.findall(r"^\| `(.+?)` .*, `(.+?)` \|$", (vendor / "README.md").read_text(), re.M)
+    assert {name for row in rows for name in row} == {
+        path.name for path in vendor.iterdir() if path.name != "README.md"
+    }
+
+
 def run_make(*arguments: str, folder: Path = ROOT, **environment: str):
     """make, without the variables of a make that runs these tests."""
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **environment}

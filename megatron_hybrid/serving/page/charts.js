@@ -1,80 +1,201 @@
-// The last hour: how much was skipped, what was lost and why, what was evicted, memory.
+// The last minutes, hour or day: tokens per second, latencies, the queue, what was skipped, evicted
+// and lost, memory.
 
 import { bytes, count, counted, fillBar, find, make, makeSvg, percent, words } from "./dom.js";
 
-const BINS = 60;
-const HOUR = 3600;
-const MARGIN = 42;
+const TICKS = { 300: 60, 3600: 900, 86400: 21600 }; // seconds between labels of the time axis
+const MARGIN = 54;
+const TOP = 6;
 const HEIGHT = 94;
-const EVICTED = [
-  ["checkpoints_evicted", "states"],
-  ["kv_blocks_evicted", "KV blocks"],
-  ["host_records_evicted", "host records"],
-  ["disk_records_evicted", "disk records"],
-];
+const EVICTED = {
+  checkpoints_evicted: "states",
+  kv_blocks_evicted: "KV blocks",
+  host_records_evicted: "host records",
+  disk_records_evicted: "disk records",
+};
+const percentiles = (name) => [50, 90, 99].map((part) => [`p${part}`, `p${part}`, (h) => h.columns[`${name}_p${part}`]]);
 
-export function showHistory(columns) {
-  const last = (key) => columns[key].at(-1);
-  const skipped = binned(columns, ["skipped_tokens"]);
-  const prompts = binned(columns, ["prompt_tokens"]);
-  drawBars(find("rate"), skipped.map((value, bin) => (prompts[bin] ? value / prompts[bin] : null)), 1, (rate, bin) =>
-    `${percent(rate, 1)} of ${count(prompts[bin])} prompt tokens`,
-  );
-  find("rate-now").textContent = percent(last("skipped_tokens"), last("prompt_tokens"));
+// Each chart: how its values are written, its lines or bars as [class, name, values of a history],
+// what stands for it where nothing has happened.
+const CHARTS = {
+  tokens: {
+    write: (value) => `${short(value)}/s`,
+    series: [
+      ["generated", "generated", (h) => h.rate("generation_tokens")],
+      ["computed", "computed of prompts", (h) => h.rate("prefill_tokens")],
+    ],
+    empty: "No token was computed in this time.",
+  },
+  rate: {
+    write: (value) => `${(100 * value).toFixed(1)} %`,
+    most: 1,
+    series: [["skipped", "", (h) => h.share("skipped_tokens", "prompt_tokens")]],
+    bars: true,
+    empty: "No prompt came in this time.",
+  },
+  first: {
+    write: seconds_,
+    series: percentiles("time_to_first_token_seconds"),
+    empty: "No answer began in this time.",
+  },
+  between: {
+    write: seconds_,
+    series: percentiles("inter_token_latency_seconds"),
+    empty: "No answer grew in this time.",
+  },
+  queue: {
+    write: (value) => count(value),
+    series: [
+      ["running", "running", (h) => h.columns.requests_running],
+      ["waiting", "waiting", (h) => h.columns.requests_waiting],
+    ],
+    empty: "No request ran or waited in this time.",
+  },
+  evictions: {
+    write: (value) => count(value),
+    series: [["evicted", "", (h) => h.growth(...Object.keys(EVICTED))]],
+    bars: true,
+    empty: "Nothing was evicted in this time: the memory sufficed.",
+  },
+};
 
-  const keys = EVICTED.map(([key]) => key);
-  const evicted = binned(columns, keys);
-  drawBars(find("evictions"), evicted, Math.max(1, ...evicted), (value) => `${count(value)} evicted`);
-  const parts = EVICTED.filter(([key]) => last(key)).map(([key, name]) => `${count(last(key))} ${name}`);
-  find("evictions-now").textContent = parts.join(", ") || "none";
+let history = null;
+let hovered = null; // index of a point
+let onSpan = () => {};
 
-  showLost(columns, last);
-  showMemory(last);
+export const seconds = () => Number(document.querySelector("#span input:checked").value);
+
+export function whenSpanChanges(call) {
+  onSpan = call;
 }
 
-// The growth of counters in each of BINS parts of the last hour.
-function binned(columns, keys) {
-  const bins = new Array(BINS).fill(0);
-  const end = columns.time.at(-1);
-  for (let i = 1; i < columns.time.length; i++) {
-    const bin = BINS - 1 - Math.floor(((end - columns.time[i]) / HOUR) * BINS);
-    if (bin < 0) continue;
-    for (const key of keys) bins[bin] += columns[key][i] - columns[key][i - 1];
-  }
-  return bins;
+function short(value) {
+  return value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value >= 10 ? value.toFixed(0) : value.toFixed(1);
 }
 
-function drawBars(svg, values, most, title) {
+function seconds_(value) {
+  return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 1 : 0)} s`;
+}
+
+export function showHistory(columns, span) {
+  history = read(columns, span);
+  if (hovered >= columns.time.length) hovered = null;
+  drawAll();
+  showLost();
+  showMemory((key) => columns[key].at(-1));
+}
+
+function read(columns, span) {
+  const { time } = columns;
+  const growths = (call) => time.map((_, i) => (i ? call(i) : null));
+  const grown = (key, i) => columns[key][i] - columns[key][i - 1];
+  return {
+    columns,
+    span,
+    end: time.at(-1),
+    rate: (key) => growths((i) => grown(key, i) / Math.max(0.001, time[i] - time[i - 1])),
+    share: (part, whole) => growths((i) => (grown(whole, i) ? grown(part, i) / grown(whole, i) : null)),
+    growth: (...keys) => growths((i) => keys.reduce((sum, key) => sum + grown(key, i), 0)),
+  };
+}
+
+function drawAll() {
+  if (history) for (const [id, chart] of Object.entries(CHARTS)) drawChart(find(id), chart);
+}
+
+function drawChart(svg, { write, series, most, bars, empty }) {
+  const { time } = history.columns;
   const width = Math.max(60, svg.clientWidth - MARGIN);
-  const className = svg.id === "rate" ? "skipped" : "evicted";
-  const step = width / values.length;
-  const bars = values.flatMap((value, bin) => {
-    if (!value) return [];
-    const height = Math.max(1, (HEIGHT * value) / most);
-    const bar = makeSvg("rect", { x: bin * step, y: HEIGHT - height, width: step - 0.6, height, class: className });
-    bar.append(makeSvg("title", {}, title(value, bin)));
-    return [bar];
+  const begin = history.end - history.span;
+  const place = (at) => (width * Math.max(0, at - begin)) / history.span;
+  const lines = series.map(([className, name, values]) => ({ className, name, values: values(history) }));
+  const peak = Math.max(0, ...lines.flatMap(({ values }) => values));
+  const top = most ?? roundUp(peak);
+  const level = (value) => HEIGHT - ((HEIGHT - TOP) * value) / top;
+  const shown = [makeSvg("line", { x1: 0, x2: width, y1: HEIGHT, y2: HEIGHT, class: "axis" }), ...drawTicks(place, begin, width)];
+  if (peak) {
+    shown.push(makeSvg("line", { x1: 0, x2: width, y1: TOP, y2: TOP, class: "axis faint" }));
+    shown.push(makeSvg("text", { x: width + 4, y: TOP + 4 }, write(top)));
+    for (const line of lines) shown.push(...(bars ? drawBars(line, place, level) : drawLine(line, place, level)));
+    if (hovered !== null) {
+      const x = place(time[hovered]);
+      shown.push(makeSvg("line", { x1: x, x2: x, y1: 0, y2: HEIGHT, class: "hover" }));
+    }
+  } else shown.push(makeSvg("text", { x: 0, y: HEIGHT / 2, class: "empty" }, empty));
+  svg.replaceChildren(...shown);
+  const parts = lines.map(({ className, name, values }) => {
+    const value = hovered === null ? values.findLast((each) => each !== null) : values[hovered];
+    const text = value === undefined || value === null ? "–" : write(value);
+    const sign = name ? [make("i", { className: `sign ${className}` }), `${name} `] : [];
+    return make("span", {}, ...sign, make("b", { textContent: text }));
   });
-  const line = makeSvg("line", { x1: 0, x2: width, y1: HEIGHT, y2: HEIGHT, class: "axis" });
-  const labels = [
-    makeSvg("text", { x: 0, y: HEIGHT + 13 }, "1 h ago"),
-    makeSvg("text", { x: width, y: HEIGHT + 13, "text-anchor": "end" }, "now"),
-    makeSvg("text", { x: width + 3, y: 9 }, most === 1 && svg.id === "rate" ? "100 %" : count(most)),
-  ];
-  svg.setAttribute("aria-label", svg.previousElementSibling.textContent);
-  svg.replaceChildren(line, ...bars, ...labels);
+  const when = hovered === null ? [] : [make("span", { textContent: clock(time[hovered]) })];
+  const told = find(`${svg.id}-now`);
+  told.replaceChildren(...(peak ? [...when, ...parts] : []));
+  svg.setAttribute("aria-label", `${svg.previousElementSibling.firstChild.textContent}: ${told.textContent || empty}`);
 }
 
-function showLost(columns, last) {
+// 1, 2 or 5 times a power of ten.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value || 1));
+  return [1, 2, 5, 10].map((digit) => digit * power).find((each) => each >= value * 0.999);
+}
+
+function drawBars({ className, values }, place, level) {
+  const { time } = history.columns;
+  return values.flatMap((value, i) => {
+    const [left, right] = [i ? place(time[i - 1]) : 0, place(time[i])];
+    if (!value || right <= 0) return [];
+    const height = Math.max(1, HEIGHT - level(value));
+    return [makeSvg("rect", { x: left, y: HEIGHT - height, width: Math.max(1, right - left - 0.6), height, class: className })];
+  });
+}
+
+// A line, with gaps where there is no value; a lone value is a dot.
+function drawLine({ className, values }, place, level) {
+  const { time } = history.columns;
+  const begin = history.end - history.span;
+  let path = "";
+  let isOpen = false;
+  values.forEach((value, i) => {
+    if (value === null || time[i] < begin) isOpen = false;
+    else {
+      path += `${isOpen ? "L" : "M"}${place(time[i]).toFixed(1)} ${level(value).toFixed(1)}${isOpen ? "" : "h0"}`;
+      isOpen = true;
+    }
+  });
+  return path ? [makeSvg("path", { d: path, class: className })] : [];
+}
+
+const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB", history.span > 300 ? { hour: "2-digit", minute: "2-digit" } : {});
+
+// At whole minutes or hours of the clock on the wall.
+function drawTicks(place, begin, width) {
+  const step = TICKS[history.span];
+  const offset = 60 * new Date(1000 * history.end).getTimezoneOffset();
+  const ticks = [];
+  for (let at = Math.ceil((begin - offset) / step) * step + offset; at <= history.end; at += step) {
+    const x = place(at);
+    const anchor = x < 16 ? "start" : x > width - 16 ? "end" : "middle";
+    const text = new Date(1000 * at).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+    ticks.push(makeSvg("line", { x1: x, x2: x, y1: HEIGHT, y2: HEIGHT + 3, class: "axis" }));
+    ticks.push(makeSvg("text", { x, y: HEIGHT + 14, "text-anchor": anchor }, text));
+  }
+  return ticks;
+}
+
+function showLost() {
+  const { columns } = history;
   const lost = Object.keys(columns)
-    .filter((key) => key.startsWith("lost_tokens_") && last(key) > 0)
-    .map((key) => [words(key.slice("lost_tokens_".length)), last(key)])
+    .filter((key) => key.startsWith("lost_tokens_"))
+    .map((key) => [words(key.slice("lost_tokens_".length)), columns[key].at(-1) - columns[key][0]])
+    .filter(([, value]) => value > 0)
     .sort((a, b) => b[1] - a[1]);
   const most = Math.max(1, ...lost.map(([, value]) => value));
   find("lost").replaceChildren(
     ...(lost.length
       ? lost.flatMap(([reason, value]) => row(reason, [["shared", value, reason]], most, `${count(value)} tokens`))
-      : [make("dt", { textContent: "none" }), make("dd")]),
+      : [make("dt", { textContent: "None: all that was known was reused." }), make("dd")]),
   );
 }
 
@@ -97,3 +218,28 @@ function row(name, pieces, whole, text) {
   const bars = pieces.length ? [fillBar(make("span", { className: "bar" }), pieces, whole)] : [];
   return [make("dt", { textContent: name }), make("dd", {}, ...bars, make("span", { textContent: text }))];
 }
+
+function hover(index) {
+  if (index === hovered) return;
+  hovered = index;
+  drawAll();
+}
+
+for (const id of Object.keys(CHARTS)) {
+  const svg = find(id);
+  svg.addEventListener("pointermove", (event) => {
+    if (!history) return;
+    const width = Math.max(60, svg.clientWidth - MARGIN);
+    const share = Math.min(1, Math.max(0, (event.clientX - svg.getBoundingClientRect().left) / width));
+    const at = history.end - history.span * (1 - share);
+    const { time } = history.columns;
+    hover(time.reduce((best, each, i) => (Math.abs(each - at) < Math.abs(time[best] - at) ? i : best), 0));
+  });
+  svg.addEventListener("pointerleave", () => hover(null));
+}
+
+find("span").addEventListener("change", () => {
+  hovered = null;
+  onSpan();
+});
+new ResizeObserver(drawAll).observe(find("history"));

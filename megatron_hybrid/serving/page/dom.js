@@ -42,3 +42,18 @@ export function fillBar(bar, pieces, whole) {
   );
   return bar;
 }
+
+// Whether the text is in the clipboard now. Pages without TLS have only the older way.
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = make("textarea", { value: text, className: "unseen" });
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}

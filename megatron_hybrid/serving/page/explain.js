@@ -1,7 +1,7 @@
 // The explain box: what would be skipped of a prompt now, and why not more.
 
 import { post } from "./api.js";
-import { messages } from "./chat.js";
+import { promptWith } from "./chat.js";
 import { count, fillBar, find } from "./dom.js";
 
 let onPath = () => {};
@@ -14,9 +14,7 @@ find("explain-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const text = find("explain-text").value;
   if (!text.trim()) return;
-  const body = find("explain-chat").checked
-    ? { messages: [...messages, { role: "user", content: text }] }
-    : { prompt: text };
+  const body = find("explain-chat").checked ? promptWith(text) : { prompt: text };
   const answer = find("explain-answer");
   const bar = find("explain-bar");
   answer.hidden = false;

@@ -1,11 +1,12 @@
 // Asks the server again and again, and hands what it says to the parts of the page.
 
 import { get, setKey } from "./api.js";
-import { whenAnswered } from "./chat.js";
-import { showHistory } from "./charts.js";
+import { setTemplate, whenAnswered } from "./chat.js";
+import { seconds, showHistory, whenSpanChanges } from "./charts.js";
 import { count, find, percent } from "./dom.js";
 import { whenExplained } from "./explain.js";
 import { selectedEdge, selectNewest, showRequests, whenSelected } from "./requests.js";
+import { setDefaults } from "./settings.js";
 import { lightPath, showTree } from "./tree.js";
 
 let requests = [];
@@ -23,8 +24,9 @@ async function readRequests() {
 const readTree = async () => showTree(await get("cache/tree"));
 
 async function readHistory() {
-  const columns = await get("cache/history");
-  showHistory(columns);
+  const span = seconds();
+  const columns = await get(`cache/history?seconds=${span}`);
+  if (span === seconds()) showHistory(columns, span); // else another one was chosen meanwhile
   const last = (key) => columns[key].at(-1);
   const [skipped, prompt] = [last("skipped_tokens"), last("prompt_tokens")];
   find("skipped").textContent = `${percent(skipped, prompt)} of ${count(prompt)} prompt tokens skipped`;
@@ -35,6 +37,8 @@ async function readModel() {
   find("model").textContent = document.title = model.id;
   find("note").textContent = model.description ?? "";
   find("note").hidden = !model.description;
+  setTemplate(model.has_chat_template);
+  setDefaults(model);
 }
 
 // Call a reader every few seconds while the page is seen, or less often: the engine is to spend
@@ -91,6 +95,8 @@ whenAnswered(async () => {
   await readAll().catch(show);
   selectNewest(requests);
 });
+
+whenSpanChanges(() => readHistory().catch(show));
 
 readModel().catch(show);
 repeat(readRequests, 0.7);

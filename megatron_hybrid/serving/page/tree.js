@@ -1,7 +1,7 @@
 // The tree of cached prefixes as an icicle: left to right the tokens of prompts, top to bottom the
 // prompts. A dot is a saved state.
 
-import { bytes, count, counted, find, words } from "./dom.js";
+import { bytes, count, counted, find, make, words } from "./dom.js";
 
 const AXIS = 18;
 const ROW = 16;
@@ -11,8 +11,10 @@ const TIERS = { pool: "in the pool", host: "in host memory", disk: "on disk" };
 let tree = null;
 let root = 0; // the edge that fills the picture; 0: all
 let lit = 0; // the last edge of the lit path
+let cursor = 0; // the edge that the keyboard is at
 
 const canvas = find("tree-canvas");
+const items = find("tree-items");
 
 // Parents come first in the columns, so that one pass down and one up lay the tree out.
 export function readTree(columns) {
@@ -70,6 +72,8 @@ export function showTree(columns) {
     `KV of ${counted(tokens, "token")} in the pool`,
     ...states,
   ].join(" · ");
+  find("tree-empty").hidden = tree.numEdges > 0;
+  find("tree-box").hidden = find("tree-detail").hidden = !tree.numEdges;
   if (!tree.edges.has(root)) root = 0;
   drawTree();
   performance.measure("tree", "tree-begin");
@@ -145,8 +149,8 @@ export function drawTree() {
     }
   }
   drawAxis(draw, shown, span, place, height, width, colors);
-  canvas.setAttribute("aria-label", find("tree-summary").textContent);
   find("tree-whole").hidden = !root;
+  showCursor();
 }
 
 function drawAxis(draw, shown, span, place, height, width, colors) {
@@ -192,14 +196,96 @@ canvas.addEventListener("mousemove", (event) => {
 canvas.addEventListener("click", (event) => {
   const shape = shapeAt(event);
   if (!shape) return;
-  root = shape.edge.number === root ? 0 : shape.edge.number;
-  find("tree-detail").textContent = describe(shape);
-  drawTree();
+  cursor = shape.edge.number;
+  enlarge(shape.edge);
 });
+
+function enlarge(edge) {
+  root = edge.number === root ? 0 : edge.number;
+  drawTree();
+  find("tree-detail").textContent = describe({ edge });
+}
 
 find("tree-whole").addEventListener("click", () => {
   root = 0;
   drawTree();
+});
+
+// The keyboard ------------------------------------------------------------------------------------
+
+// Of up to ten thousand pieces only the one at the cursor is an element. It says where in the tree
+// it is, and another one takes its place, and the focus, when the cursor moves.
+function showCursor() {
+  const first = tree.edges.get(root);
+  if (!tree.shapes.some(({ edge }) => edge.number === cursor)) {
+    cursor = (root ? first : first.children[0])?.number ?? 0;
+  }
+  const shape = tree.shapes.find(({ edge }) => edge.number === cursor);
+  if (!shape) return items.replaceChildren();
+  let item = items.firstChild;
+  if (Number(item?.dataset.edge) !== cursor) {
+    const hadFocus = item !== null && item === document.activeElement;
+    item = make("div", { role: "treeitem", tabIndex: 0 });
+    item.dataset.edge = cursor;
+    items.replaceChildren(item);
+    if (hadFocus) item.focus({ preventScroll: true });
+  }
+  const { edge } = shape;
+  const siblings = edge.parent.children;
+  let level = 0;
+  for (let each = edge; each.parent; each = each.parent) level += 1;
+  item.ariaLevel = level;
+  item.ariaSetSize = siblings.length;
+  item.ariaPosInSet = siblings.indexOf(edge) + 1;
+  item.ariaExpanded = edge.children.length ? "true" : null;
+  item.ariaLabel = describe(shape);
+  const [width, height] = [shape.right - shape.left, shape.bottom - shape.top];
+  Object.assign(item.style, {
+    left: `${shape.left}px`,
+    top: `${shape.top}px`,
+    width: `${Math.max(6, width)}px`,
+    height: `${Math.max(6, height)}px`,
+  });
+}
+
+// The next piece below, or above, on the same level or nearer to the start.
+function beside(edge, step) {
+  for (let each = edge; each.parent && each.number !== root; each = each.parent) {
+    const siblings = each.parent.children;
+    const found = siblings[siblings.indexOf(each) + step];
+    if (found) return found;
+  }
+  return edge;
+}
+
+function target(key, edge) {
+  const first = root ? tree.edges.get(root) : tree.edges.get(0).children[0];
+  if (key === "ArrowRight") return edge.children[0];
+  if (key === "ArrowLeft") return edge.number !== root && edge.parent.number ? edge.parent : edge;
+  if (key === "ArrowDown") return beside(edge, 1);
+  if (key === "ArrowUp") return beside(edge, -1);
+  if (key === "Home") return first;
+  if (key !== "End") return null;
+  let last = root ? first : tree.edges.get(0).children.at(-1);
+  while (last.children.length) last = last.children.at(-1);
+  return last;
+}
+
+items.addEventListener("keydown", (event) => {
+  const edge = tree.edges.get(cursor);
+  const found = target(event.key, edge);
+  if (found) {
+    cursor = found.number;
+    showCursor();
+    find("tree-detail").textContent = describe({ edge: found });
+  } else if (event.key === "Enter" || event.key === " ") enlarge(edge);
+  else if (event.key === "Escape" && root) enlarge(tree.edges.get(root));
+  else if (!event.key.startsWith("Arrow")) return;
+  event.preventDefault();
+});
+
+items.addEventListener("focusin", () => {
+  find("tree-detail").textContent = describe({ edge: tree.edges.get(cursor) });
 });
 
 new ResizeObserver(() => tree && drawTree()).observe(canvas.parentElement);
