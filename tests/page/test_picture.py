@@ -9,6 +9,8 @@ from http_server import run_apart, running_server
 from playwright.sync_api import Route, expect
 from simulated_day import simulated_day
 
+from megatron_hybrid.serving.history import SPANS
+
 SHOTS = Path("runs/page")
 SLOW = 60_000
 BEGIN = "You tell old tales of kings and millers, of foxes and of talking birds, in plain words. "
@@ -22,10 +24,11 @@ PARTS = (
 
 def test_the_picture_has_states_of_all_tiers_and_a_day(page, tmp_path):
     history, draw = simulated_day(time.time()), random.Random(5)
+    columns = {span: run_apart(history.columns(span)) for span in SPANS}
 
     def answer(route: Route) -> None:
         span = int(route.request.url.partition("seconds=")[2])
-        route.fulfill(json=run_apart(history.columns(span)))
+        route.fulfill(json=columns[span])
 
     page.route("**/cache/history*", answer)
     fields = {"cache_bytes": 3 << 20, "host_cache_bytes": 1 << 20, "cache_dir": tmp_path}
