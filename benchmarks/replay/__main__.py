@@ -21,7 +21,7 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import footprint
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cli import gigabytes, whole_number
+from megatron_hybrid.commands.arguments import gigabytes, whole_number
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 

@@ -16,7 +16,7 @@ from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
-from megatron_hybrid.cli import whole_number
+from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import replay

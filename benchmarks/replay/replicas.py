@@ -23,7 +23,7 @@ from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS, draw_tokens
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cli import whole_number
+from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.inference.routing.restorable import RestorableIndex
 from megatron_hybrid.inference.routing.router import Route, Router
 from megatron_hybrid.tools.replay.ours import Ours, Running

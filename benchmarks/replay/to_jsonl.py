@@ -8,7 +8,7 @@ import json
 import sys
 
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.cli import whole_number
+from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.tools.replay.request import Request
 
 

@@ -209,12 +209,12 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
     assert "default: None" not in out and "default: False" not in out
     expected = {
         "demo": "(default: demo)",
-        "generate": "0 is greedy (default: the model's own, else 1)",
-        "explain": "of a CPU's at most a quarter (default: 0.9)",
+        "generate": "The default is the model's own (generation_config.json), else 1.",
+        "explain": "on a CPU it takes at most a quarter (memory_fraction). (default: 0.9)",
         "convert": "(default: ours)",
         "plan": "(default: 8k)",
         "profile": "(default: exact)",
-        "preprocess": "field of the text (default: text) or of the conversation (messages)",
+        "preprocess": "The default is text, or messages with --chat.",
     }
     assert expected[command] in out
 
@@ -301,6 +301,17 @@ def test_profile(folder, capsys, tmp_path, monkeypatch):
     assert "--png needs matplotlib: `pip install matplotlib`" in capsys.readouterr().err
 
 
+def test_names_that_plan_knows_work_in_profile(tmp_path, monkeypatch, capsys):
+    def replay(requests, config, *sizes):
+        raise ValueError(f"{len(requests)} for {config.vocab_size}")
+
+    monkeypatch.setattr("megatron_hybrid.tools.profile.profile", replay)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
+    arguments = ["profile", str(tmp_path / "prompts.jsonl"), "nemotron_h_8b", "--memory", "1"]
+    assert cli.main(arguments) == 2
+    assert "1 for 131072" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -365,11 +376,62 @@ def test_overrides_of_a_recipe_may_stand_before_and_behind_an_option(tmp_path, c
 @pytest.mark.parametrize(
     ("known", "unknown"), [(["train", "laptop"], ["--fodler", "x"]), (["info"], ["more"])]
 )
-def test_arguments_that_no_command_has_are_refused(known, unknown, capsys):
+def test_errors_show_the_usage_of_their_command(known, unknown, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*known, *unknown])
     assert end.value.code == 2
-    assert f"unrecognized arguments: {' '.join(unknown)}\n" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: megatron-hybrid {known[0]} ")
+    assert "unrecognized arguments: " in err and unknown[-1] in err
+
+
+NEEDED = {
+    "demo": [],
+    "generate": ["--prompt", "x"],
+    "explain": ["--prompt", "x"],
+    "serve": [],
+    "chat": [],
+    "plan": [],
+    "profile": ["prompts.jsonl", "--memory", "1"],
+}
+"""Command with a model -> its other arguments that have to be there."""
+
+
+@pytest.mark.parametrize("command", NEEDED)
+def test_a_model_is_given_in_the_same_way_in_all_commands(command, capsys):
+    read, needed = cli.command_parser(command).read, NEEDED[command]
+    assert read([*needed, "FOLDER"]).model == "FOLDER"
+    assert read(["--model", "FOLDER", *needed]).model == "FOLDER"
+    if command in ("plan", "profile"):
+        with pytest.raises(SystemExit):
+            read(needed)
+        assert "give a model, as MODEL or as --model MODEL" in capsys.readouterr().err
+    else:
+        assert read(needed).model == "demo"
+    with pytest.raises(SystemExit):
+        read([*needed, "A", "--model", "B"])
+    assert "the model is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_help_text_is_a_sentence_and_fits_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = cli.command_parser(command)
+    about = [action.help for action in parser._actions if action.dest != "help"]
+    for text in (parser.description, *about):
+        assert re.fullmatch(r"[A-Z].*\.", text), text
+    assert max(map(len, parser.format_help().splitlines())) <= 80
+
+
+def test_the_list_of_commands_fits_80_columns(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in cli.COMMANDS)
+    assert max(map(len, out.splitlines())) <= 80
+    with pytest.raises(SystemExit):
+        cli.main(["serv"])
+    assert "invalid choice: 'serv'" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

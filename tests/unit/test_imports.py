@@ -36,8 +36,9 @@ BELOW = {
 }
 """Wing -> the wings that it may import."""
 
-DOORS = {"__main__", "cli", "megatron", "serving", "tools", "training"}
-"""What users come in by: they may import every wing, `cli` the other doors, `__main__` `cli`."""
+DOORS = {"__main__", "cli", "commands", "megatron", "serving", "tools", "training"}
+"""What users come in by: they may import every wing. `commands` may import what commands run, `cli`
+the commands, `__main__` `cli`."""
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -87,7 +88,11 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported or imported in FOUNDATION or importer == "__init__":
         return True
     if importer in DOORS:
-        beside = {"cli": DOORS - {"__main__"}, "__main__": {"cli"}}
+        beside = {
+            "commands": {"serving", "tools", "training"},
+            "cli": {"commands"},
+            "__main__": {"cli"},
+        }
         return imported in BELOW or imported in beside.get(importer, ())
     return imported in BELOW.get(importer, ())
 

@@ -1,0 +1,252 @@
+"""Arguments that several commands share, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
+MODEL_HELP = (
+    "The model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the small "
+    "model in the package."
+)
+PLANNED_MODEL_HELP = (
+    "The model: a checkpoint folder, a config.json, the name of a recipe in the package such as "
+    "nemotron_h_8b, a recipe's YAML file that sets model.vocab_size, or 'demo'."
+)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reads the arguments of one command. Errors show its usage.
+
+    Args:
+        name: of the command.
+        about: sentences at the head of the help.
+    """
+
+    def __init__(self, name: str, about: str):
+        super().__init__(
+            prog=f"megatron-hybrid {name}", description=about, formatter_class=_Formatter
+        )
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The options. Positional arguments may stand before, between and behind others."""
+        options = self.parse_intermixed_args(arguments)
+        if getattr(options, "model", "") is None:
+            self.error(GIVE_MODEL)
+        return options
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the defaults of options to the help, except None, False and empty lists."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []) or action.default == math.inf:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class _Model(argparse.Action):
+    """Takes the model in either way, but not in both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        is_option = option_string is not None
+        if getattr(namespace, "is_model_option", is_option) != is_option:
+            parser.error(f"the model is given twice, as {namespace.model} and as {values}")
+        namespace.model, namespace.is_model_option = values, is_option
+
+
+def add_model(
+    parser: argparse.ArgumentParser, default: str | None = "demo", about: str = MODEL_HELP
+) -> None:
+    """Add `model`, which may be given as an argument or as `--model`. default: None: there is none,
+    and the model has to be given."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", action=_Model, default=argparse.SUPPRESS, help=about
+    )
+    parser.add_argument(
+        "--model", action=_Model, default=default, help="The model, in place of the argument MODEL."
+    )
+
+
+def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add `prompt`, a list."""
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=about)
+
+
+def add_state_encoding(parser: argparse.ArgumentParser) -> None:
+    """Add `state_encoding`."""
+    parser.add_argument(
+        "--state-encoding",
+        default="exact",
+        metavar="ENCODING",
+        help="The number format of cached recurrent states: exact keeps all bits, bf16 and int8 "
+        "round, so that more states fit.",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `json`, a flag."""
+    parser.add_argument("--json", action="store_true", help="Print JSON in place of a table.")
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add `chat_template`."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Write chats by the Jinja template in this file, in place of the model's own.",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the settings of an engine."""
+    add_model(parser)
+    parser.add_argument(
+        "--context",
+        default="8192",
+        metavar="TOKENS",
+        help="A prompt and its answer have at most this many tokens, such as 4096, 100k or 1M "
+        "(max_sequence_length).",
+    )
+    parser.add_argument(
+        "--mode",
+        default="restore",
+        help="What the prefix cache does: restore resumes at any token, memory_only shares memory "
+        "but computes every token, off shares nothing (prefix_caching).",
+    )
+    parser.add_argument(
+        "--cache-mib",
+        type=int,
+        metavar="MIB",
+        help="The page pool, which holds KV and cached states, has this size in MiB (cache_bytes). "
+        "The default is what the device has left, times --memory-fraction.",
+    )
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="The page pool takes this part of the memory that the model leaves, unless "
+        "--cache-mib is given; on a CPU it takes at most a quarter (memory_fraction).",
+    )
+    parser.add_argument(
+        "--host-cache-mib",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="Keep what the page pool evicts in this much host memory, in MiB (host_cache_bytes).",
+    )
+    add_state_encoding(parser)
+    parser.add_argument(
+        "--cache-dir",
+        metavar="FOLDER",
+        help="Keep the cache in this folder from one call to the next, for prompts of at least 16 "
+        "tokens.",
+    )
+
+
+PYTHON_NAMES = "A name in brackets is that of the setting in Python, which errors use."
+
+
+def inference_config(options: argparse.Namespace, **fields: Any):
+    """An InferenceConfig from the options of `add_engine`, and other fields."""
+    from megatron_hybrid.inference.config import InferenceConfig
+    from megatron_hybrid.tools.plan import parse_count
+
+    return InferenceConfig(
+        prefix_caching=options.mode,
+        cache_bytes=None if options.cache_mib is None else options.cache_mib << 20,
+        memory_fraction=options.memory_fraction,
+        host_cache_bytes=options.host_cache_mib << 20,
+        max_sequence_length=parse_count(options.context),
+        state_encoding=options.state_encoding,
+        cache_dir=options.cache_dir,
+        **fields,
+    )
+
+
+def make_engine(options: argparse.Namespace):
+    """An engine from the options of `add_engine`."""
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+
+    config = inference_config(options)
+    return DynamicInferenceEngine(*load(options.model), config)
+
+
+def load(folder: str):
+    """Load model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there
+    and avoids near ties in greedy answers."""
+    import torch
+
+    from megatron_hybrid.checkpoints.checkpoint import CheckpointError
+    from megatron_hybrid.checkpoints.pretrained import load_pretrained
+
+    on_gpu = torch.cuda.is_available()
+    model, tokenizer = load_pretrained(
+        folder, device="cuda" if on_gpu else "cpu", dtype=None if on_gpu else torch.float32
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
+    return model, tokenizer
+
+
+def load_for_chats(options: argparse.Namespace):
+    """Model and tokenizer, with the template that was asked for; the demo model has none."""
+    from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
+
+    model, tokenizer = load(options.model)
+    if options.chat_template:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.set_chat_template(source, options.chat_template)
+    elif options.model == "demo":
+        tokenizer.set_chat_template(PLAIN_TEMPLATE)
+    return model, tokenizer
+
+
+def planned_config(model: str):
+    """The config of a model that need not be here: see PLANNED_MODEL_HELP."""
+    from megatron_hybrid.tools.plan import read_model_config
+    from megatron_hybrid.training.recipe import Recipe
+
+    # "demo" is the model of the package, not its recipe.
+    if model != "demo" and Recipe.path_of(model).suffix == ".yaml":
+        return Recipe.load(model).whole_model_config()
+    return read_model_config(model)
+
+
+def check_file(option: str, path: str) -> None:
+    """Raise ValueError for a path that no file can be written to."""
+    if path.endswith("/") or Path(path).is_dir():
+        raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
+    if not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no such folder; make it first")
+
+
+def gigabytes(text: str) -> float:
+    """A size in GB (10^9 bytes)."""
+    try:
+        number = float(text.lower().removesuffix("gb"))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1e9:  # also NaN
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a number of GB above 0 and below a billion"
+        )
+    return number
+
+
+def whole_number(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return number

@@ -1,0 +1,150 @@
+"""`megatron-hybrid bench-serve`."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from megatron_hybrid.commands.arguments import check_file, whole_number
+
+HELP = "Put load on a server of OpenAI's API, and measure throughput, latencies and reuse."
+
+
+def request_rate(text: str) -> float | None:
+    """None: recorded."""
+    if text == "recorded":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:  # also NaN
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give requests a second, inf or the word recorded"
+        )
+    return rate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Requests are sent as streams. Ctrl-C prints what was measured until then. The exit status "
+        "is 1 if a request failed."
+    )
+    parser.add_argument(
+        "prompts",
+        metavar="PROMPTS",
+        help="Send the requests of this JSONL file. It has the form that `profile` reads; a line "
+        "may have `max_tokens` and `cache_salt`, too.",
+    )
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="The server is at this address.",
+    )
+    parser.add_argument(
+        "--model",
+        dest="served_model",
+        metavar="NAME",
+        help="Ask for the model that the server has under this name. The default is its first.",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="Send this API key. The default is that of OPENAI_API_KEY, if it is set.",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=whole_number,
+        metavar="N",
+        help="Send the first N requests of the file. The default is all of them.",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=request_rate,
+        default=math.inf,
+        metavar="RATE",
+        help="Send RATE requests a second, at random times (a Poisson process). With inf, which is "
+        "the default, they are sent as soon as --max-concurrency allows; with recorded, at the "
+        "times that `arrival` has in the file.",
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=whole_number,
+        metavar="N",
+        help="Have at most N unanswered requests. The default is 64 if the rate is inf, else there "
+        "is no limit.",
+    )
+    parser.add_argument(
+        "--output-len",
+        type=whole_number,
+        default=256,
+        metavar="N",
+        help="Ask for at most N tokens where a line has neither `max_tokens` nor an `output` of "
+        "token ids.",
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="Let each answer have as many tokens as it may, past the token that ends texts.",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="Ask for this temperature; 0 always takes the most likely token.",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=whole_number,
+        metavar="N",
+        help="Take token ids in the file modulo N. By default they are sent as they are.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Draw the random times of --request-rate from this."
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="Also write the results to this file, with one row for each request.",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.bench_serve import (
+        Server,
+        arrivals,
+        read_calls,
+        render,
+        run,
+        summarize,
+        to_dict,
+    )
+
+    if options.json:
+        check_file("--json", options.json)
+    server = Server(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
+    calls = read_calls(
+        options.prompts,
+        options.served_model or server.first_model(),
+        options.num_prompts,
+        options.output_len,
+        options.ignore_eos,
+        options.temperature,
+        options.vocab_size,
+    )
+    starts = arrivals(calls, options.request_rate, options.seed)
+    concurrency = options.max_concurrency
+    if concurrency is None and options.request_rate == math.inf:
+        concurrency = 64
+    found = run(server, calls, starts, concurrency)
+    summary = summarize(found)
+    print(render(summary))
+    if options.json:
+        text = json.dumps(to_dict(found), indent=1) + "\n"
+        Path(options.json).write_text(text, encoding="utf-8")
+    if summary["unfinished"]:  # Ctrl-C
+        return 130
+    return 1 if summary["failed"] else 0

@@ -1,0 +1,46 @@
+"""`megatron-hybrid chat`."""
+
+import argparse
+
+from megatron_hybrid.commands.arguments import (
+    PYTHON_NAMES,
+    add_chat_template,
+    add_engine,
+    inference_config,
+    load_for_chats,
+)
+
+HELP = "Talk to a model in the terminal, and see what each turn reuses."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = PYTHON_NAMES
+    add_engine(parser)
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Let each answer have at most N tokens.",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="Divide the model's scores by this before a token is drawn; 0 always takes the most "
+        "likely token. The default is the model's own (generation_config.json), else 1.",
+    )
+    add_chat_template(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_hybrid.inference.engine import DynamicInferenceEngine
+    from megatron_hybrid.inference.sampling_params import SamplingParams
+    from megatron_hybrid.tools.chat import chat, typed_lines
+
+    params = SamplingParams(temperature=options.temperature, num_tokens_to_generate=options.tokens)
+    config = inference_config(options)
+    with DynamicInferenceEngine(*load_for_chats(options), config) as engine:
+        chat(engine, typed_lines(), params, lambda text: print(text, end="", flush=True))
+        if options.cache_dir:
+            engine.save_cache()
+    return 0

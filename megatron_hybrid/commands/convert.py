@@ -1,0 +1,48 @@
+"""`megatron-hybrid convert`."""
+
+import argparse
+
+HELP = "Convert a checkpoint between this package, Hugging Face and Megatron-LM (torch_dist)."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SOURCE", help="Read this checkpoint folder, of any of these kinds."
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
+    )
+    parser.add_argument(
+        "--to",
+        choices=("ours", "huggingface", "torch_dist"),
+        default="ours",
+        help="Write a checkpoint of this kind. ours is that of this package; huggingface is the "
+        "architecture that the model came from; torch_dist is for Megatron-LM, if megatron-core's "
+        "hybrid models can hold the model.",
+    )
+    parser.add_argument(
+        "--huggingface-config",
+        metavar="FOLDER",
+        help="Take the tokenizer and the size of the vocabulary from this folder, which has a "
+        "Hugging Face model of the same architecture. Weights that were trained here or by "
+        "Megatron-LM need it for --to huggingface.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="Write weights in this number format. The default is that of the source.",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_hybrid.tools.convert import convert
+
+    convert(
+        options.source,
+        options.target,
+        options.to,
+        options.dtype,
+        huggingface_config=options.huggingface_config,
+    )
+    print(f"wrote {options.target}")
+    return 0

@@ -1,0 +1,22 @@
+"""`megatron-hybrid demo`."""
+
+import argparse
+
+from megatron_hybrid.commands.arguments import add_model, load
+
+HELP = "Run the same requests in the three modes of prefix caching, and compare them."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_hybrid.tools.demo import run_demo
+
+    console = Console()
+    with console.status("loading the model"):
+        model, tokenizer = load(options.model)
+    return 0 if run_demo(model, tokenizer, console) else 1

@@ -1,0 +1,68 @@
+"""`megatron-hybrid plan`."""
+
+import argparse
+
+from megatron_hybrid.commands.arguments import (
+    PLANNED_MODEL_HELP,
+    add_json,
+    add_model,
+    add_state_encoding,
+    gigabytes,
+    planned_config,
+)
+
+HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, None, PLANNED_MODEL_HELP)
+    parser.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="The device has this much memory, in GB (10^9 bytes). The default is what --device "
+        "has.",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="Also bound the times of prefill and decode on an a100, h100, h200 or b200.",
+    )
+    parser.add_argument(
+        "--flops",
+        type=float,
+        metavar="TFLOPS",
+        help="The device computes this many TFLOP/s, in place of what --device says.",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        metavar="TBS",
+        help="The device reads this many TB/s of memory, in place of what --device says.",
+    )
+    parser.add_argument(
+        "--context",
+        default="8k",
+        metavar="TOKENS",
+        help="A request has this many tokens, such as 4096, 100k or 1M.",
+    )
+    add_state_encoding(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.plan import GB, parse_count, plan, render
+    from megatron_hybrid.tools.roofline import device_of
+
+    context = parse_count(options.context)
+    memory = None if options.memory is None else round(options.memory * GB)
+    device = device_of(options.device, memory, options.flops, options.bandwidth)
+    if memory is None and device is None:
+        raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
+    config = planned_config(options.model)
+    memory = memory or device.memory_bytes
+    result = plan(config, memory, context, options.state_encoding, device)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
+    return 0 if result.settings else 1

@@ -1,0 +1,103 @@
+"""`megatron-hybrid preprocess`."""
+
+import argparse
+import os
+import sys
+
+HELP = "Turn texts or conversations into a dataset of tokens, for training."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json (which "
+        "tokenizer made them). Documents keep their order."
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="Read this file: .jsonl, .txt (also .gz) or .parquet. A text file is one document.",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="FOLDER",
+        help="Use the tokenizer in the folder of the model that is to be trained, or 'demo'.",
+    )
+    parser.add_argument(
+        "--output", metavar="PREFIX", help="Begin the names of the written files with this path."
+    )
+    parser.add_argument(
+        "--key",
+        metavar="FIELD",
+        help="Read documents from this field of a line. The default is text, or messages with "
+        "--chat.",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="Encode in N processes.",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="Documents are conversations: the chat template writes them, and only answers are "
+        "trained on.",
+    )
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="End each document with the end token. This is the default without --chat.",
+    )
+    parser.add_argument(
+        "--one-per-line", action="store_true", help="Each line of a text file is one document."
+    )
+    parser.add_argument(
+        "--skip-broken", action="store_true", help="Leave out lines that are not documents."
+    )
+    parser.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="TOKENS",
+        help="First train a tokenizer (byte-level BPE) of this many tokens on the input, and write "
+        "it to --tokenizer.",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from functools import partial
+
+    from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
+
+    if options.output is None and options.train_tokenizer is None:
+        raise ValueError("--output PREFIX is missing: where to write the dataset")
+    read = {"key": options.key, "one_per_line": options.one_per_line}
+    if options.train_tokenizer is not None:
+        if options.chat:
+            raise ValueError("--train-tokenizer makes no chat template, which --chat needs")
+        tokenizer = train_and_save_tokenizer(
+            options.inputs, options.tokenizer, options.train_tokenizer, **read
+        )
+        print(f"wrote {options.tokenizer}: a tokenizer of {tokenizer.vocab_size} tokens")
+        if options.output is None:
+            return 0
+    made = preprocess(
+        options.inputs,
+        options.tokenizer,
+        options.output,
+        workers=options.workers,
+        chat=options.chat,
+        append_eod=options.append_eod,
+        skip_broken=options.skip_broken,
+        tell=partial(print, file=sys.stderr),
+        **read,
+    )
+    of_answers = f" ({made.answer_tokens:,} of answers)" if options.chat else ""
+    left_out = f", {made.broken:,} left out" if made.broken else ""
+    print(
+        f"wrote {options.output}: {made.documents:,} documents, {made.tokens:,} tokens{of_answers}"
+        f"{left_out}; {made.tokens / made.seconds:,.0f} tokens/s"
+    )
+    return 0

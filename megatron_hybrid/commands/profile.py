@@ -1,0 +1,58 @@
+"""`megatron-hybrid profile`."""
+
+import argparse
+
+from megatron_hybrid.commands.arguments import (
+    PLANNED_MODEL_HELP,
+    add_json,
+    add_model,
+    add_state_encoding,
+    check_file,
+    gigabytes,
+    planned_config,
+)
+
+HELP = "Replay your own prompts, and compare how much several prefix caches would skip."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompts",
+        metavar="PROMPTS",
+        help="Read prompts from this JSONL file. Each line has a `prompt` (a text, token ids or a "
+        "chat's messages, with `tools` if it has any), and, where they are known, `output`, "
+        "`session`, `turn` and `arrival`.",
+    )
+    add_model(parser, None, f"{PLANNED_MODEL_HELP} Prompts that are texts need its tokenizer.")
+    parser.add_argument(
+        "--memory",
+        type=gigabytes,
+        required=True,
+        metavar="GB",
+        help="Each cache has this much memory, in GB (10^9 bytes).",
+    )
+    add_state_encoding(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--png", metavar="FILE", help="Also draw the result to this file; this needs matplotlib."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    import json
+
+    from megatron_hybrid.tools.plan import GB
+    from megatron_hybrid.tools.plots import pyplot
+    from megatron_hybrid.tools.profile import profile, read_requests
+    from megatron_hybrid.tools.profile_report import draw, render
+
+    if options.png:
+        pyplot("--png")  # fail now, not after the replay
+        check_file("--png", options.png)
+    config = planned_config(options.model)
+    requests = read_requests(options.prompts, options.model, config.vocab_size)
+    result = profile(requests, config, round(options.memory * GB), options.state_encoding)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
+    if options.png:
+        draw(result, options.png)
+    return 0

@@ -1,0 +1,139 @@
+"""`megatron-hybrid serve`."""
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_hybrid.commands.arguments import (
+    PYTHON_NAMES,
+    add_chat_template,
+    add_engine,
+    inference_config,
+    load_for_chats,
+)
+
+HELP = "Serve a model over HTTP, by OpenAI's API."
+_DEMO_NOTE = (
+    "The demo model was trained on old books alone: it continues stories, it does not answer."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "SIGTERM or Ctrl-C ends the server: it takes no new requests, lets those that run end, and "
+        "saves the cache to --cache-dir. A second one ends it at once. Serving needs "
+        f"pip install 'megatron_hybrid[serve]'. {PYTHON_NAMES}"
+    )
+    add_engine(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="Listen at this address.")
+    parser.add_argument("--port", type=int, default=8000, help="Listen on this port.")
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Run at most N requests at a time.",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Let at most N requests wait beside those that run; more are refused with 503.",
+    )
+    parser.add_argument(
+        "--max-requests-per-key",
+        type=int,
+        metavar="N",
+        help="Let an API key have at most N unanswered requests; more are refused with 429. By "
+        "default there is no limit.",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="Clients ask for the model by this name. The default is the name of its folder.",
+    )
+    add_chat_template(parser)
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="Answer only clients that send this key. The option may be given several times; more "
+        "keys are read from MEGATRON_HYBRID_API_KEYS, separated by commas.",
+    )
+    parser.add_argument(
+        "--admin-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="Only this key opens the routes of the operator, such as /cache/reset. The option may "
+        "be given several times.",
+    )
+    parser.add_argument(
+        "--share-cache",
+        action="store_true",
+        help="Let all API keys share cached prefixes. By default each of several keys has its own.",
+    )
+    parser.add_argument(
+        "--show-prompts",
+        action="store_true",
+        help="Show texts of prompts on the operator's page. By default it shows only lengths.",
+    )
+    parser.add_argument(
+        "--max-body-mib",
+        type=int,
+        default=16,
+        metavar="MIB",
+        help="Refuse bodies of requests that are larger than this, in MiB, with 413.",
+    )
+    parser.add_argument(
+        "--queue-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="Refuse a request that has waited this long, with 503. By default it waits as long as "
+        "it has to.",
+    )
+    parser.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="End a request after this time, waiting included, with 504. By default there is no "
+        "limit.",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="Give running requests this much time to end after SIGTERM.",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        from megatron_hybrid.serving.run import log_json_lines, run, serve
+    except ImportError as error:
+        raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
+    from megatron_hybrid.serving.service import ServingConfig
+
+    config = inference_config(options, max_requests=options.max_requests)
+    keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
+    serving = ServingConfig(
+        options.served_model_name or Path(options.model).name,
+        api_keys=tuple(filter(None, (*options.api_key, *keys))),
+        description=_DEMO_NOTE if options.model == "demo" else "",
+        admin_keys=tuple(options.admin_key),
+        shows_prompts=options.show_prompts,
+        shares_cache=options.share_cache,
+        max_body_bytes=options.max_body_mib << 20,
+        max_waiting=options.max_waiting,
+        max_requests_per_key=options.max_requests_per_key,
+        queue_seconds=options.queue_timeout,
+        request_seconds=options.request_timeout,
+        drain_seconds=options.shutdown_timeout,
+    )
+    log_json_lines()
+    model, tokenizer = load_for_chats(options)
+    run(serve(model, tokenizer, config, serving, options.host, options.port))
+    return 0
