@@ -39,7 +39,7 @@ from megatron_hybrid.inference.memory import (
 )
 from megatron_hybrid.inference.memory_budget import Part, pool_pages, step_bytes
 from megatron_hybrid.inference.meter import ActivityLog, Meter
-from megatron_hybrid.inference.metrics import Stats, prometheus_text
+from megatron_hybrid.inference.metrics import Stats, prometheus_text, requests_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.rank_checks import check_equal_decisions, what_must_be_equal
@@ -491,9 +491,13 @@ class DynamicInferenceEngine:
             if self.output.append(request, result.sampled[request.request_id]):
                 self.output.finish(request)
                 self.scheduler.finish(request)
-                self._ended.note(request)
+                self._note_end(request)
         self.meter.note_tokens(owners, time.perf_counter())
         self._run_moves()
+
+    def _note_end(self, request: Request) -> None:
+        self._ended.note(request)
+        self.meter.note_end(request)
 
     def _run_moves(self) -> None:
         """Execute the moves that are due before the next step."""
@@ -820,7 +824,7 @@ class DynamicInferenceEngine:
             self._changed.pop(request, None)
             if request.unread is not None:
                 self.output.take(request)
-            self._ended.note(request)
+            self._note_end(request)
         self.scheduler.cancel(request)
 
     # Many ranks --------------------------------------------------------------------------------
@@ -1231,7 +1235,20 @@ class DynamicInferenceEngine:
     def metrics(self) -> str:
         """`stats`, and times as histograms, in the text format of Prometheus; see
         `inference/metrics.py`."""
-        return prometheus_text(self.stats(), self.meter.histograms)
+        config = self.config
+        info = {
+            "block_size": config.block_size_tokens,
+            "cache_bytes": config.cache_bytes,
+            "cache_dtype": str(config.kv_cache_dtype or "auto").removeprefix("torch."),
+            "enable_prefix_caching": config.prefix_caching != "off",
+            "gpu_memory_utilization": config.memory_fraction,
+            "num_gpu_blocks": self.stats()["pool_tokens"] // config.block_size_tokens,
+            "prefix_caching": config.prefix_caching,
+            "state_encoding": config.state_encoding,
+        }
+        return prometheus_text(self.stats(), self.meter.histograms) + requests_text(
+            self.meter.num_ended, info
+        )
 
     def _kv_blocks_in_use(self) -> int:
         """Number of distinct KV blocks of the running requests."""

@@ -2,6 +2,7 @@
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron_hybrid.inference.request import Request
@@ -31,15 +32,18 @@ class Meter:
 
     def __init__(self):
         self.queue, self.prefill, self.first_token = Histogram(), Histogram(), Histogram()
-        self.between_tokens, self.step = Histogram(), Histogram()
+        self.between_tokens, self.step, self.whole = Histogram(), Histogram(), Histogram()
         self.histograms = {
             "time_to_first_token_seconds": self.first_token,
             "inter_token_latency_seconds": self.between_tokens,
             "request_queue_time_seconds": self.queue,
             "request_prefill_time_seconds": self.prefill,
+            "e2e_request_latency_seconds": self.whole,
             "step_time_seconds": self.step,
         }
         self.num_generated = 0
+        self.num_ended: Counter[str] = Counter()
+        """Requests that have ended, each sample by itself, by `finish_reason`."""
 
     def note_tokens(self, requests: Sequence[Request], now: float) -> None:
         """Each of the requests got a token."""
@@ -55,6 +59,12 @@ class Meter:
                 self.first_token.observe(now - request.added_at)
         for last, count in num_since.items():
             self.between_tokens.observe(now - last, count)
+
+    def note_end(self, request: Request) -> None:
+        """The request has ended."""
+        self.num_ended[request.finish_reason] += 1
+        if request.sample_index == 0:
+            self.whole.observe(request.finished_at - request.added_at)
 
 
 class ActivityLog:

@@ -83,6 +83,7 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": "Between two tokens of a request.",
     "request_queue_time_seconds": "From adding a request to its first slot.",
     "request_prefill_time_seconds": "From the first slot of a request to its first token.",
+    "e2e_request_latency_seconds": "From adding a request to its end.",
     "step_time_seconds": "Of steps that had something to do.",
 }
 """Keys of `Meter.histograms`."""
@@ -100,6 +101,7 @@ VLLM_NAMES = {
     "inter_token_latency_seconds": ("inter_token_latency_seconds",),
     "request_queue_time_seconds": ("request_queue_time_seconds",),
     "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
 }
 """Second names of what means the same in vLLM: ours, or the first of two by the second. Schedulers
 such as llm-d's, and dashboards, read them by name, so that they work with this engine unchanged.
@@ -183,6 +185,32 @@ def prometheus_text(
             if len(keys) == 2:
                 value = value / values[keys[1]]
             lines += _metric(VLLM_PREFIX + name, keys[0], value)
+    return "".join(f"{line}\n" for line in lines)
+
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+"""Reasons why requests end -> what vLLM's metric calls them."""
+
+
+def requests_text(ended: Mapping[str, int], settings: Mapping[str, object]) -> str:
+    """Metrics with labels, under our names and vLLM's: requests that have ended, by reason, and the
+    settings of the cache.
+
+    Args:
+        ended: requests by `finish_reason`.
+        settings: label -> value.
+    """
+    counts = {
+        f'{{finished_reason="{name}"}}': ended.get(reason, 0)
+        for reason, name in FINISH_REASONS.items()
+    }
+    labels = ",".join(f'{label}="{value}"' for label, value in settings.items())
+    lines: list[str] = []
+    for prefix in (PREFIX, VLLM_PREFIX):
+        text = "Requests that have ended, each sample by itself."
+        lines += _lines(f"{prefix}request_success_total", "counter", text, counts)
+        text = "Settings of the cache, as labels."
+        lines += _lines(f"{prefix}cache_config_info", "gauge", text, {f"{{{labels}}}": 1})
     return "".join(f"{line}\n" for line in lines)
 
 

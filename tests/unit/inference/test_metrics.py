@@ -17,9 +17,9 @@ from megatron_hybrid.inference.metrics import HISTOGRAMS, VLLM_NAMES, Stats, pro
 from megatron_hybrid.offload.fetch import FetchStats
 
 LINE = re.compile(
-    r"# HELP (?P<help>(?:megatron_hybrid_|vllm:)[a-z_]+) [^\\\n]+\.\n"
+    r"# HELP (?P<help>(?:megatron_hybrid_|vllm:)[a-z0-9_]+) [^\\\n]+\.\n"
     r"# TYPE (?P=help) (?P<kind>counter|gauge|histogram)\n"
-    r'(?:(?P=help)(?:\{reason="[a-z_]+"\}|_bucket\{le="[^"]+"\}|_sum|_count)? [\d.e-]+\n)+'
+    r'(?:(?P=help)(?:\{\w+="[^}\n]+\}|_bucket\{le="[^"]+"\}|_sum|_count)? [\d.e-]+\n)+'
 )
 
 
@@ -38,6 +38,8 @@ def parsed(text):
     values, kinds = {}, {}
     for family in text_string_to_metric_families(text):
         if family.type == "histogram" or family.name.startswith("vllm:"):
+            continue
+        if family.name.endswith(("request_success", "cache_config_info")):
             continue
         for sample in family.samples:
             reason = sample.labels.pop("reason", None)
@@ -187,6 +189,14 @@ def test_histograms_count_requests_tokens_and_steps():
     assert count["step_time_seconds"] == engine.num_steps
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time"):
         assert count[f"{name}_seconds"] == 2
+    assert count["e2e_request_latency_seconds"] == 2
+    for prefix in ("megatron_hybrid_", "vllm:"):
+        samples = found[f"{prefix}request_success"].samples
+        ended = {sample.labels["finished_reason"]: sample.value for sample in samples}
+        assert ended == {"length": 4, "stop": 0, "abort": 0, "error": 0}
+        (info,) = found[f"{prefix}cache_config_info"].samples
+        assert info.labels["block_size"] == str(engine.config.block_size_tokens)
+        assert info.labels["enable_prefix_caching"] == "True" and info.value == 1
     assert count["inter_token_latency_seconds"] == engine.stats()["generation_tokens"] - 4
     assert engine.stats()["generation_tokens"] == drawn
     total = {name: value(f"megatron_hybrid_{name}", "_sum") for name in HISTOGRAMS}
