@@ -240,10 +240,16 @@ def leaders_of(ranks: Ranks) -> Ranks | None:
     return _connected([dist.group.WORLD], takes_part=ranks.is_first)
 
 
+def is_one_machine() -> bool:
+    """Whether the launcher says that all processes of the job are on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
+
+
 def _connected(groups: Sequence[dist.ProcessGroup], *, takes_part: bool = True) -> Ranks | None:
     """Connect the ranks that gathers over these groups, one after the other, reach. None: this one
     does not take part."""
-    server = socket.create_server(("", 0), backlog=128)
+    host = "127.0.0.1" if is_one_machine() else ""
+    server = socket.create_server((host, 0), backlog=128)
     with server:
         server.settimeout(CONNECT_SECONDS)
         port = server.getsockname()[1]
@@ -263,8 +269,8 @@ def _connected(groups: Sequence[dist.ProcessGroup], *, takes_part: bool = True) 
             control, watched = _accept(server, own[-1], len(members) - 1)
             connections = [control[other] for other in sorted(control)]
             return Ranks(0, len(members), connections, watched)
-        host, address, port, secret = known[members[0]]
-        reach = ("127.0.0.1" if host == own[0] else address), port
+        machine, address, port, secret = known[members[0]]
+        reach = ("127.0.0.1" if machine == own[0] else address), port
         control, watched = (_connect(reach, secret, rank, kind) for kind in ("control", "watch"))
         return Ranks(rank, len(members), [control], {0: watched})
 

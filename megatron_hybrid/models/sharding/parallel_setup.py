@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
+from megatron_hybrid.ranks import is_one_machine
+
+_WITHOUT_SOCKETS = "fake"
+"""torch's name of a backend for tests, which is right for one process."""
 
 
 def process_groups(
@@ -118,10 +124,33 @@ def initialize_distributed() -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if is_one_machine():
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
-    else:
+    elif not _initialize_without_sockets():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_destroy_distributed)
+
+
+def _initialize_without_sockets() -> bool:
+    """Initialise torch.distributed for this one process with torch's groups for tests. Each group
+    of gloo listens on a port, on an address that other machines reach; these open none. Returns
+    False where they do not copy what a rank sends to itself, as in older releases of torch."""
+    import torch.testing._internal.distributed.fake_pg  # registers them
+
+    dist.init_process_group(_WITHOUT_SOCKETS, store=dist.HashStore(), rank=0, world_size=1)
+    one, found = torch.ones(1), torch.zeros(5)
+    outputs = found.split(1)
+    dist.all_gather([outputs[0]], one)
+    dist.reduce_scatter(outputs[1], [one])
+    dist.gather(one, [outputs[2]])
+    dist.scatter(outputs[3], [one])
+    dist.all_to_all_single(outputs[4], one, [1], [1])
+    if not found.all():
+        dist.destroy_process_group()
+        return False
+    return True
 
 
 def _destroy_distributed() -> None:
@@ -148,4 +177,18 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
             f"the layout {said} needs a multiple of {needed} processes, but there are "
             f"{dist.get_world_size()}. Start with `torchrun --nproc-per-node {needed}`."
         )
-    parallel_state.initialize_model_parallel(**sizes)
+    with _all_groups_without_sockets():
+        parallel_state.initialize_model_parallel(**sizes)
+
+
+@contextmanager
+def _all_groups_without_sockets() -> Iterator[None]:
+    """core asks for some groups of gloo by name: where others need no sockets, these do not,
+    either."""
+    before = dist.new_group
+    if dist.get_backend() == _WITHOUT_SOCKETS:
+        dist.new_group = lambda *args, **named: before(*args, **named | {"backend": None})
+    try:
+        yield
+    finally:
+        dist.new_group = before
