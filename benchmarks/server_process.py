@@ -56,8 +56,9 @@ def with_probe(make_app):
 
 def main() -> None:
     run.create_app = with_probe(run.create_app)
-    run.log_json_lines()
-    run.run(run.serve(*demo(), CONFIG, ServingConfig("demo"), "127.0.0.1", 0))
+    run.log_lines()
+    address = run.Address(port=0)
+    run.run(run.serve(*demo(), CONFIG, ServingConfig("demo"), address, address.bind()))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="Listen at this address.")
     parser.add_argument("--port", type=int, default=8000, help="Listen on this port.")
     parser.add_argument(
+        "--uds", metavar="PATH", help="Listen on this Unix socket, in place of a port."
+    )
+    parser.add_argument(
+        "--ssl-certfile", metavar="FILE", help="Serve HTTPS by the certificate in this PEM file."
+    )
+    parser.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="Read the key of the certificate from this file. By default it is in the same file.",
+    )
+    parser.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="Tell clients that a proxy has this server under PATH, such as /llm.",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="Let web pages of this site, such as https://chat.example, call the server; * lets "
+        "all. The option may be given several times. By default only the server's own page may.",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Answer requests to this name although there is no API key. Addresses, localhost and "
+        "the name of this machine are always answered. The option may be given several times.",
+    )
+    parser.add_argument(
         "--max-requests",
         type=int,
         default=64,
@@ -112,11 +145,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from megatron_hybrid.serving.run import log_json_lines, run, serve
+        from megatron_hybrid.serving.run import Address, log_lines, run, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
+    from rich.console import Console
+
     from megatron_hybrid.serving.service import ServingConfig
 
+    address = Address(
+        options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
+    )
     config = inference_config(options, max_requests=options.max_requests)
     keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
     serving = ServingConfig(
@@ -126,6 +164,9 @@ def run(options: argparse.Namespace) -> int:
         admin_keys=tuple(options.admin_key),
         shows_prompts=options.show_prompts,
         shares_cache=options.share_cache,
+        allowed_hosts=(*options.allowed_host, options.host),
+        cors_origins=tuple(options.cors_origin),
+        root_path=options.root_path,
         max_body_bytes=options.max_body_mib << 20,
         max_waiting=options.max_waiting,
         max_requests_per_key=options.max_requests_per_key,
@@ -133,7 +174,9 @@ def run(options: argparse.Namespace) -> int:
         request_seconds=options.request_timeout,
         drain_seconds=options.shutdown_timeout,
     )
-    log_json_lines()
-    model, tokenizer = load_for_chats(options)
-    run(serve(model, tokenizer, config, serving, options.host, options.port))
+    log_lines()
+    bound = address.bind()  # fail now, not after the model is loaded
+    with Console(stderr=True).status(f"loading {options.model}"):
+        model, tokenizer = load_for_chats(options)
+    run(serve(model, tokenizer, config, serving, address, bound))
     return 0

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
@@ -54,8 +55,17 @@ def create_app(service: Service) -> FastAPI:
         yield
         watching.cancel()
 
+    config = service.config
     app = FastAPI(title="megatron_hybrid", version=__version__, lifespan=lifespan)
     app.add_middleware(Door, service=service)
+    if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)
@@ -350,6 +360,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def version() -> Json:
         return {"version": __version__}
+
+    @app.get("/load")
+    async def load() -> Json:
+        return {"server_load": service.load}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:

@@ -1,5 +1,5 @@
-"""Door: what every request of HTTP passes: its id, its key, the limit of its body, a line in the
-log."""
+"""Door: what every request of HTTP passes: its id, its key or its origin, the limit of its body, a
+line in the log."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from megatron_hybrid.serving.answers import prefix_block
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.service import Service
 
 access = logging.getLogger("megatron_hybrid.serving.access")
@@ -37,12 +38,18 @@ class Door:
     def __init__(self, app, service: Service):
         self._app = app
         self._service = service
+        config = service.config
+        is_open = not (config.api_keys or config.admin_keys)
+        self._origins = Origins(config.allowed_hosts, config.cors_origins) if is_open else None
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began, status = time.perf_counter(), 499
+        # Whether the proxy takes its path off or not.
+        scope["root_path"] = self._service.config.root_path.rstrip("/")
+        path = scope["path"].removeprefix(scope["root_path"])
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -57,8 +64,10 @@ class Door:
         try:
             try:
                 state["key"] = ""
-                if not (scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/")):
+                if not (path in OPEN_PATHS or path.startswith("/page/")):
                     state["key"] = self._service.key_of(headers.get("authorization"))
+                    if self._origins is not None:
+                        self._origins.check(headers.get("host"), headers.get("origin"))
                 limited = self._limited(headers.get("content-length", ""), receive)
             except ApiError as error:
                 await refuse(error, named)
@@ -66,7 +75,7 @@ class Door:
                 await self._app(scope, limited, named)
         finally:
             self._service.num_responses[_route(scope), status] += 1
-            if scope["path"] not in POLLED_PATHS or status != 200:
+            if path not in POLLED_PATHS or status != 200:
                 self._log(scope, status, time.perf_counter() - began)
 
     def _limited(self, length: str, receive):

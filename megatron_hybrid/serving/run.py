@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import gc
 import json
 import logging
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
@@ -25,8 +29,29 @@ from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+_BACKLOG = 2048
 _CONNECTION_SECONDS = 5
 """For connections to end when nothing runs any more."""
+
+
+class _PlainLines(logging.Formatter):
+    """For people: the time, and what happened."""
+
+    def __init__(self):
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not record.name.endswith(".access"):
+            return super().format(record)
+        line = record.args
+        text = "{method} {path} {status} in {ms:,.0f} ms".format(**line)
+        if "prefix" in line:
+            skipped = sum(prefix["skipped_tokens"] for prefix in line["prefix"])
+            text += (
+                f": {line['prompt_tokens']:,} prompt tokens, {skipped:,} of them skipped; "
+                f"{line['completion_tokens']:,} generated"
+            )
+        return f"{self.formatTime(record, self.datefmt)} {text}"
 
 
 class _JsonLines(logging.Formatter):
@@ -46,11 +71,13 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def log_json_lines() -> None:
-    """Write the logs of this program to stderr, in a thread: whoever reads them may be slow."""
+def log_lines() -> None:
+    """Write the logs of this program to stderr: plain lines to a terminal, else JSON. A thread
+    writes them: whoever reads them may be slow."""
     lines: SimpleQueue = SimpleQueue()
     handler = QueueHandler(lines)
-    handler.setFormatter(_JsonLines())
+    handler.setFormatter(_PlainLines() if sys.stderr.isatty() else _JsonLines())
+    handler.addFilter(_is_no_cancellation)
     writer = QueueListener(lines, logging.StreamHandler(sys.stderr))
     writer.start()
     atexit.register(writer.stop)
@@ -58,6 +85,72 @@ def log_json_lines() -> None:
         own = logging.getLogger(name)
         own.handlers, own.propagate = [handler], False
         own.setLevel(logging.INFO)
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """uvicorn writes a traceback for each request that is cancelled at the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and by which certificate."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    uds: str | None = None
+    """Path of a Unix socket, in place of host and port."""
+    certfile: str | None = None
+    """Certificate (PEM), for HTTPS."""
+    keyfile: str | None = None
+    """Its key, if that is in another file."""
+
+    def bind(self) -> socket.socket | None:
+        """A bound socket; None: a Unix socket, which is free.
+
+        Raises:
+            OSError, ValueError: the address is taken, or cannot be used; the message names it.
+        """
+        if self.keyfile and not self.certfile:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
+        if self.certfile:  # fail now, not after the model is loaded
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.certfile, self.keyfile
+            )
+        if self.uds is not None:
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(self.uds) == 0:
+                    raise ValueError(f"--uds {self.uds} is in use: end that server first")
+            return None
+        where = f"--host {self.host} --port {self.port}"
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"{where}: a port is a number from 0 to 65535")
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            bound = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise OSError(f"{where} cannot be used: {error}") from error
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            # Nobody is answered before the model is there; until then another server that starts
+            # finds the port taken.
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            bound.close()
+            remedy = "; give another --port" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(f"{where} cannot be used: {error.strerror}{remedy}") from error
+        return bound
+
+    def url(self, bound: socket.socket | None) -> str:
+        """For people."""
+        if bound is None:
+            return f"unix:{self.uds}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.certfile else ''}://{host}:{bound.getsockname()[1]}"
 
 
 class _Server(uvicorn.Server):
@@ -74,7 +167,10 @@ class _Server(uvicorn.Server):
 
     def _end(self) -> None:
         if self._draining is not None:
-            self.should_exit = self.force_exit = True
+            if self.should_exit:
+                self.force_exit = True
+            self._service.abort_all()
+            self.should_exit = True
             return
         logger.info("draining: no new requests")
         self._draining = asyncio.ensure_future(self._drain())
@@ -95,17 +191,21 @@ async def serve(
     tokenizer: Tokenizer,
     engine_config: InferenceConfig,
     config: ServingConfig,
-    host: str,
-    port: int,
+    address: Address,
+    bound: socket.socket | None,
 ) -> None:
-    """Serve until a signal. Then requests run to their end, and the cache's folder is completed."""
+    """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
+
+    bound: what `address.bind()` has returned.
+    """
     engine = AsyncEngine(model, tokenizer, engine_config)
     service = Service(engine, tokenizer, engine_config, config)
     try:
         settings = uvicorn.Config(
             create_app(service),
-            host=host,
-            port=port,
+            uds=address.uds,
+            ssl_certfile=address.certfile,
+            ssl_keyfile=address.keyfile,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_CONNECTION_SECONDS,
@@ -113,7 +213,8 @@ async def serve(
         # What is here stays: each full collection of it would stop all threads for long.
         gc.collect()
         gc.freeze()
-        await _Server(settings, service).serve()
+        logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
+        await _Server(settings, service).serve(None if bound is None else [bound])
     finally:
         began = time.perf_counter()
         await service.close()

@@ -44,6 +44,13 @@ class ServingConfig:
     """Whether the page shows texts of prompts to the operator, not only their lengths."""
     shares_cache: bool = False
     """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of the server in the header Host, beside those of this machine. Without keys, requests
+    with others are refused."""
+    cors_origins: tuple[str, ...] = ()
+    """Sites whose pages may call the server from a browser; "*": all."""
+    root_path: str = ""
+    """Path of a proxy under which the server is found."""
     max_body_bytes: int = 16 << 20
     max_waiting: int = 256
     """Requests beside those that run."""
@@ -331,8 +338,17 @@ class Service:
             async with asyncio.timeout(self.config.drain_seconds):
                 await self._idle.wait()
         except TimeoutError:
-            for ticket in list(self._tickets.values()):
-                self.abort(ticket.request_id, ticket.key)
+            self.abort_all()
+
+    def abort_all(self) -> None:
+        """End all running requests."""
+        for ticket in list(self._tickets.values()):
+            self.abort(ticket.request_id, ticket.key)
+
+    @property
+    def load(self) -> int:
+        """Requests that generate, those that wait included."""
+        return len(self._tickets)
 
     async def close(self) -> None:
         """End the engine, and complete its folder of cached prefixes."""

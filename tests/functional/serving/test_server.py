@@ -11,6 +11,7 @@ import sys
 import threading
 
 import httpx
+import psutil
 import pytest
 from http_server import demo_service, running_server, wait_until
 from matrix import matrix_rows
@@ -26,7 +27,12 @@ LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignor
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(max_waiting=0, max_body_bytes=100_000) as server:
+    with running_server(
+        max_waiting=0,
+        max_body_bytes=100_000,
+        cors_origins=("https://chat.example",),
+        root_path="/llm",
+    ) as server:
         yield server
 
 
@@ -64,6 +70,29 @@ def test_request_ids_go_both_ways(server):
     assert evil.headers["x-request-id"] != "a b" * 99
 
 
+def test_a_foreign_page_cannot_reset_the_cache(server):
+    own = server.url.removeprefix("http://")
+    for headers, remedy in (
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, "--allowed-host"),
+        ({"Origin": "http://evil.example"}, "--cors-origin http://evil.example"),
+    ):
+        answer = httpx.post(server.url + "/cache/reset", headers=headers)
+        assert answer.status_code == 403 and remedy in answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+    for headers in ({}, {"Origin": server.url, "Host": own}, {"Origin": "https://chat.example"}):
+        assert httpx.post(server.url + "/cache/reset", headers=headers).json() == {"reset": True}
+    asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(server.url + "/v1/chat/completions", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_a_proxy_s_path_and_the_load(server):
+    for path in ("/load", "/llm/load"):
+        assert call(server, path).json() == {"server_load": 0}
+    assert call(server, "/openapi.json").json()["servers"] == [{"url": "/llm"}]
+
+
 def test_a_body_that_is_no_json_is_refused(server):
     for kind, text in (("application/json", "no JSON"), ("text/plain", "send Content-Type")):
         headers = {"content-type": kind}
@@ -89,7 +118,7 @@ def connect(server, body):
     body = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
@@ -291,6 +320,9 @@ def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
         lines.append(json.loads(process.stderr.readline()))
         if "running on" in lines[-1].get("message", ""):
             port = int(lines[-1]["message"].split(":")[2].split()[0])
+    own = psutil.Process(process.pid).net_connections()
+    assert [each.laddr for each in own if each.status == "LISTEN"] == [("127.0.0.1", port)]
+    assert any(" tokens, or " in line.get("message", "") for line in lines)
     url = f"http://127.0.0.1:{port}/v1/completions"
     body = {**LONG, "max_tokens": 60, "stream": True}
     with httpx.stream("POST", url, json=body, timeout=300) as stream:

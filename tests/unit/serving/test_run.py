@@ -1,14 +1,19 @@
-"""The logs of a server."""
+"""The logs of a server, its address, and its end."""
 
+import asyncio
 import io
 import json
 import logging
+import re
+import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from megatron_hybrid.serving.door import access
-from megatron_hybrid.serving.run import log_json_lines
+from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 
 
 class SlowStream(io.StringIO):
@@ -34,7 +39,7 @@ def stream(monkeypatch):
     before = [(own.handlers, own.propagate, own.level) for own in loggers]
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr("atexit.register", ends.append)
-    log_json_lines()
+    log_lines()
     yield stream
     stream.reads.set()
     for end in ends:
@@ -61,3 +66,72 @@ def test_lines_are_json_however_late_they_are_read(stream):
     assert plain["logger"] == "megatron_hybrid.some.part" and plain["time"].endswith("Z")
     assert (request["path"], request["status"]) == ("/metrics", 200) and "message" not in request
     assert "ValueError: no room" in failed["error"]
+
+
+def test_a_terminal_gets_plain_lines():
+    line = {"method": "POST", "path": "/v1/completions", "status": 200, "ms": 35.4}
+    line |= {"prompt_tokens": 1400, "completion_tokens": 40, "prefix": [{"skipped_tokens": 1200}]}
+    name = "megatron_hybrid.serving.access"
+    record = logging.LogRecord(name, logging.INFO, "", 0, "%s", (line,), None)
+    text = _PlainLines().format(record)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/completions 200 in 35 ms: 1,400 .*", text)
+    assert text.endswith("1,400 prompt tokens, 1,200 of them skipped; 40 generated")
+
+
+def test_cancelled_requests_write_no_traceback(stream):
+    logger = logging.getLogger("uvicorn.error")
+    for error in (asyncio.CancelledError(), ValueError("shown")):
+        logger.error("Exception in ASGI application", exc_info=error)
+    stream.reads.set()
+    assert stream.num_lines.acquire(timeout=120)
+    (line,) = map(json.loads, stream.getvalue().splitlines())
+    assert "ValueError: shown" in line["error"]
+
+
+def test_a_busy_port_is_found_when_it_is_bound(tmp_path):
+    address = Address(port=0)
+    with address.bind() as bound:
+        port = bound.getsockname()[1]
+        assert address.url(bound) == f"http://127.0.0.1:{port}"
+        with pytest.raises(OSError, match=f"--port {port} cannot be used: .*give another --port"):
+            Address(port=port).bind()
+    Address(port=port).bind().close()  # it is free at once
+    path = str(tmp_path / "socket")
+    assert Address(uds=path).bind() is None
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        other.listen()
+        with pytest.raises(ValueError, match="is in use"):
+            Address(uds=path).bind()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (Address(port=70000), "from 0 to 65535"),
+        (Address(host="no such host"), "--host no such host"),
+        (Address(keyfile="key.pem"), "needs --ssl-certfile"),
+        (Address(certfile="/nowhere.pem"), "No such file"),
+    ],
+)
+def test_addresses_that_cannot_be_used(address, message):
+    with pytest.raises((OSError, ValueError), match=message):
+        address.bind()
+
+
+def test_a_second_signal_ends_the_requests_that_run():
+    async def end():
+        async def drain():
+            await asyncio.Event().wait()
+
+        aborted = []
+        service = SimpleNamespace(drain=drain, abort_all=lambda: aborted.append(True))
+        server = _Server(uvicorn.Config(None), service)
+        server._end()
+        assert not server.should_exit and not aborted
+        server._end()
+        assert server.should_exit and aborted and not server.force_exit
+        server._end()
+        assert server.force_exit
+
+    asyncio.run(end())
