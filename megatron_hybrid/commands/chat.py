@@ -35,12 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.sampling_params import SamplingParams
-    from megatron_hybrid.tools.chat import chat, typed_lines
+    from megatron_hybrid.tools.chat import banner, chat, typed_lines
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
 
     params = SamplingParams(temperature=options.temperature, num_tokens_to_generate=options.tokens)
     config = inference_config(options)
     with DynamicInferenceEngine(*load_for_chats(options), config) as engine:
-        chat(engine, typed_lines(), params, lambda text: print(text, end="", flush=True))
+        write(banner(engine, options.model))
+        chat(engine, typed_lines(), params, write)
         if options.cache_dir:
             engine.save_cache()
     return 0

@@ -7,6 +7,23 @@ from collections.abc import Callable, Iterator
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
+HELP = """\
+/system TEXT  begin anew, with TEXT as the instructions to the model
+/reset        begin anew, with the same instructions; the cache stays
+/stats        show what the cache holds and has saved
+/help         show this list
+Ctrl-C ends an answer, Ctrl-D the conversation.
+"""
+
+
+def banner(engine: DynamicInferenceEngine, name: str) -> str:
+    """The lines at the head of a conversation with the model of this name."""
+    stats = engine.stats()
+    return (
+        f"{name}: the cache has {stats['pool_bytes'] >> 20:,} MiB, room for "
+        f"{stats['pool_tokens']:,} tokens.\nType a message, or /help. Ctrl-D ends.\n"
+    )
+
 
 def chat(
     engine: DynamicInferenceEngine,
@@ -18,31 +35,64 @@ def chat(
 
     Args:
         engine: with a tokenizer that has a chat template.
-        questions: of the user; an empty one is left out.
+        questions: of the user; an empty one is left out, and one that begins with "/" is a command
+            of `HELP`.
         write: takes the pieces of what is shown.
     """
+    instructions: list[dict[str, str]] = []
     messages: list[dict[str, str]] = []
     for question in questions:
         if not question.strip():
             continue
-        messages.append({"role": "user", "content": question})
-        try:
-            outputs = engine.stream(messages, params)
-        except (TypeError, ValueError) as error:  # such as a conversation that has grown too long
-            write(f"{error}\n")
-            messages.pop()
-            continue
+        command, _, text = question.strip().partition(" ")
+        if command in ("/system", "/reset"):
+            if command == "/system":
+                instructions = [{"role": "system", "content": text.strip()}] if text else []
+            messages = [*instructions]
+            write("A new conversation begins.\n")
+        elif command == "/stats":
+            write(f"{engine.stats()}\n")
+        elif command == "/help":
+            write(HELP)
+        elif command.startswith("/"):
+            write(f"There is no command {command}.\n{HELP}")
+        else:
+            _answer(engine, messages, question, params, write)
+
+
+def _answer(
+    engine: DynamicInferenceEngine,
+    messages: list[dict[str, str]],
+    question: str,
+    params: SamplingParams,
+    write: Callable[[str], None],
+) -> None:
+    """Answer one question, and add both to the messages."""
+    asked = [*messages, {"role": "user", "content": question}]
+    try:
+        outputs = engine.stream(asked, params)
+    except (TypeError, ValueError) as error:  # such as a conversation that has grown too long
+        write(f"{error}\n")
+        return
+    pieces = []
+    try:
         for output in outputs:
+            pieces.append(output.text)
             write(output.text)
-        result = output.result
-        messages.append({"role": "assistant", "content": result.generated_text or ""})
-        prefix, seconds = result.prefix, result.time_to_first_token
-        reason = f" ({prefix.miss_reason.value})" if prefix.miss_reason else ""
-        skipped = f"{prefix.skipped_tokens:,} skipped{reason}"
-        write(
-            f"\n[{prefix.prompt_tokens:,} prompt tokens, {skipped}; first token after "
-            f"{seconds * 1e3:.0f} ms]\n"
-        )
+    except KeyboardInterrupt:  # what has been said stays
+        outputs.close()
+        messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        write("\n[ended]\n")
+        return
+    result = output.result
+    messages[:] = [*asked, {"role": "assistant", "content": result.generated_text or ""}]
+    prefix, seconds = result.prefix, result.time_to_first_token
+    reason = f" ({prefix.miss_reason.value})" if prefix.miss_reason else ""
+    skipped = f"{prefix.skipped_tokens:,} skipped{reason}"
+    write(
+        f"\n[{prefix.prompt_tokens:,} prompt tokens, {skipped}; first token after "
+        f"{seconds * 1e3:.0f} ms]\n"
+    )
 
 
 def typed_lines(prompt: str = "> ") -> Iterator[str]:

@@ -152,7 +152,8 @@ def test_sizes_beyond_the_limits_are_refused(option, message, folder, capsys):
 
 
 def test_a_chat_reuses_its_turns(capsys, monkeypatch):
-    lines = iter(["Once upon a time there was a king.", "", "And then?"])
+    lines = ["/help", "/nothing", "/system Tell tales.", "Once upon a time there was a king."]
+    lines = iter([*lines, "", "And then?", "/stats", "/reset"])
 
     def typed(prompt):
         try:
@@ -162,7 +163,11 @@ def test_a_chat_reuses_its_turns(capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.input", typed)
     assert cli.main(["chat", "--tokens", "12", "--temperature", "0", "--cache-mib", "32"]) == 0
-    found = re.findall(r"\[(\d+) prompt tokens, (\d+) skipped", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.match(r"demo: the cache has 32 MiB, room for [\d,]+ tokens\.\n", out)
+    assert "There is no command /nothing." in out and out.count("/system TEXT") == 2
+    assert out.count("A new conversation begins.") == 2 and "\nhit rate: " in out
+    found = re.findall(r"\[(\d+) prompt tokens, (\d+) skipped", out)
     (first, none), (second, skipped) = ([int(n) for n in turn] for turn in found)
     assert none == 0 < first < skipped < second
 
