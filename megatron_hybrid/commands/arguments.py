@@ -201,15 +201,11 @@ def load(folder: str):
 
 
 def load_for_chats(options: argparse.Namespace):
-    """Model and tokenizer, with the template that was asked for; the demo model has none."""
-    from megatron_hybrid.text.chat_template import PLAIN_TEMPLATE
-
+    """Model and tokenizer, with the template that was asked for."""
     model, tokenizer = load(options.model)
     if options.chat_template:
         source = Path(options.chat_template).read_text(encoding="utf-8")
         tokenizer.set_chat_template(source, options.chat_template)
-    elif options.model == "demo":
-        tokenizer.set_chat_template(PLAIN_TEMPLATE)
     return model, tokenizer
 
 
