@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_hybrid.text import guide_regex, guide_schema
 from megatron_hybrid.text.guide_grammar import alt, text, written
 from megatron_hybrid.validation import check_text
 
-CACHE_BYTES = 256 << 20
+CACHE_BYTES = 64 << 20
 """Of compiled grammars that a compiler keeps."""
 
 
@@ -31,12 +31,17 @@ class Guide:
     kind: str
     """ "json_schema", "regex" or "choices"."""
     source: str | tuple[str, ...]
+    grammar: str | None = field(default=None, compare=False, repr=False)
+    """As xgrammar reads it, where a `GuidePool` has written it; None: it is written when it is
+    needed."""
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Guide:
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
         """JSON that fits a schema (a JSON value, or its text). Only declared properties may come,
         in the order of the schema. Where `type` is missing, the other keywords say what the value
         is: with `minimum` a number.
+
+        check: refuse now what cannot be kept to; else a request that comes with it is refused.
 
         Raises:
             ValueError: it is no JSON, or has a keyword that cannot be kept to.
@@ -46,11 +51,12 @@ class Guide:
                 schema = json.loads(schema)
             check_text("it", json.dumps(schema, allow_nan=False, ensure_ascii=False))
             guide = cls("json_schema", json.dumps(schema))
-            _grammar_of(guide)
         except RecursionError:
             raise ValueError("the JSON schema is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"bad JSON schema: {error}") from None
+        if check:
+            grammar_of(guide)
         return guide
 
     @classmethod
@@ -84,13 +90,26 @@ class Guide:
         return cls("choices", texts)
 
 
-@lru_cache(maxsize=256)
-def _grammar_of(guide: Guide) -> str:
+def grammar_of(guide: Guide) -> str:
     """The guide's grammar, as xgrammar reads it.
 
     Raises:
         ValueError: the guide cannot be kept to.
     """
+    if guide.grammar is not None:
+        return guide.grammar
+    if guide.kind != "json_schema":
+        return _written_grammar_of(guide)
+    try:
+        return _written_grammar_of(guide)
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"bad JSON schema: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _written_grammar_of(guide: Guide) -> str:
     for each in (guide.source,) if isinstance(guide.source, str) else guide.source:
         check_text(f"the guide's {guide.kind}", each)
     if guide.kind == "json_schema":
@@ -106,7 +125,7 @@ def _grammar_of(guide: Guide) -> str:
         rules = {"root": alt(map(text, guide.source))}
     grammar = written(rules)
     if grammar is None:
-        raise ValueError(f"no answer fits the guide's {guide.kind}: {guide.source}")
+        raise ValueError(f"no answer fits the guide's {guide.kind}: {guide.source!s:.1000}")
     return grammar
 
 
@@ -119,6 +138,8 @@ class GuideCompiler:
         vocab_size: of the model.
         first_token_bytes: the same of an answer's first token: `Tokenizer.first_token_bytes`; None:
             `token_bytes`.
+        num_threads: that compile one grammar; None: as many as there are CPUs, up to 8.
+        keeps: grammars, for matchers.
 
     Raises:
         ImportError: xgrammar is missing.
@@ -129,10 +150,19 @@ class GuideCompiler:
         token_bytes: Sequence[bytes],
         vocab_size: int,
         first_token_bytes: Sequence[bytes] | None = None,
+        *,
+        num_threads: int | None = None,
+        keeps: bool = True,
     ):
-        self._tokens = _Vocabulary(token_bytes, vocab_size)
+        vocabulary = partial(
+            _Vocabulary,
+            size=vocab_size,
+            num_threads=num_threads or min(8, os.cpu_count() or 1),
+            keeps=keeps,
+        )
+        self._tokens = vocabulary(token_bytes)
         differs = first_token_bytes is not None and first_token_bytes != token_bytes
-        self._first_tokens = _Vocabulary(first_token_bytes, vocab_size) if differs else None
+        self._first_tokens = vocabulary(first_token_bytes) if differs else None
 
     def compile(self, guide: Guide) -> None:
         """Compile the grammar, which is kept: the guide's matchers are made fast then.
@@ -140,7 +170,7 @@ class GuideCompiler:
         Raises:
             ValueError: the guide cannot be kept to.
         """
-        grammar = _grammar_of(guide)
+        grammar = grammar_of(guide)
         if self._first_tokens is not None:
             self._first_tokens.compile(grammar)
         self._tokens.compile(grammar)
@@ -151,7 +181,7 @@ class GuideCompiler:
         Raises:
             ValueError: the guide cannot be kept to, by none of the tokens.
         """
-        grammar, first = _grammar_of(guide), self._first_tokens
+        grammar, first = grammar_of(guide), self._first_tokens
         matcher = GuideMatcher(
             self._tokens.matcher(grammar),
             stop_ids,
@@ -171,9 +201,10 @@ class _Vocabulary:
     Args:
         texts: of each id.
         size: of the model's vocabulary.
+        num_threads, keeps: see `GuideCompiler`.
     """
 
-    def __init__(self, texts: Sequence[bytes], size: int):
+    def __init__(self, texts: Sequence[bytes], size: int, num_threads: int, keeps: bool):
         try:
             import xgrammar
         except ImportError as error:
@@ -187,9 +218,8 @@ class _Vocabulary:
         info = xgrammar.TokenizerInfo(
             self.texts, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[]
         )
-        threads = min(8, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=threads, cache_limit_bytes=CACHE_BYTES
+            info, max_threads=num_threads, cache_enabled=keeps, cache_limit_bytes=CACHE_BYTES
         )
 
     def compile(self, grammar: str) -> Any:

@@ -15,6 +15,7 @@ ROOT = Path(megatron_hybrid.__file__).parent
 
 FOUNDATION = {
     "compat",
+    "daemon_threads",
     "errors",
     "files",
     "interrupts",
