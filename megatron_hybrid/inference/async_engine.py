@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
+from megatron_hybrid.daemon_threads import DaemonThreads
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
@@ -23,6 +24,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.text.guide_pool import NICENESS, GuidePool
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -226,6 +228,7 @@ class AsyncEngine:
         self._abandoned: deque[_Call] = deque()
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
+        self._guide_thread = DaemonThreads("guides", 1, niceness=NICENESS)
         try:
             make = partial(self._make, model, tokenizer, config)
             self._engine = result_of(self._thread.submit(make))
@@ -243,6 +246,7 @@ class AsyncEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
         priority: int = 0,
+        tenant: str = "",
         queue_seconds: float | None = None,
     ) -> GenerationResult:
         """Answer one prompt; `samples` of the result hold all n. Arguments as for
@@ -263,6 +267,7 @@ class AsyncEngine:
             "cache_breakpoints": cache_breakpoints,
             "n": n,
             "priority": priority,
+            "tenant": tenant,
         }
         try:
             await self._compile(guide)
@@ -282,6 +287,7 @@ class AsyncEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
         priority: int = 0,
+        tenant: str = "",
         queue_seconds: float | None = None,
     ) -> AsyncStream:
         """Queue one prompt and return an async iterator over its outputs, one for each step that
@@ -298,6 +304,7 @@ class AsyncEngine:
             "cache_breakpoints": cache_breakpoints,
             "n": n,
             "priority": priority,
+            "tenant": tenant,
         }
         self._thread.require_home()
         add = partial(self._add, call, prompt, params, guide=guide, **options)
@@ -317,6 +324,15 @@ class AsyncEngine:
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
+    def guide_pool(self, *, seconds: float = 30.0, num_processes: int = 1) -> GuidePool:
+        """A pool for guides of strangers, see `GuidePool`; close it.
+
+        Raises:
+            TypeError: the tokenizer cannot say what its tokens are.
+        """
+        vocabulary = self._engine.request_builder.guide_vocabulary
+        return GuidePool(*vocabulary, seconds=seconds, num_processes=num_processes)
+
     async def close(self) -> None:
         """End the thread after the running step, and complete the folder of `config.cache_dir`.
         Unanswered requests get a RuntimeError, and so does every later call but `close`."""
@@ -329,10 +345,12 @@ class AsyncEngine:
         await self.close()
 
     async def _compile(self, guide: Guide | None) -> None:
-        """Compile a guide in a thread of its own, so that no step waits for it."""
+        """Compile a guide in a thread of a low priority, so that no step waits for it. Guides of
+        strangers go through a `guide_pool` before."""
         self._thread.require_home()
         if guide is not None:
-            await asyncio.to_thread(self._engine.request_builder.check_guide, guide)
+            check = partial(self._engine.request_builder.check_guide, guide)
+            await asyncio.wrap_future(self._guide_thread.submit(check))
 
     async def _add_guided(self, guide: Guide, add: Callable[[], None]) -> None:
         await self._compile(guide)

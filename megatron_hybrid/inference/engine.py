@@ -287,6 +287,7 @@ class DynamicInferenceEngine:
         cache_breakpoints: Sequence[int] = (),
         n: int = 1,
         priority: int = 0,
+        tenant: str = "",
         growing_text: bool = True,
     ) -> Request:
         """Queue a request and return its handle (`done`, `result()`).
@@ -305,6 +306,8 @@ class DynamicInferenceEngine:
             n: number of samples of this prompt, in `result().samples`; they share one prefill.
             priority: of those that wait, requests of lower numbers start first, and equal ones in
                 order of arrival. It takes nothing from a request that runs, or has run.
+            tenant: whose request it is. Those that wait with equal priority start by turns, one
+                sample of each tenant.
             growing_text: whether its outputs have text, which costs a little for each token. The
                 result has it in any case.
 
@@ -315,7 +318,7 @@ class DynamicInferenceEngine:
         """
         self._refuse_closed("add_request")
         samples = self.request_builder.build(
-            prompt, params, salt, cache_breakpoints, n, priority, guide
+            prompt, params, salt, cache_breakpoints, n, priority, guide, tenant
         )
         if growing_text:
             for request in samples:

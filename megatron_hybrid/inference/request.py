@@ -130,6 +130,7 @@ class Request:
     matcher: GuideMatcher | None = None  # of the guide
     sample_index: int = 0
     priority: int = 0  # lower ones start first
+    tenant: str = ""  # those that wait take turns
     origin: object = None  # the `RequestBuilder` of its engine
 
     status: RequestStatus = RequestStatus.WAITING

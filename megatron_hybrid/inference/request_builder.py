@@ -63,6 +63,7 @@ class RequestSpec:
     stop_ids: frozenset[int]
     n: int
     priority: int
+    tenant: str
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestSpec":
@@ -81,6 +82,7 @@ class RequestSpec:
             first.stop_ids,
             len(samples),
             first.priority,
+            first.tenant,
         )
 
 
@@ -137,6 +139,7 @@ class RequestBuilder:
         n: int,
         priority: int = 0,
         guide: Guide | None = None,
+        tenant: str = "",
     ) -> list[Request]:
         """Build the n samples of one prompt; the first one has the others as siblings.
 
@@ -157,6 +160,8 @@ class RequestBuilder:
             )
         if not is_int(priority):
             raise TypeError(f"priority must be an int (lower ones start first), got {priority!r}")
+        if not isinstance(tenant, str):
+            raise TypeError(f"tenant must be a str, got {type(tenant).__name__}")
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
         if guide is not None:
@@ -181,6 +186,7 @@ class RequestBuilder:
                 stop_ids,
                 int(n),
                 int(priority),
+                tenant,
             )
         )
 
@@ -209,6 +215,7 @@ class RequestBuilder:
                     stop_ids=spec.stop_ids,
                     sample_index=index,
                     priority=spec.priority,
+                    tenant=spec.tenant,
                     origin=self,
                 )
             )
@@ -241,16 +248,22 @@ class RequestBuilder:
 
     @cached_property
     def _guides(self) -> GuideCompiler:
+        return GuideCompiler(*self.guide_vocabulary)
+
+    @property
+    def guide_vocabulary(self) -> tuple[Sequence[bytes], int, Sequence[bytes] | None]:
+        """Arguments of a `GuideCompiler` or a `GuidePool`.
+
+        Raises:
+            TypeError: the tokenizer cannot say what its tokens are.
+        """
         if not hasattr(self.tokenizer, "token_bytes"):
             raise TypeError(
                 f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained"
             )
-        return GuideCompiler(
-            self.tokenizer.token_bytes,
-            self.vocab_size,
-            getattr(self.tokenizer, "first_token_bytes", None),
-        )
+        first = getattr(self.tokenizer, "first_token_bytes", None)
+        return self.tokenizer.token_bytes, self.vocab_size, first
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""

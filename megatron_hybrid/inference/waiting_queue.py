@@ -1,40 +1,66 @@
 """WaitingQueue: the requests that wait for a slot, in order."""
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
+from operator import itemgetter
 
 from megatron_hybrid.inference.request import Request
+
+_place = itemgetter(0)
 
 
 class WaitingQueue(Collection[Request]):
     """First the requests that come back, of which the last one is first; then new ones, those of
-    the lowest `priority` first, and among equal ones in order of arrival."""
+    the lowest `priority` first. Among equal ones the tenants take turns, each with one sample, and
+    the requests of one tenant keep their order of arrival."""
 
     def __init__(self):
-        self._requests: list[Request] = []
-        self._num_back = 0  # that came back
+        self._back: list[Request] = []  # the first one last
+        self._new: list[tuple[tuple[int, int], Request]] = []  # (priority, turn) of each
+        self._places: dict[Request, tuple[int, int]] = {}  # the same
+        self._next_turns: dict[tuple[int, str], int] = {}  # behind the last one that waits
+        self._num_waiting: dict[tuple[int, str], int] = {}
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        insort(self._requests, request, lo=self._num_back, key=lambda each: each.priority)
+        group, turn = (request.priority, request.tenant), 0
+        first = bisect_left(self._new, (request.priority,), key=_place)
+        if first < len(self._new) and self._new[first][0][0] == request.priority:
+            turn = self._new[first][0][1]  # a tenant that comes now has missed nothing
+        turn = max(turn, self._next_turns.get(group, turn))
+        place = self._places[request] = (request.priority, turn)
+        insort(self._new, (place, request), key=_place)
+        self._next_turns[group] = turn + 1 + len(request.siblings)
+        self._num_waiting[group] = self._num_waiting.get(group, 0) + 1
 
     def put_first(self, request: Request) -> None:
         """Queue a request that had a slot, or samples of one."""
-        self._requests.insert(0, request)
-        self._num_back += 1
+        self._back.append(request)
 
     def discard(self, request: Request) -> None:
         """Take a request out, if it is in."""
-        if request in self._requests:  # the ValueError of `index` would print the request
-            place = self._requests.index(request)
-            del self._requests[place]
-            self._num_back -= place < self._num_back
+        if request in self._back:  # the ValueError of `remove` would print the request
+            self._back.remove(request)
+            return
+        place = self._places.pop(request, None)
+        if place is None:
+            return
+        index = bisect_left(self._new, place, key=_place)
+        while self._new[index][1] is not request:
+            index += 1
+        del self._new[index]
+        group = (request.priority, request.tenant)
+        self._num_waiting[group] -= 1
+        if not self._num_waiting[group]:
+            del self._num_waiting[group], self._next_turns[group]
 
     def __contains__(self, request: object) -> bool:
-        return request in self._requests
+        return request in self._places or request in self._back
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        yield from reversed(self._back)
+        for _, request in self._new:
+            yield request
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._back) + len(self._new)

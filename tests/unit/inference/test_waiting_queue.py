@@ -35,3 +35,65 @@ def test_the_queue_is_sorted_by_priority_and_arrival_behind_those_that_came_back
         assert list(queue) == expected and len(queue) == len(expected)
         assert all(each in queue for each in expected)
         assert not any(each in queue for each in started)
+
+
+def of_tenant(number: int, tenant: str, **fields):
+    one = request(number, 1, answer=1, **fields)
+    one.tenant = tenant
+    return one
+
+
+def start_all(queue: WaitingQueue) -> list[str]:
+    """Tenants in the order of their starts."""
+    order = []
+    while queue:
+        first = next(iter(queue))
+        queue.discard(first)
+        order.append(first.tenant)
+    return order
+
+
+def test_tenants_take_turns_however_many_requests_one_has_queued():
+    queue = WaitingQueue()
+    for number in range(3000):
+        queue.add(of_tenant(number, "many"))
+    for number in range(2):
+        queue.add(of_tenant(3000 + number, "few"))
+    queue.add(of_tenant(4000, "late"))
+    assert start_all(queue)[:6] == ["many", "few", "late", "many", "few", "many"]
+
+
+def test_who_comes_later_waits_for_no_more_than_one_turn_of_each():
+    queue = WaitingQueue()
+    for number in range(100):
+        queue.add(of_tenant(number, "many"))
+    for _ in range(50):
+        queue.discard(next(iter(queue)))
+    queue.add(of_tenant(100, "late"))
+    queue.add(of_tenant(101, "urgent", priority=-1))
+    assert start_all(queue)[:3] == ["urgent", "many", "late"]
+
+
+def test_each_sample_of_a_request_is_a_turn():
+    queue = WaitingQueue()
+    for number in range(2):
+        one = of_tenant(number, "samples")
+        one.siblings = [one, one]
+        queue.add(one)
+    for number in range(2, 6):
+        queue.add(of_tenant(number, "single"))
+    assert start_all(queue) == [
+        *("samples", "single", "single", "single"),
+        *("samples", "single"),
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1)), max_size=30))
+def test_requests_of_one_tenant_and_priority_start_in_order_of_arrival(given):
+    queue = WaitingQueue()
+    for number, (tenant, priority) in enumerate(given):
+        queue.add(of_tenant(number, tenant, priority=priority))
+    for tenant, priority in set(given):
+        numbers = [r.request_id for r in queue if (r.tenant, r.priority) == (tenant, priority)]
+        assert numbers == sorted(numbers)
