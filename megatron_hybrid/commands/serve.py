@@ -135,6 +135,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "limit.",
     )
     parser.add_argument(
+        "--guide-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="Refuse a JSON schema, a regex or choices that take longer to compile, with 400.",
+    )
+    parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
@@ -172,6 +179,7 @@ def run(options: argparse.Namespace) -> int:
         max_requests_per_key=options.max_requests_per_key,
         queue_seconds=options.queue_timeout,
         request_seconds=options.request_timeout,
+        guide_seconds=options.guide_timeout,
         drain_seconds=options.shutdown_timeout,
     )
     log_lines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,13 +30,15 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
-from megatron_hybrid.serving.json_response import json_response
+from megatron_hybrid.serving.json_response import in_texts_thread, json_response
+from megatron_hybrid.serving.limits import check_count, check_limits
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.rendering import (
     begins_in_thought,
     chat_prompt,
     completion_prompts,
     guide_of,
+    guide_param,
     sampling_params,
 )
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -135,7 +138,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 
 
 async def _respond(service: Service, request: Request, fields: ResponseFields):
-    chat = await asyncio.to_thread(fields.to_chat)
+    chat = await in_texts_thread(fields.to_chat)
 
     def make(id: str, *thoughts: bool) -> ResponseAnswer:
         return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
@@ -155,14 +158,24 @@ async def _answer(
     state = request.state
     request_id = fields.request_id or state.request_id
     async with AsyncExitStack() as undo:
-        ticket = state.ticket = undo.enter_context(service.admitted(request_id, state.key))
-        prompts, params, guide, is_thinking = await asyncio.to_thread(_prepared, service, fields)
+        num_prompts = _num_prompts(fields)
+        check_count(num_prompts, fields.n, service.max_samples)
+        num_samples = num_prompts * fields.n
+        admitted = service.admitted(request_id, state.key, num_samples)
+        ticket = state.ticket = undo.enter_context(admitted)
+        prepared = await in_texts_thread(partial(_prepared, service, fields))
+        prompts, params, guide, is_thinking = prepared
+        if guide is not None:
+            param = await in_texts_thread(partial(guide_param, fields))
+            work = service.compiled(ticket, guide, param)
+            guide = await until_gone(request.receive, work)
         options = {
             "salt": service.salt_of(state.key, fields.cache_salt),
             "cache_breakpoints": fields.cache_breakpoints or (),
             "n": fields.n,
             "priority": fields.priority,
             "guide": guide,
+            "tenant": service.tenant_of(state.key),
         }
         answer = make(ticket.request_id, service.has_thoughts, is_thinking)
         if not fields.stream:
@@ -200,10 +213,18 @@ def _prepared(
     service: Service, fields: GenerationFields
 ) -> tuple[list[Prompt], SamplingParams, Guide | None, bool]:
     """What the engine is asked, and whether the answer begins inside of reasoning."""
+    check_limits(fields)
     prompts, guide = _prompts(service, fields), guide_of(fields)
     # A guided answer begins with what the guide asks for.
     is_thinking = guide is None and _is_thinking(service, fields)
     return prompts, _params(service, fields, prompts), guide, is_thinking
+
+
+def _num_prompts(fields: GenerationFields) -> int:
+    """Before anything is tokenized."""
+    if not isinstance(fields, CompletionFields) or isinstance(fields.prompt, str):
+        return 1
+    return 1 if not fields.prompt or isinstance(fields.prompt[0], int) else len(fields.prompt)
 
 
 def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
@@ -331,7 +352,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def explain(fields: ExplainFields, request: Request) -> Json:
         service.check_admin(request.state.key)
         service.check_model(fields.model)
-        tokens = await asyncio.to_thread(tokens_of, fields)
+        tokens = await in_texts_thread(partial(tokens_of, fields))
         salt = fields.cache_salt or ""
         try:
             explanation = await service.engine.explain(tokens, salt=salt)

@@ -17,6 +17,7 @@ from megatron_hybrid.serving.answers import prefix_block
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.slow_clients import BodyClock
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
@@ -80,14 +81,14 @@ class Door:
 
     def _limited(self, length: str, receive):
         """`receive` with the limit of the body."""
-        limit, num_bytes = self._service.config.max_body_bytes, 0
+        limit, num_bytes, clock = self._service.config.max_body_bytes, 0, BodyClock()
         text = f"the body has more than {limit} bytes, the most it may: send less"
         if length.isdecimal() and int(length) > limit:
             raise ApiError(413, text)
 
         async def counted():
             nonlocal num_bytes
-            message = await receive()
+            message = await clock.receive(receive, num_bytes)
             num_bytes += len(message.get("body", b""))
             if num_bytes > limit:
                 raise HTTPException(413, text)

@@ -7,15 +7,26 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Response
 
+from megatron_hybrid.daemon_threads import DaemonThreads
+
+R = TypeVar("R")
+
 FEW_TOKENS = 500
 """Prompt, answer and their most likely tokens together."""
+_texts = DaemonThreads("texts", 4)
 _SLICE = 256
 """Values that are encoded in one call: for so long no other thread runs."""
 _dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+async def in_texts_thread(job: Callable[[], R]) -> R:
+    """The result of a job with long texts, such as tokenizing, templates, JSON: in threads that
+    nothing else uses."""
+    return await asyncio.wrap_future(_texts.submit(job))
 
 
 async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Response:
@@ -23,7 +34,7 @@ async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Res
     it is of few tokens the thread would cost more."""
     if num_tokens < FEW_TOKENS:
         return Response(encode_json(make()), media_type="application/json")
-    body = await asyncio.to_thread(lambda: encode_json(make()))
+    body = await in_texts_thread(lambda: encode_json(make()))
     return Response(body, media_type="application/json")
 
 

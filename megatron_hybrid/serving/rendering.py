@@ -118,6 +118,11 @@ def guide_of(fields: GenerationFields) -> Guide | None:
     return None
 
 
+def guide_param(fields: GenerationFields) -> str | None:
+    """The field that asks for a guide."""
+    return next((name for name, _ in _wishes(fields)), None)
+
+
 def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]]]:
     """Fields that ask for a guide, and what makes it."""
     form, wanted = fields.response_format, fields.structured_outputs
@@ -125,10 +130,10 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
         yield "response_format", Guide.json_object
     if form is not None and form.type == "json_schema":
         schema = True if form.json_schema is None else form.json_schema.schema_
-        yield "response_format", partial(Guide.json_schema, schema)
+        yield "response_format", partial(Guide.json_schema, schema, check=False)
     if wanted is not None:
         makers = {
-            "json_": Guide.json_schema,
+            "json_": partial(Guide.json_schema, check=False),
             "regex": Guide.regex,
             "choice": Guide.choices,
             "json_object": lambda value: Guide.json_object(),
@@ -151,7 +156,11 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
         ]
         yield (
             "tool_choice",
-            partial(Guide.json_schema, calls[0] if len(calls) == 1 else {"anyOf": calls}),
+            partial(
+                Guide.json_schema,
+                calls[0] if len(calls) == 1 else {"anyOf": calls},
+                check=False,  # a process of its own does it
+            ),
         )
 
 

@@ -26,6 +26,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,7 @@ async def serve(
             uds=address.uds,
             ssl_certfile=address.certfile,
             ssl_keyfile=address.keyfile,
+            http=TimedProtocol,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_CONNECTION_SECONDS,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -22,6 +23,8 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.parsing import THINK
+from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.text.guide_pool import GuidePool
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,13 +56,15 @@ class ServingConfig:
     """Path of a proxy under which the server is found."""
     max_body_bytes: int = 16 << 20
     max_waiting: int = 256
-    """Requests beside those that run."""
+    """Requests beside those that run; each sample of each prompt is one."""
     max_requests_per_key: int | None = None
-    """Unanswered ones."""
+    """Unanswered ones, likewise."""
     queue_seconds: float | None = None
     """Most time that a request waits for its first prompt to begin; None: any."""
     request_seconds: float | None = None
     """Most time of a request, waiting included; None: any."""
+    guide_seconds: float = 30.0
+    """Most time to compile what an answer may look like."""
     drain_seconds: float = 30.0
     """After SIGTERM, for the requests that run."""
 
@@ -70,6 +75,8 @@ class Ticket:
 
     request_id: str
     key: str
+    num_samples: int = 1
+    """Of all prompts together: for so many requests it counts."""
     task: asyncio.Task | None = None
     is_aborted: bool = False
     prefixes: dict[int, PrefixReport] = field(default_factory=dict)
@@ -174,7 +181,11 @@ class Service:
         """The salt of cached prefixes: the request's, and one of its key if there are several."""
         if len(self.config.api_keys) < 2 or self.config.shares_cache:
             return salt or ""
-        return f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}:{salt or ''}"
+        return f"{self.tenant_of(key)}:{salt or ''}"
+
+    def tenant_of(self, key: str) -> str:
+        """A name for the owner of a key, which does not tell the key."""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one there is."""
@@ -188,9 +199,18 @@ class Service:
 
     # How much at a time ------------------------------------------------------------------------
 
+    @property
+    def max_samples(self) -> int:
+        """Most samples of one request: all that a key may have at a time."""
+        limit = self.engine_config.max_requests + self.config.max_waiting
+        per_key = self.config.max_requests_per_key
+        return limit if per_key is None else min(limit, per_key)
+
     @contextmanager
-    def admitted(self, request_id: str, key: str) -> Iterator[Ticket]:
+    def admitted(self, request_id: str, key: str, num_samples: int = 1) -> Iterator[Ticket]:
         """Context of a request that generates, before anything is tokenized.
+
+        num_samples: of all prompts together, each of which counts.
 
         Raises:
             ApiError: too many are unanswered, or the server ends.
@@ -198,18 +218,20 @@ class Service:
         limit = self.engine_config.max_requests + self.config.max_waiting
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: ask another one")
-        if len(self._tickets) >= limit:
+        if sum(ticket.num_samples for ticket in self._tickets.values()) + num_samples > limit:
             raise ApiError(503, f"{limit} requests run or wait, the most there may: ask later")
         per_key = self.config.max_requests_per_key
         if per_key is not None:
-            own = sum(ticket.key == key for ticket in self._tickets.values())
-            if own >= per_key:
+            own = sum(each.num_samples for each in self._tickets.values() if each.key == key)
+            if own + num_samples > per_key:
                 raise ApiError(
-                    429, f"this key has {own} unanswered requests, the most it may: ask later"
+                    429,
+                    f"this key has {own} unanswered requests and asks for {num_samples} more, and "
+                    f"may have {per_key}: ask later",
                 )
         if request_id in self._tickets:
             raise ApiError(400, f"request_id {request_id!r} is that of a running request")
-        ticket = self._tickets[request_id] = Ticket(request_id, key)
+        ticket = self._tickets[request_id] = Ticket(request_id, key, num_samples)
         self._idle.clear()
         try:
             yield ticket
@@ -230,6 +252,23 @@ class Service:
 
     # The way to the engine ---------------------------------------------------------------------
 
+    @cached_property
+    def guides(self) -> GuidePool:
+        """Compiles guides."""
+        return self.engine.guide_pool(seconds=self.config.guide_seconds)
+
+    async def compiled(self, ticket: Ticket, guide: Guide, param: str | None) -> Guide:
+        """A guide with its grammar. What cancels this ends the compilation.
+
+        Raises:
+            ApiError: the guide in this field cannot be kept to, or as `generate_all`.
+        """
+        async with self._limited(ticket):
+            try:
+                return await asyncio.wrap_future(self.guides.compile(guide))
+            except (TypeError, ValueError) as error:
+                raise ApiError(400, f"{param}: {error}", param) from error
+
     async def generate_all(
         self, ticket: Ticket, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
     ) -> list[GenerationResult]:
@@ -238,9 +277,18 @@ class Service:
         Raises:
             ApiError: a prompt cannot be served, took too long, or was aborted.
         """
-        calls = self._each(self.engine.generate, prompts, params, options)
+        calls = self._each(partial(partial, self.engine.generate), prompts, params, options)
+        # The engine gets no more than it looks at: each one takes its thread's time.
+        few = asyncio.Semaphore(2 * self.engine_config.max_requests)
+
+        async def answer(
+            call: Callable[[], Coroutine[Any, Any, GenerationResult]],
+        ) -> GenerationResult:
+            async with few:
+                return await call()
+
         async with self._limited(ticket):
-            tasks = [asyncio.ensure_future(call) for call in calls]
+            tasks = [asyncio.ensure_future(answer(call)) for call in calls]
             try:
                 results = await asyncio.gather(*tasks)
             finally:
@@ -352,6 +400,8 @@ class Service:
 
     async def close(self) -> None:
         """End the engine, and complete its folder of cached prefixes."""
+        if "guides" in vars(self):
+            self.guides.close()
         await self.engine.close()
 
 

@@ -19,6 +19,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.slow_clients import TimedProtocol
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 
@@ -34,7 +35,9 @@ class RunningServer:
 
     def __init__(self, service: Service):
         self.service = service
-        config = uvicorn.Config(create_app(service), port=0, log_config=None, access_log=False)
+        config = uvicorn.Config(
+            create_app(service), http=TimedProtocol, port=0, log_config=None, access_log=False
+        )
         self._server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self._server.run, daemon=True)
         self.thread.start()

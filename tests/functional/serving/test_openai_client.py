@@ -259,7 +259,7 @@ def test_a_tool_call_can_be_required(client, named, stream):
         ({"extra_body": {"tool_choice": "required"}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": schema({"not": {}})}, "response_format"),
-        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"3": 500}}, "logit_bias"),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import httpx
 import psutil
@@ -19,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import Ticket
+from megatron_hybrid.text import guide_pool
 
 LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
@@ -244,6 +247,84 @@ def test_a_key_has_only_so_many_requests_at_a_time():
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         thread.join(60)
+
+
+def test_each_sample_of_each_prompt_counts(server):
+    """The server takes eight at a time."""
+    ask = {"prompt": [[5, 6]] * 3, "n": 3, "max_tokens": 1}
+    error = call(server, "/v1/completions", ask).json()["error"]
+    assert error["param"] == "prompt" and "have 8 at a time" in error["message"]
+    assert len(call(server, "/v1/completions", {**ask, "n": 2}).json()["choices"]) == 6
+    with server.service.admitted("other", "", num_samples=3):
+        answer = call(server, "/v1/completions", {**ask, "n": 2})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("stop", ["a"] * 65),
+        ("stop", "a" * 1025),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {"title": "a" * (256 << 10)}}},
+        ),
+    ],
+)
+def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch, param, value):
+    monkeypatch.setattr(
+        server.service, "config", replace(server.service.config, max_body_bytes=1 << 20)
+    )
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, param: value}
+    answer = call(server, "/v1/chat/completions", body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and "and may have" in error["message"]
+
+
+def received(server, *sent: bytes) -> bytes:
+    """What comes until the server ends the connection, or nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        for part in sent:
+            connection.sendall(part)
+        try:
+            return b"".join(iter(lambda: connection.recv(1000), b""))
+        except ConnectionResetError:
+            return b""
+
+
+def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monkeypatch):
+    monkeypatch.setattr(slow_clients, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(slow_clients, "BODY_SECONDS", 0.1)
+    assert received(server) == b""
+    assert received(server, b"GET /version HTTP/1.1\r\nHost: a\r\n") == b""
+    headers = b"Host: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    late = received(server, b"POST /v1/completions HTTP/1.1\r\n", headers, b"{")
+    assert late.startswith(b"HTTP/1.1 408") and b"send it faster" in late
+
+
+def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
+    """Nothing is compiled here: the first guide takes for ever."""
+    pool, gate = server.service.guides, threading.Event()
+    monkeypatch.setattr(guide_pool._Worker, "_compile", lambda *job: gate.wait(60) and OSError())
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+    async def attack() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=0.5) as client:
+            for number in range(7):
+                guide = {"structured_outputs": {"regex": f"{number}+"}}
+                with pytest.raises(httpx.TimeoutException):
+                    await client.post("/v1/chat/completions", json=chat | guide, timeout=0.1)
+
+    asyncio.run(attack())
+    wait_until(lambda: not pool.num_unfinished)
+    assert call(server, "/v1/chat/completions", chat).status_code == 200
+    assert pool.num_compiled == 0
+    gate.set()
 
 
 def test_a_request_that_takes_too_long_ends():
