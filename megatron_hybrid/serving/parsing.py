@@ -17,7 +17,7 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class AnswerParser:
         tools: functions that may be called, as in OpenAI's requests; none: calls are content.
         has_thoughts: `<think>` begins reasoning; else it is content.
         is_thinking: the prompt ends inside of reasoning.
+        max_calls: those behind are left out; None: any number.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]] = (),
         has_thoughts: bool = False,
         is_thinking: bool = False,
+        max_calls: int | None = None,
     ):
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._marks = [*([THINK] if has_thoughts else []), *([CALL] if self._tools else [])]
@@ -75,6 +77,7 @@ class AnswerParser:
         self._skips_space = is_thinking
         self._has_content = self._in_call = False
         self._held = ""  # begins a part, and is not given yet
+        self._max_calls = max_calls
         self.num_calls = 0
         """So far."""
 
@@ -98,12 +101,12 @@ class AnswerParser:
                 if not found and not is_last:
                     return
                 self._held, self._in_call = rest, False
-                yield from self._called(inside) or self._said(CALL + inside + found)
+                yield from self._called(inside, CALL + inside + found)
                 continue
             if self._may_be_json:
                 if is_last:
                     whole, self._held = self._held, ""
-                    yield from self._called(whole) or self._said(whole)
+                    yield from self._called(whole, whole)
                 return
             marks = [END_THINK] if self._part is Reasoning else self._marks
             found = [(self._held.find(mark), mark) for mark in marks if mark in self._held]
@@ -135,26 +138,36 @@ class AnswerParser:
         self._has_content |= self._part is Content
         return [self._part(text)]
 
-    def _called(self, text: str) -> list[Part]:
-        """The call that a text is; none if it is no call of a function that there is."""
+    def _called(self, text: str, written: str) -> list[Part]:
+        """The call that a text is; if it is no call of a function that there is, what the model has
+        written."""
         name, arguments = self._function(text)
-        if name not in self._tools or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
+            return self._said(written)
+        try:  # half a character, or a number that JSON lacks
+            encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            encoded.encode()
+        except ValueError:
+            return self._said(written)
+        if self.num_calls == self._max_calls:
             return []
-        call = ToolCall(self.num_calls, name, json.dumps(arguments, ensure_ascii=False))
+        call = ToolCall(self.num_calls, name, encoded)
         self.num_calls += 1
         return [call]
 
     def _function(self, text: str) -> tuple[Any, Any]:
         if found := _FUNCTION.fullmatch(text):
             name, body = found.groups()
-            properties = self._tools.get(name, {}).get("parameters", {}).get("properties", {})
+            schema = self._tools.get(name, {}).get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            properties = properties if isinstance(properties, dict) else {}
             return name, {
-                key: _value(value.strip("\n"), properties.get(key, {}))
+                key: _value(value.strip("\n"), properties.get(key))
                 for key, value in _PARAMETER.findall(body)
             }
         try:
             call = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None, None
         if not isinstance(call, dict):
             return None, None
@@ -162,18 +175,18 @@ class AnswerParser:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None, None
         return call.get("name"), arguments
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
+def _value(text: str, schema: Any) -> Any:
     """A parameter of XML: text where the schema says so, else JSON if it is that."""
-    if schema.get("type") == "string":
+    if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

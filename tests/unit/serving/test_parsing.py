@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_answers import CALL, TOOLS
+from model_answers import CALL, TOOLS, function
 
 from megatron_hybrid.serving.parsing import AnswerParser, Content, Reasoning, ToolCall
 
@@ -28,6 +28,8 @@ def parts(texts, **options):
     return said[Reasoning], said[Content], [(c.name, json.loads(c.arguments)) for c in calls]
 
 
+XML_CALL = ("weather", {"city": "12", "days": 3})
+NUMBERS = ("weather", {"city": 12, "days": 3})
 WEATHER = ("weather", {"city": "Łódź", "days": 3})
 CASES = [
     ("Hello", {}, ("", "Hello", [])),
@@ -41,13 +43,30 @@ CASES = [
     (f"Let me see.\n{CALL}\n{CALL}", {"tools": TOOLS}, ("", "Let me see.", [WEATHER, WEATHER])),
     (f"<think>a</think>{CALL} ok", {"tools": TOOLS, "has_thoughts": True}, ("a", "ok", [WEATHER])),
     (CALL[:-12], {"tools": TOOLS}, ("", "", [WEATHER])),  # the end mark was a stop
-    (XML, {"tools": TOOLS}, ("", "", [("weather", {"city": "12", "days": 3})])),
+    (XML, {"tools": TOOLS}, ("", "", [XML_CALL])),
     ('{"name": "time", "parameters": {}}', {"tools": TOOLS}, ("", "", [("time", {})])),
     ('{"name": "time", "arguments": "{}"}', {"tools": TOOLS}, ("", "", [("time", {})])),
     ('{"name": "other"}', {"tools": TOOLS}, ("", '{"name": "other"}', [])),
     ('{"a": 1} is JSON', {"tools": TOOLS}, ("", '{"a": 1} is JSON', [])),
     ("<tool_call>no</tool_call>", {"tools": TOOLS}, ("", "<tool_call>no</tool_call>", [])),
     ("a <tool_ca", {"tools": TOOLS}, ("", "a <tool_ca", [])),
+    # What is no call of a function, or no JSON, is content.
+    *(
+        (
+            f"<tool_call>{call}</tool_call>",
+            {"tools": TOOLS},
+            ("", f"<tool_call>{call}</tool_call>", []),
+        )
+        for call in (
+            '{"name": ["time"], "arguments": {}}',
+            '{"name": "time", "arguments": {"a": "\\ud800"}}',
+            '{"name": "time", "arguments": {"a": NaN}}',
+            '{"name": "time", "arguments": {"a": 1e999}}',
+        )
+    ),
+    (XML.replace("</parameter>", ""), {"tools": TOOLS}, ("", "", [XML_CALL])),
+    (XML, {"tools": [function("weather", city=True, days={})]}, ("", "", [NUMBERS])),
+    (f"{CALL}\n{CALL}", {"tools": TOOLS, "max_calls": 1}, ("", "", [WEATHER])),
 ]
 
 
