@@ -220,8 +220,8 @@ class SamplingParams:
             "latter, or lower the former",
         )
         check(
-            self.seed is None or (is_int(self.seed) and self.seed >= 0),
-            f"seed must be an int >= 0 or None, got {self.seed!r}",
+            self.seed is None or (is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 64),
+            f"seed must be an int in [-2**63, 2**64), or None, got {self.seed!r}",
         )
         check(
             is_int(self.top_n_logprobs) and self.top_n_logprobs >= 0,
