@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -118,7 +119,9 @@ class Answer:
 
     def parser(self) -> AnswerParser:
         """Of one answer to a chat."""
-        return AnswerParser(self.fields.callable_tools, self.has_thoughts, self.is_thinking)
+        fields = self.fields
+        thoughts = self.has_thoughts, self.is_thinking
+        return AnswerParser(fields.callable_tools, *thoughts, fields.max_calls)
 
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""
@@ -175,34 +178,48 @@ class Answer:
                 for token, value, top in zip(tokens, values, tops)
             ]
             return {"content": entries, "refusal": None}
-        names, offsets = [], []
+        offsets, decoder = [], getincrementaldecoder("utf-8")("replace")
         for token in tokens:
-            names.append(self._name(token))
             offsets.append(offset)
-            offset += len(names[-1])
+            offset += len(decoder.decode(self.tokenizer.text_bytes(token)))
         return {
-            "tokens": names,
+            "tokens": list(map(self._name, tokens)),
             "token_logprobs": values,
             "top_logprobs": [
-                None if top is None else {self._name(token): value for token, value in top.items()}
-                for top in tops
+                None if top is None else self._named({token: value} | top)
+                for token, value, top in zip(tokens, values, tops)
             ],
             "text_offset": offsets,
         }
+
+    def _named(self, top: dict[int, float]) -> dict[str, float]:
+        """The drawn token first: of several with one name it has the name, the others their ids."""
+        found: dict[str, float] = {}
+        for token, value in top.items():
+            name = self._name(token)
+            found[_id_name(token) if name in found else name] = value
+        return found
 
     def _entries(self, top: dict[int, float]) -> Iterable[Json]:
         return (self._entry(token, value) for token, value in top.items())
 
     def _entry(self, token: int, value: float) -> Json:
-        written = self.tokenizer.shown_bytes(token)
+        written, as_ids = self.tokenizer.shown_bytes(token), self.fields.return_tokens_as_token_ids
         return {
-            "token": written.decode(errors="replace"),
+            "token": written.decode(errors="replace") if not as_ids else _id_name(token),
             "logprob": value,
             "bytes": list(written),
         }
 
     def _name(self, token: int) -> str:
-        return self.tokenizer.shown_bytes(token).decode(errors="replace")
+        """A token's text; a part of a character as OpenAI writes it, by its bytes."""
+        if self.fields.return_tokens_as_token_ids:
+            return _id_name(token)
+        written = self.tokenizer.shown_bytes(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
 
 class GrowingChoice:
@@ -249,6 +266,10 @@ class GrowingChoice:
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return self._answer.chunk(self._index, said, logprobs, reason)
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _delta(part: Part) -> Json:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -19,8 +19,9 @@ from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.body import check_json
 from megatron_hybrid.serving.door import Door
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     AbortFields,
     ChatFields,
@@ -32,6 +33,7 @@ from megatron_hybrid.serving.fields import (
 )
 from megatron_hybrid.serving.json_response import in_texts_thread, json_response
 from megatron_hybrid.serving.limits import check_count, check_limits
+from megatron_hybrid.serving.openapi import describe
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.rendering import (
     begins_in_thought,
@@ -41,7 +43,7 @@ from megatron_hybrid.serving.rendering import (
     guide_param,
     sampling_params,
 )
-from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.service import Service, Ticket, until_gone
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
@@ -59,7 +61,14 @@ def create_app(service: Service) -> FastAPI:
         watching.cancel()
 
     config = service.config
-    app = FastAPI(title="megatron_hybrid", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="megatron_hybrid",
+        version=__version__,
+        lifespan=lifespan,
+        dependencies=[Depends(check_json)],
+        docs_url=None,  # which loads scripts from elsewhere
+        redoc_url=None,
+    )
     app.add_middleware(Door, service=service)
     if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
         app.add_middleware(
@@ -75,6 +84,7 @@ def create_app(service: Service) -> FastAPI:
     _add_state(app, service)
     _add_cache(app, service)
     add_page(app, service)
+    describe(app)
     return app
 
 
@@ -90,9 +100,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             return _refusal(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
         if "json" not in request.headers.get("content-type", ""):
             return _refusal(ApiError(400, "the body is JSON: send Content-Type: application/json"))
-        place = [str(part) for part in first["loc"] if part != "body"]
-        param = place[0] if place else None
-        return _refusal(ApiError(400, f"{param or 'the body'}: {first['msg']}", param))
+        return _refusal(refusal_of_field(first))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -143,7 +151,11 @@ async def _respond(service: Service, request: Request, fields: ResponseFields):
     def make(id: str, *thoughts: bool) -> ResponseAnswer:
         return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
 
-    return await _answer(service, request, chat, make)
+    try:
+        return await _answer(service, request, chat, make)
+    except ApiError as error:
+        error.param = CHAT_NAMES.get(error.param, error.param)
+        raise
 
 
 async def _answer(
@@ -163,6 +175,7 @@ async def _answer(
         num_samples = num_prompts * fields.n
         admitted = service.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
+        ticket.names = fields.caller_names
         prepared = await in_texts_thread(partial(_prepared, service, fields))
         prompts, params, guide, is_thinking = prepared
         if guide is not None:
@@ -375,6 +388,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.get("/ready")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> PlainTextResponse:
         return PlainTextResponse("", 503 if service.is_draining else 200)
 

@@ -21,7 +21,7 @@ from megatron_hybrid.serving.slow_clients import BodyClock
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/version", "/")
+OPEN_PATHS = ("/health", "/ready", "/ping", "/metrics", "/version", "/", "/docs", "/openapi.json")
 """Without a key; so are the files of the page."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 """What the page asks for every second: without a line in the log."""
@@ -47,6 +47,8 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET: the server leaves out the body
+            scope = {**scope, "method": "GET"}
         began, status = time.perf_counter(), 499
         # Whether the proxy takes its path off or not.
         scope["root_path"] = self._service.config.root_path.rstrip("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _KINDS = {
@@ -57,20 +58,47 @@ _API_NAMES = {
     "top_n_logprobs": "top_logprobs",
     "return_log_probs": "logprobs",
     "salt": "cache_salt",
+    "max_sequence_length": "--context",
+    "cache_bytes": "--cache-mib",
+    "max_requests": "--max-requests",
+    "max_tokens": "the engine's max_tokens",
 }
-"""Fields of `SamplingParams` and of the engine -> those of the API, where they differ."""
+"""Names of the engine's -> those of the API and of `serve`, where they differ."""
 
 
-def refusal_of(error: Exception) -> ApiError:
-    """What the engine's TypeError or ValueError says, with the field it is about."""
-    text = str(error)
+def refusal_of_field(error: Mapping[str, Any]) -> ApiError:
+    """What pydantic says of a field, or of one inside of it: an entry of `errors()`."""
+    place = [str(part) for part in error["loc"] if part != "body"]
+    param = place[0] if place else None
+    inner = "".join(f".{part}" for part in place[1:])
+    message = error["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)
+
+
+def refusal_of(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """What the engine's TypeError or ValueError says, with the field and the flag it is about.
+
+    Args:
+        names: `GenerationFields.caller_names` of the request.
+    """
+    names = {**_API_NAMES, **(names or {})}
+    given = str(error)
     param = code = None
-    found = re.match(r"SamplingParams: (\w+)", text)
-    found = found or re.match(r"(n|salt|cache_breakpoints)\b", text)
+    found = re.match(r"SamplingParams: (\w+)", given)
+    found = found or re.match(r"(n|salt|cache_breakpoints|priority)\b", given)
+    found = found or re.search(r"\b(logit_bias)\b", given)
     if found:
-        param = _API_NAMES.get(found[1], found[1])
-    elif "guide" in text:
-        param = "response_format"
-    elif "max_sequence_length" in text or "cache_bytes" in text:
-        param, code = "messages", "context_length_exceeded"
-    return ApiError(400, text, param, code)
+        param = names.get(found[1], found[1])
+    elif given.startswith("stop token"):
+        param = "stop_token_ids"
+    elif re.search(r"\bguide\b", given):
+        param = names.get("guide")
+    elif "exceed max_sequence_length" in given:
+        param, code = names["num_tokens_to_generate"], "context_length_exceeded"
+    else:
+        param = names.get("prompt")
+        if "max_sequence_length" in given or "cache_bytes" in given:
+            code = "context_length_exceeded"
+    engine_names = "|".join(_API_NAMES)
+    text = re.sub(rf"\b({engine_names})\b", lambda name: names[name[1]], given)
+    return ApiError(400, text.removeprefix("SamplingParams: "), param, code)

@@ -1,38 +1,136 @@
-"""The fields of requests. Unknown ones are ignored; known ones that have no effect here are
-refused, unless they ask for nothing."""
+"""The fields of requests. Unknown ones are ignored. Fields of OpenAI, vLLM and SGLang are used, or
+refused unless they ask for nothing; labels are taken, and change no answer."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Annotated, Any, Literal
+from collections.abc import Container, Mapping
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_hybrid.serving.errors import ApiError
 
+LABELS = frozenset(
+    (
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "store", "user"),
+    )
+)
+"""Fields that say something about a request, and nothing about its answer."""
+PART_TYPES = ("text", "input_text", "output_text", "refusal")
+"""Parts of a message's content that are texts."""
 UNSUPPORTED: dict[str, tuple] = {
+    # OpenAI
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_special_tokens": (False,),  # a chat's template writes them
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "chat_template": (),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
+    "guided_json_object": (False,),
     "guided_regex": (),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "prediction": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
-    "suffix": ("",),
-    "web_search_options": (),
+    "repetition_detection": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # SGLang
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "ebnf": (),
+    "extra_key": (),
+    "images_config": (),
+    "input_ids": (),
+    "json_schema": (),
+    "lora_path": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "no_stop_trim": (False,),
+    "regex": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "rid": (),
+    "routed_dp_rank": (),
+    "sampling_seed": (),
+    "separate_reasoning": (True,),
+    "session_id": (),
+    "session_params": ({},),
+    "stop_regex": ([],),
+    "stream_reasoning": (True,),
+    "task": (),
+    "use_audio_in_video": (False,),
 }
 """Known fields without an effect here -> values that ask for nothing, beside null."""
+
+
+def refuse_unsupported(
+    given: Mapping[str, Any], unsupported: Mapping[str, Container], why: str = ""
+) -> None:
+    """Raise ApiError for a field that asks for what this server lacks."""
+    for name, value in given.items():
+        if name in unsupported and value is not None and value not in unsupported[name]:
+            text = f"{name} is not supported{why}: leave it out"
+            raise ApiError(400, text, name, "unsupported_parameter")
 
 
 class Fields(BaseModel):
     """A body."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """OpenAI's API takes null for a field that is left out."""
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        names = _left_out_by_null(cls)
+        return {k: v for k, v in given.items() if v is not None or k not in names}
+
+
+@cache
+def _left_out_by_null(kind: type[Fields]) -> frozenset[str]:
+    """Fields with a default, which take no null themselves."""
+    return frozenset(
+        field.alias or name
+        for name, field in kind.model_fields.items()
+        if not field.is_required() and type(None) not in get_args(field.annotation)
+    )
 
 
 class StreamOptions(Fields):
@@ -57,14 +155,36 @@ class ResponseFormat(Fields):
     type: Literal[FORMATS]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing: give it, or the type json_object")
+        return self
 
-class StructuredOutputs(Fields):
+
+class StructuredOutputs(BaseModel):
     """As in vLLM's API: one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     json_object: bool | None = None
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What is asked for."""
+        given = {"json": self.json_, "regex": self.regex, "choice": self.choice}
+        wishes = {name: value for name, value in given.items() if value is not None}
+        return wishes | ({"json_object": True} if self.json_object else {})
+
+    @model_validator(mode="after")
+    def _asks(self) -> Self:
+        for name, value in self.wishes.items():
+            if value in ("", {}, []):
+                raise ValueError(f"{name} is empty, and says nothing of the answer: leave it out")
+        return self
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -97,19 +217,33 @@ class GenerationFields(Fields):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_breakpoints: list[int] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     priority: int = 0
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer. Clients send an empty one for none."""
+        return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or ())
+
+    @property
+    def guide_names(self) -> list[str]:
+        """Fields that say what the answer looks like."""
+        names = []
+        if self.response_format is not None and self.response_format.type != "text":
+            names.append("response_format")
+        if self.structured_outputs is not None and self.structured_outputs.wishes:
+            names.append("structured_outputs")
+        return names
+
+    @property
+    def caller_names(self) -> dict[str, str]:
+        """What the engine's errors speak of -> the caller's field."""
+        return {"guide": next(iter(self.guide_names), "response_format")}
+
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
-        for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-                raise ApiError(
-                    400,
-                    f"{name} is not supported by this server: leave it out",
-                    name,
-                    "unsupported_parameter",
-                )
+        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options need stream=true", "stream_options")
 
@@ -123,6 +257,11 @@ class CompletionFields(GenerationFields):
     echo: bool = False
     add_special_tokens: bool = True
 
+    @property
+    def caller_names(self) -> dict[str, str]:
+        """As of all."""
+        return super().caller_names | {"prompt": "prompt", "top_n_logprobs": "logprobs"}
+
     def check(self) -> None:
         super().check()
         if self.echo and self.stream:
@@ -134,7 +273,7 @@ class Function(Fields):
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(Fields):
@@ -156,16 +295,22 @@ class ChatFields(GenerationFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def max_calls(self) -> int | None:
+        """Of an answer; None: any number."""
+        return None if self.parallel_tool_calls else 1
 
     @property
     def variables(self) -> dict[str, Any]:
         """Of the template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return effort | (self.chat_template_kwargs or {})
+        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        given = {name: value for name, value in given.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
     @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -187,6 +332,17 @@ class ChatFields(GenerationFields):
             return []
         named = self.tool_choice.get("function", self.tool_choice)  # flat in /v1/responses
         return [function for function in functions if function.name == named.get("name")]
+
+    @property
+    def guide_names(self) -> list[str]:
+        """As of all, and the choice of a tool."""
+        return super().guide_names + (["tool_choice"] if self.required_tools else [])
+
+    @property
+    def caller_names(self) -> dict[str, str]:
+        """As of all."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
 
     def check(self) -> None:
         super().check()

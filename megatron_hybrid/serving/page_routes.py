@@ -41,6 +41,10 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def page() -> FileResponse:
         return FileResponse(FILES / "index.html", headers=_HEADERS)
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> FileResponse:
+        return FileResponse(FILES / "docs.html", headers=_HEADERS)
+
     app.mount("/page", StaticFiles(directory=FILES), "page")
 
     @app.get("/requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,10 +11,18 @@ from typing import Any
 from megatron_hybrid.inference.request_builder import RenderedChat, check_messages
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
-from megatron_hybrid.serving.fields import ChatFields, CompletionFields, GenerationFields
+from megatron_hybrid.serving.fields import (
+    PART_TYPES,
+    ChatFields,
+    CompletionFields,
+    Function,
+    GenerationFields,
+)
 from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
 
 
 def chat_prompt(
@@ -35,7 +44,7 @@ def chat_prompt(
     """
     try:
         check_messages(messages)
-        messages = list(map(_with_objects, messages))
+        messages = _for_template(tokenizer, messages)
         variables = dict(variables or {})
         if not continues:
             given = (messages, add_generation_prompt, tools)
@@ -59,22 +68,59 @@ def begins_in_thought(
 ) -> bool:
     """Whether the template writes the beginning of the answer's reasoning. The chat is one that
     `chat_prompt` takes."""
-    messages = list(map(_with_objects, messages))
+    messages = _for_template(tokenizer, messages)
     return tokenizer.render_chat(messages, True, tools, **variables).rstrip().endswith(THINK)
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have objects as arguments, as templates expect them: OpenAI's
-    clients send them as JSON in strings."""
-    message = dict(message)
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
-    for call in message["tool_calls"]:
-        function = call["function"] = dict(call.get("function") or {})
-        if isinstance(function.get("arguments"), str):
+def _for_template(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Messages as templates expect them: tool calls have objects as arguments, which OpenAI's
+    clients send as JSON in strings; a list of texts is one text, unless the template wants parts.
+
+    Raises:
+        ValueError: a part is no text, or the arguments of a call are no JSON.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        message = dict(message)
+        if isinstance(message.get("content"), list):
+            texts = [_part_text(index, part) for part in message["content"]]
+            message["content"] = "\n".join(texts)
+            if tokenizer.takes_parts(message["role"]):
+                message["content"] = [{"type": "text", "text": text} for text in texts]
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_object(index, call) for call in message["tool_calls"]]
+        found.append(message)
+    return found
+
+
+def _part_text(index: int, part: Any) -> str:
+    """The text of a part of a message's content."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in PART_TYPES else None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"message {index} of the chat has a part that is no text, {part!r:.80}: this server "
+            'takes {"type": "text", "text": ...} alone'
+        )
+    return text
+
+
+def _with_object(index: int, call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError(f"message {index} of the chat has a tool call without a function")
+    function = dict(function)
+    if isinstance(function.get("arguments"), str):
+        try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-    return message
+        except RecursionError:
+            raise ValueError("the arguments of a call are nested too deeply") from None
+    return {**call, "function": function}
 
 
 def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:
@@ -133,35 +179,58 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
         yield "response_format", partial(Guide.json_schema, schema, check=False)
     if wanted is not None:
         makers = {
-            "json_": partial(Guide.json_schema, check=False),
+            "json": partial(Guide.json_schema, check=False),
             "regex": Guide.regex,
             "choice": Guide.choices,
             "json_object": lambda value: Guide.json_object(),
         }
-        for name, make in makers.items():
-            if value := getattr(wanted, name):
-                yield "structured_outputs", partial(make, value)
+        for name, value in wanted.wishes.items():
+            yield "structured_outputs", partial(makers[name], value)
     if isinstance(fields, ChatFields) and (functions := fields.required_tools):
-        calls = [
+        # A process of its own checks schemas.
+        yield "tool_choice", partial(Guide.json_schema, call_schema(functions), check=False)
+
+
+def call_schema(functions: Sequence[Function]) -> Json:
+    """The schema of a call of one of some functions. A `$ref` of its parameters is relative to
+    these, so they stand under names of their own."""
+    definitions, calls = {}, []
+    for index, function in enumerate(functions):
+        parameters = {k: v for k, v in (function.parameters or {}).items() if k != "$id"}
+        if "$ref" not in parameters:
+            parameters = {"type": "object", **parameters}
+        place = f"#/$defs/{index}"
+        definitions[str(index)] = _with_refs_to(place, parameters)
+        calls.append(
             {
                 "type": "object",
-                "properties": {
-                    "name": {"enum": [function.name]},
-                    "arguments": {"type": "object", **function.parameters},
-                },
+                "properties": {"name": {"enum": [function.name]}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for function in functions
-        ]
-        yield (
-            "tool_choice",
-            partial(
-                Guide.json_schema,
-                calls[0] if len(calls) == 1 else {"anyOf": calls},
-                check=False,  # a process of its own does it
-            ),
         )
+    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**call, "$defs": definitions}
+
+
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords that hold values, no schemas."""
+
+
+def _with_refs_to(place: str, schema: Any) -> Any:
+    """A schema whose `$ref`s are relative to a place in another one."""
+    if isinstance(schema, list):
+        return [_with_refs_to(place, each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: value if name in _VALUES else _with_refs_to(place, value)
+        for name, value in schema.items()
+    }
+    ref = found.get("$ref")
+    if isinstance(ref, str) and re.match("#(/|$)", ref):
+        found["$ref"] = place + ref.removeprefix("#")
+    return found
 
 
 def sampling_params(
@@ -192,7 +261,7 @@ def sampling_params(
             min_tokens=fields.min_tokens,
             seed=fields.seed,
             num_tokens_to_generate=max_tokens,
-            stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,
+            stop_words=fields.stops,
             stop_token_ids=fields.stop_token_ids or (),
             detokenize_stop_sequence=fields.include_stop_str_in_output,
             ignore_termination=fields.ignore_eos,
@@ -201,4 +270,4 @@ def sampling_params(
             top_n_logprobs=top or 0,
         )
     except (TypeError, ValueError) as error:
-        raise refusal_of(error) from error
+        raise refusal_of(error, fields.caller_names) from error

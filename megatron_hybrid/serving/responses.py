@@ -10,24 +10,51 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import Json, prefix_block
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import FORMATS, ChatFields, Fields, Function
+from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.fields import (
+    FORMATS,
+    PART_TYPES,
+    ChatFields,
+    Fields,
+    Function,
+    refuse_unsupported,
+)
+from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.parsing import AnswerParser, Part, Reasoning, ToolCall
 
-UNSUPPORTED = {
+STATEFUL = {
+    "access_programs": ([],),
     "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
     "conversation": (),
-    "include": ([],),
     "previous_response_id": (),
     "prompt": (),
 }
+UNSUPPORTED = {
+    **UNSUPPORTED_ANYWHERE,
+    "enable_response_messages": (False,),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "multi_agent": (),
+    "previous_input_messages": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
 """Fields without an effect here -> values that ask for nothing, beside null."""
-_TEXTS = ("input_text", "output_text", "text")
+CHAT_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
+"""Fields of the chat that a response is made as -> the caller's."""
 
 
 class FlatTool(Function):
@@ -59,11 +86,10 @@ class ResponseFields(Fields):
             ApiError: an item that no chat has.
         """
         extra = dict(self.model_extra or {})
-        for name, harmless in UNSUPPORTED.items():
-            value = extra.pop(name, None)
-            if value is not None and value not in harmless:
-                text = f"{name} is not supported: this server keeps no responses"
-                raise ApiError(400, text, name, "unsupported_parameter")
+        refuse_unsupported(extra, STATEFUL, ": this server keeps no responses")
+        refuse_unsupported(extra, UNSUPPORTED)
+        refuse_unsupported(extra, _OF_CHATS, " by this route")
+        refuse_unsupported(self.text or {}, {"verbosity": ("medium",)}, " in text")
         form = dict((self.text or {}).get("format") or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
             form["json_schema"] = {"schema": form.get("schema", True)}
@@ -73,19 +99,24 @@ class ResponseFields(Fields):
         ]
         if form.get("type") not in FORMATS:
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
-        return ChatFields(
-            **{name: value for name, value in extra.items() if name in _SHARED},
-            model=self.model,
-            messages=list(self._messages()),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            tools=tools or None,
-            tool_choice=self.tool_choice,
-            response_format=form,
-            reasoning_effort=(self.reasoning or {}).get("effort"),
-            stream=self.stream,
-        )
+        try:
+            return ResponseChat(
+                **{name: value for name, value in extra.items() if name in _SHARED},
+                model=self.model,
+                messages=list(self._messages()),
+                max_completion_tokens=self.max_output_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                tools=tools or None,
+                tool_choice=self.tool_choice,
+                response_format=form,
+                reasoning_effort=(self.reasoning or {}).get("effort"),
+                stream=self.stream,
+            )
+        except ValidationError as error:
+            refusal = refusal_of_field(error.errors()[0])
+            refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
+            raise refusal from error
 
     def _messages(self) -> Iterator[Json]:
         if self.instructions:
@@ -102,9 +133,27 @@ class ResponseFields(Fields):
 _SHARED = (
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority"),
     *("cache_breakpoints", "request_id", "chat_template_kwargs", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "documents"),
+    *("include_stop_str_in_output", "structured_outputs", "parallel_tool_calls"),
 )
 """Fields of chats that this route takes, too."""
+_OF_CHATS: dict[str, tuple] = {
+    name: (1, False, [])
+    for name in ChatFields.model_fields
+    if name not in (*_SHARED, *ResponseFields.model_fields, "add_generation_prompt")
+    and name != "stream_options"  # OpenAI's: padding
+} | {"add_generation_prompt": (True,)}
+"""Those that it does not -> values that ask for nothing."""
+
+
+class ResponseChat(ChatFields):
+    """The chat that a response is made as."""
+
+    @property
+    def caller_names(self) -> dict[str, str]:
+        """As of all."""
+        names = super().caller_names | {"num_tokens_to_generate": "max_output_tokens"}
+        return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
 
 
 def _messages_of(item: Json) -> Iterator[Json]:
@@ -129,9 +178,10 @@ def _text_of(content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else [content]
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
+        is_text = isinstance(part, dict) and part.get("type") in PART_TYPES
+        if not is_text or not isinstance(part.get("text"), str):
             raise ApiError(400, f"a part of input is no text: {part!r:.80}", "input")
-    return "".join(str(part.get("text", "")) for part in parts)
+    return "".join(part["text"] for part in parts)
 
 
 class ResponseAnswer:
@@ -157,7 +207,8 @@ class ResponseAnswer:
         is_thinking: bool,
     ):
         self._fields, self._id, self._model = fields, id, model
-        self._parser = AnswerParser(chat.callable_tools, has_thoughts, is_thinking)
+        self._chat = chat
+        self._parser = AnswerParser(chat.callable_tools, has_thoughts, is_thinking, chat.max_calls)
         self._created = time.time()
         self._items: list[Json] = []
         self._open: type[Part] | None = None  # the kind of the last item, while it grows
@@ -323,7 +374,7 @@ class ResponseAnswer:
             "metadata": fields.metadata or {},
             "model": self._model,
             "output": list(self._items),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self._chat.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "temperature": fields.temperature,

@@ -8,7 +8,7 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -74,9 +74,12 @@ class Ticket:
     """One request of HTTP that generates, as the log shows it."""
 
     request_id: str
+    """The caller's label; others may have the same."""
     key: str
     num_samples: int = 1
     """Of all prompts together: for so many requests it counts."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """For errors: `GenerationFields.caller_names`."""
     task: asyncio.Task | None = None
     is_aborted: bool = False
     prefixes: dict[int, PrefixReport] = field(default_factory=dict)
@@ -141,7 +144,7 @@ class Service:
         self.is_draining = False
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: set[Ticket] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -218,37 +221,33 @@ class Service:
         limit = self.engine_config.max_requests + self.config.max_waiting
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: ask another one")
-        if sum(ticket.num_samples for ticket in self._tickets.values()) + num_samples > limit:
+        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > limit:
             raise ApiError(503, f"{limit} requests run or wait, the most there may: ask later")
         per_key = self.config.max_requests_per_key
         if per_key is not None:
-            own = sum(each.num_samples for each in self._tickets.values() if each.key == key)
+            own = sum(each.num_samples for each in self._tickets if each.key == key)
             if own + num_samples > per_key:
                 raise ApiError(
                     429,
                     f"this key has {own} unanswered requests and asks for {num_samples} more, and "
                     f"may have {per_key}: ask later",
                 )
-        if request_id in self._tickets:
-            raise ApiError(400, f"request_id {request_id!r} is that of a running request")
-        ticket = self._tickets[request_id] = Ticket(request_id, key, num_samples)
+        ticket = Ticket(request_id, key, num_samples)
+        self._tickets.add(ticket)
         self._idle.clear()
         try:
             yield ticket
         finally:
-            del self._tickets[request_id]
+            self._tickets.remove(ticket)
             if not self._tickets:
                 self._idle.set()
 
     def abort(self, request_id: str, key: str) -> bool:
-        """End a running request of this key (or, with no keys, of anyone). Returns whether there is
-        one."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None or ticket.key != key or ticket.task is None:
-            return False
-        ticket.is_aborted = True
-        ticket.task.cancel()
-        return True
+        """End the running requests of this key (or, with no keys, of anyone) that have this id.
+        Returns whether there is one."""
+        return any(
+            [_aborted(t) for t in self._tickets if (t.request_id, t.key) == (request_id, key)]
+        )
 
     # The way to the engine ---------------------------------------------------------------------
 
@@ -368,7 +367,7 @@ class Service:
             ticket.task.uncancel()
             raise ApiError(499, "the request was aborted", None, "aborted") from None
         except (TypeError, ValueError) as error:
-            raise refusal_of(error) from error
+            raise refusal_of(error, ticket.names) from error
         except ApiError:
             raise
         except Exception as error:
@@ -390,8 +389,8 @@ class Service:
 
     def abort_all(self) -> None:
         """End all running requests."""
-        for ticket in list(self._tickets.values()):
-            self.abort(ticket.request_id, ticket.key)
+        for ticket in self._tickets:
+            _aborted(ticket)
 
     @property
     def load(self) -> int:
@@ -403,6 +402,15 @@ class Service:
         if "guides" in vars(self):
             self.guides.close()
         await self.engine.close()
+
+
+def _aborted(ticket: Ticket) -> bool:
+    """End a request, if the engine has it."""
+    if ticket.task is None:
+        return False
+    ticket.is_aborted = True
+    ticket.task.cancel()
+    return True
 
 
 async def until_gone(receive, work: Coroutine[Any, Any, T]) -> T:

@@ -22,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
+MAX_ROLES = 32
+"""That a template remembers something of."""
 
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -45,6 +47,7 @@ class ChatTemplate:
     def __init__(self, source: str, origin: str = "the chat template"):
         self.source = source
         self.origin = origin
+        self._takes_parts: dict[str, bool] = {}  # by role
 
     def render(
         self,
@@ -133,6 +136,23 @@ class ChatTemplate:
         ]
         forks.add(self._common_length(full, conversation, turns, False))
         return sorted(forks - {None, len(full)})
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether it writes the texts of a message of this role, if its content is a list of parts:
+        [{"type": "text", "text": ...}]. Others write the list itself, or refuse it."""
+        if role not in self._takes_parts:
+            if len(self._takes_parts) >= MAX_ROLES:  # names are the callers'
+                self._takes_parts.clear()
+            texts = [f"part {letter} of {role}" for letter in "ab"]
+            parts = [{"type": "text", "text": text} for text in texts]
+            before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
+            try:
+                written = self.render([*before, {"role": role, "content": parts}], False)
+            except ValueError:
+                written = ""
+            found = all(text in written for text in texts)
+            self._takes_parts[role] = found and not re.search("['\"]text['\"]", written)
+        return self._takes_parts[role]
 
     @property
     def marks_answers(self) -> bool:

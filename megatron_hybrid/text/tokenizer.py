@@ -294,11 +294,14 @@ class Tokenizer:
 
     def shown_bytes(self, token: int) -> bytes:
         """What to show of a token: its bytes in a text, or the name of a special one."""
+        return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
+
+    def text_bytes(self, token: int) -> bytes:
+        """As `token_bytes`; with a decoder that is not known here, the token's text alone."""
         try:
-            written = self.token_bytes[token]
+            return self.token_bytes[token]
         except ValueError:
-            written = self.detokenize([token]).encode()
-        return written or (self._tokenizer.id_to_token(token) or "").encode()
+            return self.detokenize([token]).encode()
 
     @property
     def chat_template(self) -> str | None:
@@ -314,6 +317,12 @@ class Tokenizer:
             origin: of it, for errors.
         """
         self._templates["default"] = ChatTemplate(source, origin)
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether the chat template writes the texts of a message of this role, if its content is a
+        list of parts. Other templates write the list itself, or refuse it."""
+        template = self._templates.get("default")
+        return template is not None and template.takes_parts(role)
 
     def render_chat(
         self,

@@ -251,7 +251,7 @@ def test_a_tool_call_can_be_required(client, named, stream):
     [
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"max_tokens": 5000}, "messages"),
+        ({"max_tokens": 5000}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 9}, "n"),
         ({"extra_body": {"cache_breakpoints": [10**6]}}, "cache_breakpoints"),

@@ -1,0 +1,202 @@
+"""The description of the API at `/openapi.json`: what each route answers, by which status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.serving.door import OPEN_PATHS
+
+Json = dict[str, Any]
+COUNT: Json = {"type": "integer", "minimum": 0}
+TEXT: Json = {"type": "string"}
+TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+IDS: Json = {"type": "array", "items": COUNT}
+
+
+def _object(required: Json, optional: Json | None = None, **more: Any) -> Json:
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _answer(kind: str, choice: Json, **required: Any) -> Json:
+    head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT}
+    return _object({**head, "choices": _list(choice), **required})
+
+
+_CHOICE = {"index": COUNT, "finish_reason": TEXT_OR_NULL}
+_LOGPROBS = {"logprobs": {"type": ["object", "null"]}}
+_TOKENS = {"token_ids": IDS, "prompt_token_ids": IDS}
+_CALL = _object(
+    {
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": TEXT, "arguments": TEXT}),
+    }
+)
+SCHEMAS: Json = {
+    "Error": _object(
+        {
+            "error": _object(
+                {"message": TEXT, "type": TEXT, "param": TEXT_OR_NULL, "code": TEXT_OR_NULL}
+            )
+        }
+    ),
+    "Prefix": _object(
+        {
+            **dict.fromkeys(("shared_tokens", "skipped_tokens", "fetched_tokens"), COUNT),
+            "miss_reason": {"enum": [*(reason.value for reason in MissReason), None]},
+        }
+    ),
+    "Usage": _object(
+        {
+            **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
+            "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+            "prefix": {"anyOf": [_ref("Prefix"), _list(_ref("Prefix"))]},
+        }
+    ),
+    "Completion": _answer(
+        "text_completion",
+        _object({**_CHOICE, "text": TEXT, **_LOGPROBS}, _TOKENS),
+        usage=_ref("Usage"),
+    ),
+    "Chat": _answer(
+        "chat.completion",
+        _object(
+            {
+                **_CHOICE,
+                "message": _object(
+                    {"role": {"const": "assistant"}, "content": TEXT_OR_NULL},
+                    {"reasoning": TEXT, "tool_calls": _list(_CALL), "refusal": TEXT_OR_NULL},
+                ),
+                **_LOGPROBS,
+            },
+            _TOKENS,
+        ),
+        usage=_ref("Usage"),
+    ),
+    "Response": _object(
+        {
+            **{"id": TEXT, "object": {"const": "response"}, "created_at": {"type": "number"}},
+            "status": {"enum": ["completed", "incomplete"]},
+            "model": TEXT,
+            "output": _list(_object({"id": TEXT, "type": TEXT, "status": TEXT})),
+            "usage": {"type": "object"},
+        }
+    ),
+    "Model": _object({"id": TEXT, "object": {"const": "model"}, "max_model_len": COUNT}),
+    "TokenIds": _object({"token_ids": IDS}),
+}
+_EVENTS = {"text/event-stream": {"schema": TEXT}}
+_ANSWERS: dict[str, Json] = {
+    "/v1/completions": _ref("Completion"),
+    "/v1/chat/completions": _ref("Chat"),
+    "/v1/responses": _ref("Response"),
+    "/abort": _object({"aborted": {"type": "boolean"}}),
+    "/tokenize": _object(
+        {
+            "count": COUNT,
+            "max_model_len": COUNT,
+            "tokens": IDS,
+            "token_strs": {"type": ["array", "null"], "items": TEXT},
+        }
+    ),
+    "/detokenize": _object({"prompt": TEXT}),
+    "/v1/completions/render": _list(_ref("TokenIds")),
+    "/v1/chat/completions/render": _ref("TokenIds"),
+    "/cache/explain": _object(
+        {
+            **dict.fromkeys(("prompt_tokens", "shared_tokens", "skipped_tokens"), COUNT),
+            **{"known_tokens": COUNT, "reason": TEXT_OR_NULL, "text": TEXT},
+        }
+    ),
+    "/cache/reset": _object({"reset": {"const": True}}),
+    "/cache/save": _object({"saved": {"const": True}}),
+    "/cache/tree": {"type": "object"},
+    "/cache/history": {"type": "object", "additionalProperties": _list({"type": "number"})},
+    "/requests": _object({"requests": _list({"type": "object"})}),
+    "/version": _object({"version": TEXT}),
+    "/v1/models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "/v1/models/{name}": _ref("Model"),
+}
+"""JSON of a route with status 200; the others answer with plain text."""
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_OF_OPERATOR = ("/cache/explain", "/cache/reset", "/cache/save", "/cache/tree", "/cache/history")
+_MEANINGS = {
+    400: "a field is wrong, or not supported: `param` names it",
+    401: "the API key is missing or wrong",
+    403: "the route is the operator's",
+    404: "there is no such model",
+    409: "the cache cannot do so now",
+    413: "the body is too large",
+    429: "the key has too many unanswered requests",
+    499: "the request was aborted",
+    500: "the server failed",
+    503: "too many requests, or the server shuts down",
+    504: "the request took too long",
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Let an app describe its routes as they are."""
+
+    def openapi() -> Json:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _described(app: FastAPI) -> Json:
+    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            operation["responses"] = _responses(path, method)
+            if path not in OPEN_PATHS:  # a server without keys needs none
+                operation["security"] = [{"key": []}, {}]
+    components = found.setdefault("components", {})
+    schemas = components.get("schemas", {})
+    unused = ("HTTPValidationError", "ValidationError")  # of FastAPI's own 422
+    components["schemas"] = {k: v for k, v in schemas.items() if k not in unused} | SCHEMAS
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return found
+
+
+def _responses(path: str, method: str) -> Json:
+    json = _ANSWERS.get(path)
+    content = (
+        {"text/plain": {"schema": TEXT}} if json is None else {"application/json": {"schema": json}}
+    )
+    found = {"200": {"description": "the answer", "content": content}}
+    statuses = {500}
+    if path in ("/health", "/ready", "/ping"):
+        found["503"] = {"description": _MEANINGS[503], "content": content}
+    if path not in OPEN_PATHS:
+        statuses |= {401}
+    if method == "post" and path not in OPEN_PATHS:
+        statuses |= {400, 413}
+    if path in (*_OF_OPERATOR, "/requests"):
+        statuses |= {403}
+    if path in ("/cache/reset", "/cache/save"):
+        statuses |= {409}
+    if path in _GENERATING:
+        content |= _EVENTS
+        statuses |= {404, 429, 499, 503, 504}
+    if path.startswith("/v1/models/") or path.endswith(("render", "tokenize", "explain")):
+        statuses |= {404}
+    error = {"application/json": {"schema": _ref("Error")}}
+    for status in sorted(statuses):
+        found[str(status)] = {"description": _MEANINGS[status], "content": error}
+    return found

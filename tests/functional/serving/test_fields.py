@@ -1,0 +1,288 @@
+"""Each field of OpenAI, vLLM and SGLang is used, or refused by name: see docs/serving.md."""
+
+import asyncio
+import json
+import re
+
+import httpx
+import jsonschema
+import pytest
+from http_server import demo_service
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from megatron_hybrid.serving import fields, responses
+from megatron_hybrid.serving.app import create_app
+
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES = {
+    CHAT: {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 2},
+    COMPLETION: {"prompt": "Once upon", "max_tokens": 2},
+    RESPONSE: {"input": "Once upon", "max_output_tokens": 2},
+}
+ROUTES = pytest.mark.parametrize("route", BODIES)
+
+
+class Caller:
+    """Calls routes of the demo model's server, in this process."""
+
+    def __init__(self):
+        self.service = demo_service()
+        self._runner = asyncio.Runner()
+        self._app = create_app(self.service)
+
+    def __call__(self, route, body=None, method="POST", content=None, **given):
+        async def call():
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
+                content_type = {"Content-Type": "application/json"}
+                headers = content_type | given.pop("headers", {})
+                text = json.dumps(body) if content is None else content
+                return await client.request(
+                    method, route, content=text if method == "POST" else None, headers=headers
+                )
+
+        return self._runner.run(call())
+
+    def generated(self, route, **more):
+        """The answer to a body with more fields."""
+        answer = self(route, {**BODIES[route], **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, route, **more):
+        """The error of a body with more fields."""
+        answer = self(route, {**BODIES[route], **more})
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]
+
+    def close(self):
+        self._runner.run(self.service.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def call():
+    caller = Caller()
+    yield caller
+    caller.close()
+
+
+def shown(call, content, role="user"):
+    messages = [{"role": role, "content": content}]
+    found = call(f"{CHAT}/render", {"messages": messages})
+    assert found.status_code == 200, found.text
+    return call("/detokenize", {"tokens": found.json()["token_ids"]}).json()["prompt"]
+
+
+def test_texts_of_a_content_list_are_joined_where_the_template_wants_text(call):
+    parts = [{"type": "text", "text": text} for text in ("Hi", "there")]
+    assert shown(call, parts) == shown(call, "Hi\nthere") == "Hi\nthere\n"
+    template = call.service.tokenizer.chat_template
+    loop = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+    call.service.tokenizer.set_chat_template(loop)
+    assert shown(call, parts) == "<Hi><there>"
+    call.service.tokenizer.set_chat_template(template)
+
+
+@pytest.mark.parametrize(
+    "part", [5, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": 5}, {}]
+)
+def test_other_parts_of_a_content_list_are_refused(call, part):
+    error = call.refused(CHAT, messages=[{"role": "user", "content": [part]}])
+    assert error["param"] == "messages" and "message 0" in error["message"]
+    assert call.refused(RESPONSE, input=[{"role": "user", "content": [part]}])["param"] == "input"
+
+
+@ROUTES
+def test_null_is_a_field_that_is_left_out(call, route):
+    kinds = {CHAT: fields.ChatFields, COMPLETION: fields.CompletionFields}
+    kind = kinds.get(route, responses.ResponseFields)
+    names = [name for name, field in kind.model_fields.items() if not field.is_required()]
+    nulls = dict.fromkeys((*names, *fields.UNSUPPORTED, *responses.UNSUPPORTED))
+    limit = {"max_output_tokens": 2} if route == RESPONSE else {"max_tokens": 2}
+    call.generated(route, **{**nulls, **limit})
+
+
+@ROUTES
+def test_a_seed_is_any_int64(call, route):
+    for seed in (-(1 << 63), -1, (1 << 63) - 1):
+        call.generated(route, seed=seed)
+    assert call.refused(route, seed=1 << 64)["param"] == "seed"
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    "half", ['"\\ud800"', '"a\\udc00b"', '{"a": ["\\uD83D."]}', "[NaN]", "1e999"]
+)
+@pytest.mark.parametrize("name", ["user", "stop", "tools", "metadata", "model", "colour"])
+def test_half_a_character_or_no_number_in_any_field_is_refused(call, route, half, name):
+    body = json.dumps(BODIES[route])[:-1] + f', "{name}": {half}}}'
+    answer = call(route, content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+def test_bytes_of_half_a_character_are_refused_and_whole_ones_are_taken(call):
+    body = b'{"prompt": "\xed\xa0\x80"}'
+    assert call(COMPLETION, content=body).json()["error"]["param"] == "prompt"
+    body = b'{"prompt": "\\ud83e\\udd8a 1e1234 NaN", "max_tokens": 1}'
+    assert call(COMPLETION, content=body).status_code == 200
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", True),
+        ("prompt_embeds", "x"),
+        ("regex", "[0-9]+"),
+        ("ebnf", 'root ::= "x"'),
+        ("guided_json", {}),
+        ("custom_logit_processor", "x"),
+        ("lora_path", "x"),
+        ("include_reasoning", False),
+        ("stop_regex", "x"),
+        ("verbosity", "low"),
+    ],
+)
+def test_a_known_field_without_effect_is_refused(call, route, name, value):
+    assert call.refused(route, **{name: value})["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (fields.CompletionFields, completion_create_params.CompletionCreateParamsBase),
+        (fields.ChatFields, chat_create_params.CompletionCreateParamsBase),
+        (responses.ResponseFields, response_create_params.ResponseCreateParamsBase),
+    ],
+)
+def test_openai_s_fields_are_used_refused_or_labels(kind, given):
+    used = {*kind.model_fields, *fields.LABELS, "stream_options"}
+    refused = {*fields.UNSUPPORTED}
+    if kind is responses.ResponseFields:
+        used |= {*responses._SHARED}
+        refused |= {*responses.UNSUPPORTED, *responses.STATEFUL}
+    assert {*given.__annotations__} - used - refused == set()
+    assert used & refused - {"add_special_tokens"} == set()  # refused in chats alone
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    "wanted", [{"json": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {"colour": "red"}]
+)
+def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
+    assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "param", "text"),
+    [
+        (COMPLETION, {"prompt": [1] * 2000}, "prompt", "--context is 1024"),
+        (CHAT, {"max_tokens": 5000}, "max_tokens", "max_tokens=5000 exceed --context=1024"),
+        (CHAT, {"max_completion_tokens": 5000}, "max_completion_tokens", "--context=1024"),
+        (RESPONSE, {"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens=5000"),
+        (RESPONSE, {"input": "long " * 2000}, "input", "--context"),
+        (
+            RESPONSE,
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text",
+            "",
+        ),
+        (RESPONSE, {"top_k": "many"}, "top_k", ""),
+        (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
+        (CHAT, {"n": 99}, "n", "--max-requests=8"),
+        (COMPLETION, {"stop": ["a", ""]}, "stop", "stop must be"),
+        (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids", ""),
+        (COMPLETION, {"logit_bias": {10**6: 1}}, "logit_bias", ""),
+        (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
+    ],
+)
+def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, more, param, text):
+    error = call.refused(route, **more)
+    assert error["param"] == param and text in error["message"], error
+
+
+def test_an_empty_stop_is_none(call):
+    given = {"temperature": 0, "max_tokens": 8}
+    texts = [call.generated(COMPLETION, **given, **more)["choices"] for more in ({}, {"stop": ""})]
+    assert texts[0] == texts[1]
+
+
+def test_the_drawn_token_is_among_those_of_completions_log_probs(call):
+    found = call.generated(
+        COMPLETION, logprobs=1, temperature=2.0, seed=1, max_tokens=30, ignore_eos=True
+    )
+    given = found["choices"][0]["logprobs"]
+    rows = list(zip(given["tokens"], given["token_logprobs"], given["top_logprobs"], strict=True))
+    assert all(top[token] == value for token, value, top in rows)
+    assert {len(top) for *_, top in rows} == {1, 2}
+
+
+def test_tokens_may_be_named_by_their_ids(call):
+    found = call.generated(
+        CHAT, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True
+    )["choices"][0]
+    names = [entry["token"] for entry in found["logprobs"]["content"]]
+    assert names == [f"token_id:{token}" for token in found["token_ids"]]
+
+
+@pytest.mark.parametrize("route", ["/health", "/ping", "/version", "/v1/models", "/metrics", "/"])
+def test_head_is_answered_as_get(call, route):
+    head, get = call(route, method="HEAD"), call(route, method="GET")
+    assert head.status_code == get.status_code == 200
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_ping_is_health(call):
+    assert call("/ping", {}).status_code == 200
+
+
+def test_a_request_id_is_a_label_and_no_lock(call):
+    from megatron_hybrid.serving.service import Ticket
+
+    with call.service.admitted("same", "alice") as alice, call.service.admitted("same", "bob"):
+        call.generated(CHAT, request_id="same")
+        assert call(CHAT, BODIES[CHAT], headers={"X-Request-Id": "same"}).status_code == 200
+        assert isinstance(alice, Ticket) and not alice.is_aborted
+        assert call("/abort", {"request_id": "same"}).json() == {"aborted": False}
+
+
+def test_the_description_of_the_api_is_true(call):
+    """Of each route: a good request and a bad one have a status, a content type and a body of
+    those that /openapi.json declares."""
+    described = call("/openapi.json", method="GET").json()
+    prompt, tokens = {"prompt": "Once"}, {"tokens": [5]}
+    bodies = {
+        **BODIES,
+        **{"/tokenize": prompt, "/detokenize": tokens, "/cache/explain": prompt},
+        **{f"{CHAT}/render": BODIES[CHAT], f"{COMPLETION}/render": prompt},
+        "/abort": {"request_id": "x"},
+    }
+    bad = [{}, {"prompt": 5, "tokens": "x", "messages": 5, "input": 5, "model": "other"}]
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            given = [bodies.get(path, {}), *bad] if method == "post" else [None]
+            for body in given:
+                answer = call(path.replace("{name}", "demo"), body, method.upper())
+                declared = operation["responses"][str(answer.status_code)]["content"]
+                kind = answer.headers["content-type"].split(";")[0]
+                if kind == "application/json":
+                    schema = {**declared[kind]["schema"], "components": described["components"]}
+                    jsonschema.validate(answer.json(), schema)
+                assert kind in declared, (path, kind)
+            assert given[0] is None or call(path, given[0]).status_code in (200, 409), path
+    stream = call(CHAT, {**BODIES[CHAT], "stream": True})
+    kind = stream.headers["content-type"].split(";")[0]
+    assert kind in described["paths"][CHAT]["post"]["responses"]["200"]["content"]
+    assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert described["paths"][CHAT]["post"]["security"] and "422" not in json.dumps(described)
+
+
+def test_the_docs_load_nothing_from_elsewhere(call):
+    page = call("/docs", method="GET")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert links and all(call(f"/{link}", method="GET").status_code == 200 for link in links)
