@@ -28,6 +28,8 @@ class OutputProcessor:
             request.mark_answered("length")
             return True
         stops = request.is_stop(token)
+        if stops and token in params.stop_token_ids:
+            request.stop_reason = token
         if not stops or params.detokenize_stop_sequence:
             if not request.epochs or request.epochs[-1][0] != self.epoch:
                 request.epochs.append((self.epoch, request.num_generated))
@@ -131,6 +133,8 @@ class OutputProcessor:
         if not found:
             return text
         start, word = min(found)
+        if request.finish_reason == "stop":
+            request.stop_reason = word
         keep = request.params.detokenize_stop_sequence
         return text[: start + len(word)] if keep else text[:start]
 

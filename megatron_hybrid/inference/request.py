@@ -54,6 +54,8 @@ class GenerationResult:
     """Generation epochs: (epoch, index in `generated_tokens` of the first token drawn in it)."""
     time_to_first_token: float | None = None
     total_time: float | None = None
+    stop_reason: int | str | None = None
+    """The one of `stop_token_ids` or `stop_words` that ended the answer; None: what else did."""
     error: str | None = None
     """The tokenizer's error for this answer's text, which is then None."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
@@ -128,6 +130,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     guide: Guide | None = None
     matcher: GuideMatcher | None = None  # of the guide
+    allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
     sample_index: int = 0
     priority: int = 0  # lower ones start first
     tenant: str = ""  # those that wait take turns
@@ -158,6 +161,7 @@ class Request:
     prompt_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     epochs: list[tuple[int, int]] = field(default_factory=list)  # as in the result
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     generated_text: str | None = None
     num_tokens_out: int = 0  # generated tokens in its outputs so far
@@ -270,7 +274,7 @@ class Request:
             self._distinct_prompt_tokens if repeats else None,
             self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
             tuple(self.stop_ids) if bans_stops else (),
-            None if matcher is None else matcher.allowed,
+            self.allowed if matcher is None else matcher.allowed,
         )
 
     def is_stop(self, token: int) -> bool:
@@ -318,6 +322,7 @@ class Request:
                 None if self.first_token_at is None else self.first_token_at - self.added_at
             ),
             total_time=None if self.finished_at is None else self.finished_at - self.added_at,
+            stop_reason=self.stop_reason,
             error=self.error,
             other_samples=[request.result() for request in self.other_samples],
         )

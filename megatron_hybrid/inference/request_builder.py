@@ -164,6 +164,8 @@ class RequestBuilder:
             raise TypeError(f"tenant must be a str, got {type(tenant).__name__}")
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params, guide, stop_ids)
         if guide is not None:
             self.check_guide(guide)
             self._guides.matcher(guide, stop_ids)  # raises if there is no such answer
@@ -194,6 +196,11 @@ class RequestBuilder:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
         self.next_id = max(self.next_id, spec.first_id + spec.n)  # ids are seeds
         samples = []
+        allowed = None
+        if spec.params.allowed_token_ids is not None:
+            bits = np.zeros(-(-self.vocab_size // 32) * 32, bool)
+            bits[list(spec.params.allowed_token_ids)] = True
+            allowed = np.packbits(bits, bitorder="little").view(np.int32)
         for index in range(spec.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)
             buffer[: len(spec.tokens)] = spec.tokens
@@ -208,6 +215,7 @@ class RequestBuilder:
                     params=spec.params,
                     guide=spec.guide,
                     matcher=matcher,
+                    allowed=allowed,
                     seed=spec.seed,
                     salt=spec.salt,
                     cache_breakpoints=spec.cache_breakpoints,
@@ -410,6 +418,23 @@ class RequestBuilder:
                 self._check_id(f"the tokenizer's end token {token!r}", token, remedy)
                 named.add(int(token))
         return frozenset(named)
+
+    def _check_allowed(
+        self, params: SamplingParams, guide: Guide | None, stop_ids: frozenset[int]
+    ) -> None:
+        """Check that there is always a token to draw."""
+        for token in params.allowed_token_ids or ():
+            foreign = "was it made by another model's tokenizer?"
+            self._check_id(f"token {token} of allowed_token_ids", token, foreign)
+        if guide is not None:
+            raise ValueError(
+                "allowed_token_ids and a guide both say which tokens may come: give one of them"
+            )
+        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or ()):
+            raise ValueError(
+                f"allowed_token_ids has stop tokens alone, and min_tokens={params.min_tokens} "
+                "forbids these: allow another token, or leave min_tokens out"
+            )
 
     def _check_id(self, what: str, token: int, remedy: str) -> None:
         """Raise ValueError for an id that would index another token, or another request's row."""

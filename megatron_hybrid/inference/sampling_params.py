@@ -115,6 +115,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of tokens, by their ids; in [-100, 100]."""
 
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens may be drawn, stop tokens among them; None: all."""
+
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
     prompt alone (to warm the cache, or to score it)."""
@@ -204,6 +207,17 @@ class SamplingParams:
                 f"{name} must lie in [-2, 2] (0 is none), got {value!r}",
             )
         self._check_logit_bias(check)
+        if self.allowed_token_ids is not None:
+            allowed = self.allowed_token_ids
+            check(
+                isinstance(allowed, Iterable) and not isinstance(allowed, (str, bytes)),
+                f"allowed_token_ids must be a sequence of ints, or None, got {allowed!r}",
+            )
+            allowed = self.allowed_token_ids = tuple(allowed)
+            check(
+                len(allowed) > 0 and all(is_int(token) for token in allowed),
+                f"allowed_token_ids must be one int or more, or None for all, got {allowed!r}",
+            )
         check(
             self.num_tokens_to_generate is None
             or (is_int(self.num_tokens_to_generate) and self.num_tokens_to_generate >= 0),

@@ -62,8 +62,14 @@ class Answer:
     model: str
     has_thoughts: bool = False
     is_thinking: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+    """Tokens of a completion's prompts, for `echo` in a stream."""
     end_mark: ClassVar[bytes] = b"data: [DONE]\n\n"
     created: int = field(default_factory=lambda: int(time.time()))
+    reports: dict[int, PrefixReport] = field(default_factory=dict)
+    """Of a stream: of each prompt that has begun, by its number."""
+    num_generated: int = 0
+    """Tokens of a stream so far."""
 
     @property
     def is_chat(self) -> bool:
@@ -87,13 +93,19 @@ class Answer:
 
     def _choice(self, index: int, result: GenerationResult) -> Json:
         text = result.generated_text or ""
-        choice: Json = {"index": index, "finish_reason": result.finish_reason, "stop_reason": None}
+        choice: Json = {
+            "index": index,
+            "finish_reason": result.finish_reason,
+            "stop_reason": result.stop_reason,
+        }
         logprobs = self.logprobs(
             result.generated_tokens, result.log_probs, result.top_n_logprobs, 0
         )
         if self.is_chat:
             parser = self.parser()
             choice["message"] = _message([*parser.add(text), *parser.end()])
+            if echoed := self.echoed(0):
+                choice["message"]["content"] = echoed + (choice["message"]["content"] or "")
             choice["finish_reason"] = parser.finish_reason(result.finish_reason)
         else:
             if self.fields.echo:
@@ -117,6 +129,17 @@ class Answer:
         tokens = [*result.prompt_tokens, *result.generated_tokens]
         return prompt + text, self.logprobs(tokens, values, tops, 0)
 
+    def echoed(self, number: int) -> str:
+        """What an answer repeats of its prompt: a chat's, the last message, if it goes on with
+        that."""
+        if not self.fields.echo:
+            return ""
+        if self.is_chat:
+            last = self.fields.messages[-1]
+            said = last.get("content") if last.get("role") == "assistant" else None
+            return said if isinstance(said, str) else ""
+        return self.tokenizer.detokenize(self.prompts[number])
+
     def parser(self) -> AnswerParser:
         """Of one answer to a chat."""
         fields = self.fields
@@ -126,12 +149,19 @@ class Answer:
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head(of_chunk=True), "choices": [choice]}
+        return {**self.head(of_chunk=True), "choices": [choice], **self._counts()}
+
+    def _counts(self) -> Json:
+        """The usage so far, if each chunk shall have it."""
+        options = self.fields.stream_options
+        if options is None or not options.continuous_usage_stats or not self.reports:
+            return {}
+        return {"usage": usage([*self.reports.values()], self.num_generated)}
 
     def growing(self, number: int) -> list[GrowingChoice]:
         """What takes the outputs of one prompt's stream, by sample. number: of the prompt."""
         n = self.fields.n
-        return [GrowingChoice(self, number * n + index) for index in range(n)]
+        return [GrowingChoice(self, number, number * n + index) for index in range(n)]
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The chunks at the end: the usage, if asked for."""
@@ -227,23 +257,29 @@ class GrowingChoice:
 
     Args:
         answer: it belongs to.
+        number: of its prompt.
         index: among the request's answers.
     """
 
-    def __init__(self, answer: Answer, index: int):
+    def __init__(self, answer: Answer, number: int, index: int):
         self._answer = answer
+        self._number = number
         self._index = index
         self._parser = answer.parser() if answer.is_chat else None
         self._num_chars = 0
 
     def begin(self) -> list[Json]:
         """The events before the first output: a chat's role."""
+        echoed = self._answer.echoed(self._number)
+        self._num_chars = len(echoed)
         if self._parser is None:
-            return []
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
+            return [self._chunk({"text": echoed})] if echoed else []
+        return [self._chunk({"delta": {"role": "assistant", "content": echoed}})]
 
     def add(self, output: RequestOutput) -> list[Json]:
         """The events of what a step added."""
+        self._answer.reports[self._number] = output.report
+        self._answer.num_generated += len(output.tokens)
         given = output.tokens, output.log_probs, output.top_n_logprobs
         logprobs = self._answer.logprobs(*given, self._num_chars)
         self._num_chars += len(output.text)
@@ -262,7 +298,10 @@ class GrowingChoice:
             return []
         *others, last = said
         chunks = [self._chunk(each) for each in others]
-        return [*chunks, self._chunk(last, logprobs, reason)]
+        chunks.append(self._chunk(last, logprobs, reason))
+        if output.result is not None:
+            chunks[-1]["choices"][0]["stop_reason"] = output.result.stop_reason
+        return chunks
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return self._answer.chunk(self._index, said, logprobs, reason)

@@ -42,6 +42,7 @@ from megatron_hybrid.serving.rendering import (
     guide_of,
     guide_param,
     sampling_params,
+    truncated,
 )
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.service import Service, Ticket, until_gone
@@ -137,10 +138,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _generate(service: Service, request: Request, fields: GenerationFields):
-    def make(id: str, *thoughts: bool) -> Answer:
+    def make(id: str, *given: Any) -> Answer:
         kind = "chatcmpl" if isinstance(fields, ChatFields) else "cmpl"
         name = service.config.model_name
-        return Answer(service.tokenizer, fields, f"{kind}-{id}", name, *thoughts)
+        return Answer(service.tokenizer, fields, f"{kind}-{id}", name, *given)
 
     return await _answer(service, request, fields, make)
 
@@ -148,7 +149,8 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 async def _respond(service: Service, request: Request, fields: ResponseFields):
     chat = await in_texts_thread(fields.to_chat)
 
-    def make(id: str, *thoughts: bool) -> ResponseAnswer:
+    def make(id: str, *given: Any) -> ResponseAnswer:
+        thoughts = given[:2]
         return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
 
     try:
@@ -164,7 +166,8 @@ async def _answer(
     fields: GenerationFields,
     make: Callable[..., Answer | ResponseAnswer],
 ):
-    """A whole answer, or a stream. make: (id, has_thoughts, is_thinking) -> its form."""
+    """A whole answer, or a stream. make: (id, has_thoughts, is_thinking, prompts) -> its
+    form."""
     service.check_model(fields.model)
     fields.check()
     state = request.state
@@ -190,7 +193,7 @@ async def _answer(
             "guide": guide,
             "tenant": service.tenant_of(state.key),
         }
-        answer = make(ticket.request_id, service.has_thoughts, is_thinking)
+        answer = make(ticket.request_id, service.has_thoughts, is_thinking, prompts)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             results = await until_gone(request.receive, work)
@@ -228,6 +231,13 @@ def _prepared(
     """What the engine is asked, and whether the answer begins inside of reasoning."""
     check_limits(fields)
     prompts, guide = _prompts(service, fields), guide_of(fields)
+    if (most := fields.truncate_prompt_tokens) is not None:
+        if most <= 0:  # -1: as many as there is room for
+            limit = fields.max_tokens
+            if isinstance(fields, ChatFields):
+                limit = fields.max_completion_tokens or limit
+            most = max(1, service.engine_config.max_sequence_length - (limit or 1))
+        prompts = [truncated(prompt, most) for prompt in prompts]
     # A guided answer begins with what the guide asks for.
     is_thinking = guide is None and _is_thinking(service, fields)
     return prompts, _params(service, fields, prompts), guide, is_thinking

@@ -86,7 +86,7 @@ def refusal_of(error: Exception, names: Mapping[str, str] | None = None) -> ApiE
     param = code = None
     found = re.match(r"SamplingParams: (\w+)", given)
     found = found or re.match(r"(n|salt|cache_breakpoints|priority)\b", given)
-    found = found or re.search(r"\b(logit_bias)\b", given)
+    found = found or re.search(r"\b(logit_bias|allowed_token_ids)\b", given)
     if found:
         param = names.get(found[1], found[1])
     elif given.startswith("stop token"):

@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
     # vLLM
     "add_special_tokens": (False,),  # a chat's template writes them
-    "allowed_token_ids": ([],),
     "bad_words": ([],),
     "chat_template": (),
     "guided_choice": (),
@@ -137,6 +136,7 @@ class StreamOptions(Fields):
     """Of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Fields):
@@ -171,11 +171,17 @@ class StructuredOutputs(BaseModel):
     regex: str | None = None
     choice: list[str] | None = None
     json_object: bool | None = None
+    grammar: str | None = None
 
     @property
     def wishes(self) -> dict[str, Any]:
         """What is asked for."""
-        given = {"json": self.json_, "regex": self.regex, "choice": self.choice}
+        given = {
+            "json": self.json_,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
         wishes = {name: value for name, value in given.items() if value is not None}
         return wishes | ({"json_object": True} if self.json_object else {})
 
@@ -216,6 +222,8 @@ class GenerationFields(Fields):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_breakpoints: list[int] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    allowed_token_ids: list[int] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     priority: int = 0
@@ -264,8 +272,9 @@ class CompletionFields(GenerationFields):
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.stream:
-            raise ApiError(400, "echo is not supported in a stream: leave out one of both", "echo")
+        if self.echo and self.stream and self.logprobs is not None:
+            text = "echo with logprobs is not supported in a stream: leave out one of the three"
+            raise ApiError(400, text, "echo")
 
 
 class Function(Fields):
@@ -294,6 +303,7 @@ class ChatFields(GenerationFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool = False
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None

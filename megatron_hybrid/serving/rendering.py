@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.inference.request_builder import RenderedChat, check_messages
+from megatron_hybrid.inference.request_builder import Prompt, RenderedChat, check_messages
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
@@ -146,6 +146,19 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
     return found
 
 
+def truncated(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The last tokens of a prompt.
+
+    Args:
+        num_tokens: that are left, 1 or more.
+    """
+    if not isinstance(prompt, RenderedChat):
+        return prompt[-num_tokens:]
+    cut = max(0, len(prompt.tokens) - num_tokens)
+    starts = [start - cut for start in prompt.message_starts if start > cut]
+    return RenderedChat(prompt.tokens[cut:], starts)
+
+
 def guide_of(fields: GenerationFields) -> Guide | None:
     """What the answer may look like.
 
@@ -182,6 +195,7 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
             "json": partial(Guide.json_schema, check=False),
             "regex": Guide.regex,
             "choice": Guide.choices,
+            "grammar": Guide.grammar,
             "json_object": lambda value: Guide.json_object(),
         }
         for name, value in wanted.wishes.items():
@@ -258,6 +272,7 @@ def sampling_params(
             frequency_penalty=fields.frequency_penalty or 0.0,
             repetition_penalty=fields.repetition_penalty,
             logit_bias=fields.logit_bias or None,
+            allowed_token_ids=fields.allowed_token_ids or None,
             min_tokens=fields.min_tokens,
             seed=fields.seed,
             num_tokens_to_generate=max_tokens,

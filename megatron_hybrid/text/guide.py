@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hybrid.text import guide_regex, guide_schema
-from megatron_hybrid.text.guide_grammar import alt, text, written
+from megatron_hybrid.text.guide_grammar import alt, check_ebnf, text, written
 from megatron_hybrid.validation import check_text
 
 CACHE_BYTES = 64 << 20
@@ -29,7 +29,7 @@ class Guide:
     """What an answer may look like. Make it by one of the class methods."""
 
     kind: str
-    """ "json_schema", "regex" or "choices"."""
+    """ "json_schema", "regex", "grammar" or "choices"."""
     source: str | tuple[str, ...]
     grammar: str | None = field(default=None, compare=False, repr=False)
     """As xgrammar reads it, where a `GuidePool` has written it; None: it is written when it is
@@ -78,6 +78,19 @@ class Guide:
         return cls("regex", pattern)
 
     @classmethod
+    def grammar(cls, source: str) -> Guide:
+        """A text of a context-free grammar in xgrammar's EBNF (GBNF), from its rule `root`.
+
+        Raises:
+            TypeError: it is no str.
+            ValueError: it is too long, nested too deeply, or repeats a part too often.
+        """
+        if not isinstance(source, str):
+            raise TypeError(f"a grammar guide needs a str, got {type(source).__name__}")
+        check_ebnf(source)
+        return cls("grammar", source)
+
+    @classmethod
     def choices(cls, texts: Iterable[str]) -> Guide:
         """One of some texts.
 
@@ -121,6 +134,8 @@ def _written_grammar_of(guide: Guide) -> str:
             raise ValueError("the guide's regex is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"the guide's regex cannot be used: {error}") from None
+    elif guide.kind == "grammar":
+        return guide.source
     else:
         rules = {"root": alt(map(text, guide.source))}
     grammar = written(rules)
@@ -195,6 +210,11 @@ class GuideCompiler:
         return matcher
 
 
+def _told(error: RuntimeError) -> str:
+    """What xgrammar says, without the time and place in its source."""
+    return str(error).split("] ", 1)[-1].split(": ", 1)[-1].strip()
+
+
 class _Vocabulary:
     """The tokens of a tokenizer, and grammars over them.
 
@@ -223,7 +243,10 @@ class _Vocabulary:
         )
 
     def compile(self, grammar: str) -> Any:
-        return self._compiler.compile_grammar(grammar)
+        try:
+            return self._compiler.compile_grammar(grammar)
+        except RuntimeError as error:  # of a grammar that a caller wrote
+            raise ValueError(f"the guide's grammar cannot be used: {_told(error)}") from None
 
     def matcher(self, grammar: str) -> Any:
         return self._xgrammar.GrammarMatcher(self.compile(grammar))

@@ -5,6 +5,7 @@ A grammar is a dict of rules, by name, each a node. The rule "root" is the answe
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,38 @@ def alt(options: Iterable[Node]) -> Node:
 
 def optional(part: Node) -> Node:
     return Repeat(part, 0, 1)
+
+
+# Written by callers ------------------------------------------------------------------------------
+
+MAX_EBNF = 1 << 16
+"""Characters of a grammar."""
+MAX_REPEATS = 1000
+"""Of a part, by braces: xgrammar writes each of them out."""
+_EBNF_TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
+    re.DOTALL,
+)
+
+
+def check_ebnf(source: str) -> None:
+    """Raise ValueError for a grammar in EBNF that xgrammar would need too much stack or memory
+    for."""
+    if len(source) > MAX_EBNF:
+        raise ValueError(
+            f"the guide's grammar has {len(source)} characters, the most is {MAX_EBNF}: shorten it"
+        )
+    depth = 0
+    for token in _EBNF_TOKEN.finditer(source):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if depth > MAX_NESTING:
+            raise ValueError(
+                f"the guide's grammar has over {MAX_NESTING} open brackets: flatten it"
+            )
+        if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
+            raise ValueError(
+                f"the guide's grammar repeats a part over {MAX_REPEATS} times: use * or +"
+            )
 
 
 # Sets of characters ------------------------------------------------------------------------------

@@ -286,3 +286,114 @@ def test_the_docs_load_nothing_from_elsewhere(call):
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert links and all(call(f"/{link}", method="GET").status_code == 200 for link in links)
+
+
+def streamed(call, route, **more):
+    """The chunks of a stream."""
+    answer = call(route, {**BODIES[route], "stream": True, **more})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def test_the_stop_reason_is_the_string_or_token_that_ended_an_answer(call):
+    (plain,) = call.generated(COMPLETION, return_token_ids=True, **GREEDY)["choices"]
+    assert plain["stop_reason"] is None
+    token, word = plain["token_ids"][3], plain["text"][4:7]
+    for more, reason in (({"stop_token_ids": [token]}, token), ({"stop": [word, "~"]}, word)):
+        (found,) = call.generated(COMPLETION, **GREEDY, **more)["choices"]
+        assert (found["finish_reason"], found["stop_reason"]) == ("stop", reason)
+        last = streamed(call, COMPLETION, **GREEDY, **more)[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
+
+
+def test_each_chunk_may_have_the_usage_so_far(call):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(call, COMPLETION, stream_options=options, **GREEDY)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 8
+    assert chunks[-1]["usage"] == last["usage"]
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(call):
+    tokens = call("/tokenize", {"prompt": "Once upon a time there was"}).json()["tokens"]
+    for route, prompt in ((COMPLETION, {"prompt": tokens}), (CHAT, {})):
+        found = call.generated(
+            route, **prompt, truncate_prompt_tokens=2, return_token_ids=True, max_tokens=1
+        )
+        assert found["usage"]["prompt_tokens"] == 2
+        if prompt:
+            assert found["choices"][0]["prompt_token_ids"] == tokens[-2:]
+    long = call.generated(COMPLETION, prompt=[5] * 3000, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 1024 - 2
+    assert call.refused(COMPLETION, truncate_prompt_tokens=-2)["param"] == "truncate_prompt_tokens"
+
+
+def test_a_stream_echoes_the_prompt(call):
+    (whole,) = call.generated(COMPLETION, echo=True, **GREEDY)["choices"]
+    chunks = streamed(call, COMPLETION, echo=True, **GREEDY)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    assert whole["text"].startswith("Once upon")
+    assert call.refused(COMPLETION, echo=True, stream=True, logprobs=1)["param"] == "echo"
+
+
+def test_a_chat_echoes_the_message_that_it_goes_on_with(call):
+    said = {"role": "assistant", "content": "Once upon"}
+    given = {"messages": [{"role": "user", "content": "?"}, said], "echo": True, **GREEDY}
+    given |= {"continue_final_message": True, "add_generation_prompt": False}
+    (whole,) = call.generated(CHAT, **given)["choices"]
+    assert whole["message"]["content"].startswith("Once upon")
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed(call, CHAT, **given)]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert text == whole["message"]["content"]
+    (plain,) = call.generated(CHAT, echo=True, **GREEDY)["choices"]
+    assert not plain["message"]["content"].startswith("Once upon")
+
+
+@ROUTES
+def test_only_allowed_tokens_are_drawn(call, route):
+    given = {"allowed_token_ids": [7, 300], "ignore_eos": True, "temperature": 2.0}
+    more = {} if route == RESPONSE else {"max_tokens": 20, "return_token_ids": True}
+    found = call.generated(route, **given, **more)
+    if more:
+        assert {*found["choices"][0]["token_ids"]} == {7, 300}
+    for wrong in ({"allowed_token_ids": [10**6]}, {"structured_outputs": {"regex": "a"}}):
+        assert call.refused(route, **{**given, **wrong})["param"] == "allowed_token_ids"
+
+
+def test_allowed_stop_tokens_need_no_others(call):
+    end = call.service.tokenizer.eod
+    (found,) = call.generated(COMPLETION, allowed_token_ids=[end])["choices"]
+    assert (found["text"], found["finish_reason"]) == ("", "stop")
+    wrong = call.refused(COMPLETION, allowed_token_ids=[end], min_tokens=1)
+    assert wrong["param"] == "allowed_token_ids"
+
+
+def test_an_answer_keeps_to_a_grammar(call):
+    source = 'root ::= "SELECT " name ("," name)* ";"\nname ::= [a-c]'
+    given = {"structured_outputs": {"grammar": source}, "max_tokens": 60, "seed": 1}
+    (found,) = call.generated(CHAT, **given)["choices"]
+    whole = re.fullmatch(r"SELECT [a-c](,[a-c])*;", found["message"]["content"])
+    assert whole or found["finish_reason"] == "length"
+    assert found["message"]["content"].startswith("SELECT ")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'rot ::= "x"',
+        'root ::= "x',
+        "root ::= other",
+        "root ::= " + "(" * 300 + '"x"' + ")" * 300,
+        'root ::= "x"{1,100000}',
+        'root ::= "x" #' + "y" * 70_000,
+    ],
+    ids=lambda source: source[:20],
+)
+def test_a_grammar_that_cannot_be_kept_to_is_refused(call, source):
+    error = call.refused(COMPLETION, structured_outputs={"grammar": source})
+    assert error["param"] == "structured_outputs" and "grammar" in error["message"]
