@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -41,6 +41,10 @@ class RaggedLayout:
     token c - 1, of the sequence that owns it."""
     num_padding: int = 0
     """Trailing rows of the flat tensors that belong to no sequence; outputs are zero there."""
+    starts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """int32 `[R]`: start positions that only the device knows, in steps that are recorded once and
+    replayed at other positions. `start_positions` are then the largest that they may be, and each
+    sequence has one token."""
 
     def __post_init__(self) -> None:
         for name in ("lengths", "start_positions", "captures"):
@@ -63,6 +67,11 @@ class RaggedLayout:
             )
         if self.num_padding < 0:
             raise ValueError(f"num_padding is {self.num_padding}; it must be at least 0")
+        if self.starts is not None and (max(self.lengths) > 1 or self.captures):
+            raise ValueError(
+                f"lengths go up to {max(self.lengths)}, with {len(self.captures)} captures: where "
+                "start positions are on the device, each sequence has one token, and none a capture"
+            )
         for before, count in pairwise((0, *self.captures)):
             if count <= before or count > self.num_tokens:
                 raise ValueError(
@@ -138,13 +147,24 @@ class RaggedLayout:
 
         Tensors are made outside inference mode, so that autograd may save them.
         """
-        if key not in self._memo:
-            with torch.inference_mode(False):
-                self._memo[key] = make()
-        return self._memo[key]
+        return _remembered(self._memo, key, make)
+
+    def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """As `cached`, for what follows from positions: where these are on the device, it is kept
+        until `forget_derived`."""
+        memo = self._memo if self.starts is None else self._derived
+        return _remembered(memo, key, make)
+
+    def forget_derived(self) -> None:
+        """Begin a pass over other positions `starts`."""
+        self._derived.clear()
 
     @functools.cached_property
     def _memo(self) -> dict:
+        return {}
+
+    @functools.cached_property
+    def _derived(self) -> dict:
         return {}
 
     def token_positions(self, device: torch.device | str) -> torch.Tensor:
@@ -167,3 +187,10 @@ class RaggedLayout:
                 [r for r, length in enumerate(self.lengths) for _ in range(length)], device
             ),
         )
+
+
+def _remembered(memo: dict, key: Hashable, make: Callable[[], Any]) -> Any:
+    if key not in memo:
+        with torch.inference_mode(False):
+            memo[key] = make()
+    return memo[key]

@@ -114,21 +114,27 @@ class RotaryEmbedding:
             positions_T: absolute positions, int64.
             num_positions: an exclusive bound of them, known without reading the tensor.
         """
+        cos, sin = self._tables(num_positions, positions_T.device, dtype)
+        return cos[positions_T], sin[positions_T]
+
+    def _tables(
+        self, num_positions: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         # Tables grow in powers of two, so that a growing sequence makes few of them.
         size = max(_SMALLEST_TABLE, 1 << (num_positions - 1).bit_length())
-        cos, sin = _tables(self.dim, self.base, self._scaling, size, positions_T.device, dtype)
-        return cos[positions_T], sin[positions_T]
+        return _tables(self.dim, self.base, self._scaling, size, device, dtype)
 
     def cos_sin_of_batch(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """`cos_sin` of all rows of a call, computed once and cached in the layout."""
-
-        def make() -> tuple[Tensor, Tensor]:
-            return self.cos_sin(positions_T, layout.last_end, dtype)
-
-        key = "rotary", self.dim, self.base, self._scaling, positions_T.device, dtype
-        return layout.cached(key, make)
+        device = positions_T.device
+        key = self.dim, self.base, self._scaling, device, dtype
+        # The layout holds the tables, too: a recorded step reads them as long as it is replayed.
+        cos, sin = layout.cached(
+            ("rotary tables", *key), lambda: self._tables(layout.last_end, device, dtype)
+        )
+        return layout.derived(("rotary", *key), lambda: (cos[positions_T], sin[positions_T]))
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """`x_THD` with its leading `dim` dimensions rotated; the rest is unchanged."""

@@ -221,10 +221,14 @@ def _decode(
     B, K = pages[0].shape[1:3]
     block_bytes = sum(page[0].numel() * page.element_size() for page in pages)
     max_blocks = max(1, GATHER_BYTES // block_bytes)
-    groups, inverse = layout.cached(
-        ("decode groups", B, pattern, max_blocks, q_RHD.device),
-        lambda: _decode_groups(layout, B, pattern, max_blocks, q_RHD.device),
-    )
+    key = ("decode groups", B, pattern, max_blocks, q_RHD.device)
+    if layout.starts is None:
+        groups, inverse = layout.cached(
+            key, lambda: _decode_groups(layout, B, pattern, max_blocks, q_RHD.device)
+        )
+    else:
+        groups = layout.derived(key, lambda: _fixed_groups(layout, B, pattern, max_blocks))
+        inverse = None
     dtype = q_RHD.dtype if _is_fused(pattern, sinks_H) else compute_dtype(q_RHD)
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
@@ -251,7 +255,7 @@ def _decode(
             sinks_KG1,
         )
         outs.append(o.flatten(1, 2))
-    o_RHP = outs[0] if inverse is None else torch.cat(outs).index_select(0, inverse)
+    o_RHP = join(outs) if inverse is None else torch.cat(outs).index_select(0, inverse)
     return o_RHP.to(q_RHD.dtype)
 
 
@@ -305,6 +309,34 @@ def _decode_groups(
         return groups, None
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return groups, torch.tensor(inverse, device=device)
+
+
+def _fixed_groups(
+    layout: RaggedLayout, B: int, pattern: AttentionPattern, max_blocks: int
+) -> list[tuple]:
+    """`_decode_groups` of positions on the device: each decode reads as many blocks as one at the
+    largest position, and the groups are in the order of the rows."""
+    positions_R1 = layout.starts.long().unsqueeze(1)
+    last_blocks = positions_R1 // B
+    lows = (torch.zeros_like(positions_R1) + pattern.first_visible(positions_R1)).clamp_(min=0)
+    size = -(-layout.last_end // B)
+    if pattern.is_local:
+        size = min(size, ((pattern.window or pattern.chunk) - 1) // B + 2)
+    firsts = lows // B
+    columns = (firsts + torch.arange(size, device=firsts.device)).minimum(last_blocks)
+    keys = firsts * B + torch.arange(size * B, device=firsts.device)
+    visible = (keys <= positions_R1) & (keys >= lows)
+    hidden = ~visible[:, :, None, None]
+    step = max(1, max_blocks // size)
+    return [
+        (
+            slice(begin, begin + step),
+            columns[begin : begin + step],
+            visible[begin : begin + step],
+            [(slice(0, size * B), hidden[begin : begin + step])],
+        )
+        for begin in range(0, layout.num_sequences, step)
+    ]
 
 
 def _check_heads(

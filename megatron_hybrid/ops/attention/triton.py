@@ -328,7 +328,7 @@ def run(
             *partial,
             *tiles,
             table.boundaries,
-            table.starts,
+            table.starts if layout.starts is None else layout.starts,
             pattern.scale,
             pattern.softcap or 1.0,
             *strides,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
@@ -95,6 +96,10 @@ def split_keys(
 ) -> list[Parts]:
     """The sequences with few new tokens, in launches of at most `most_places` results."""
     key = ("split keys", pattern.window, pattern.chunk, group, block_m, most_places, device)
+    if layout.starts is not None:
+        return layout.derived(
+            key, lambda: list(_fixed_launches(layout, pattern, group, block_m, most_places))
+        )
     return layout.cached(
         key, lambda: list(_launches(layout, pattern, group, block_m, most_places, device))
     )
@@ -172,3 +177,47 @@ def _launches(
         )
         *numbers, rows_n, places_n = all_to_device((*tiles, rows[token:token_end], places), device)
         yield Parts(Tiles(*numbers, places_n), rows_n, int(places[-1]))
+
+
+def _fixed_launches(
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    group: int,
+    block_m: int,
+    most_places: int,
+) -> Iterator[Parts]:
+    """`_launches` of single tokens whose positions are on the device: each has the programs of the
+    largest position. Those behind its own parts begin behind its keys, so they read and store
+    nothing."""
+    positions, last = layout.starts, layout.last_end - 1
+    reach = min(last, (pattern.window or pattern.chunk or layout.last_end) - 1)
+    lows = (torch.zeros_like(positions) + pattern.first_visible(positions)).clamp_(min=0)
+    sizes, largest = torch.full_like(positions, PART), PART
+    while reach // largest + 1 >= MAX_PARTS:  # as in `part_size`, as often as any may need it
+        sizes *= 1 + (positions // sizes - lows // sizes >= MAX_PARTS).int()
+        largest *= 2
+    firsts = lows // sizes
+    counts = positions // sizes - firsts + 1
+    most_parts = min(MAX_PARTS, last // PART + 1, reach // PART + 2)
+
+    numbers = torch.arange(layout.num_sequences, dtype=torch.int32, device=positions.device)
+    tile_starts = torch.arange(0, group, block_m, dtype=torch.int32, device=positions.device)
+    parts = torch.arange(most_parts, dtype=torch.int32, device=positions.device)
+    # Launches begin at multiples of 16 bytes: see `all_to_device`.
+    step = max(1, most_places // most_parts)
+    step -= step % 4 if step > 4 else 0
+    for begin in range(0, layout.num_sequences, step):
+        own = slice(begin, begin + step)
+        rows = numbers[own]
+        shape = len(rows), len(tile_starts), most_parts
+        fields = (
+            rows[:, None, None],
+            tile_starts[:, None],
+            (tile_starts + block_m).clamp_(max=group)[:, None],
+            ((firsts[own, None] + parts) * sizes[own, None])[:, None],
+            sizes[own, None, None],
+            (rows - begin)[:, None, None],
+        )
+        places = F.pad(counts[own].cumsum(0, dtype=torch.int32), (1, 0))
+        tiles = Tiles(*(each.expand(shape).flatten() for each in fields), places)
+        yield Parts(tiles, rows, len(rows) * most_parts)

@@ -316,3 +316,27 @@ def test_rows_that_a_gpu_cannot_read_16_bytes_at_a_time_are_copied():
     whole = torch.randn(5, 2, 32)
     for part in (whole, whole[:, :, 8:], whole[1:], whole.transpose(0, 1)):
         assert reference.aligned(part) is part
+
+
+@each_pattern
+@with_or_without_sinks
+def test_positions_on_the_device_give_the_decodes_of_those_on_the_host(
+    monkeypatch, pattern, with_sinks
+):
+    """In groups of two rows, over blocks that hold NaN where nothing is seen."""
+    generator, positions = seeded(3), (0, 15, 16, 70, 127)
+    pages = [randn(generator, 41, 16, K_HEADS, D).float() for _ in range(2)]
+    table = torch.randperm(40, generator=generator).view(5, 8) + 1
+    for row, position in zip(table, positions):
+        for page in pages:
+            page[row[position // 16], position % 16 + 1 :] = torch.nan
+            page[row[position // 16 + 1 :]] = torch.nan
+    sinks = as_float(random_sinks(generator, 2 * K_HEADS, with_sinks))
+    q = randn(generator, 8, 2 * K_HEADS, D).float()
+    ones = (1,) * 5
+    on_host = RaggedLayout(ones, positions, num_padding=3)
+    bounds = RaggedLayout(ones, (127,) * 5, num_padding=3, starts=torch.tensor(positions).int())
+    expected = paged_attention(q, *pages, table, on_host, pattern, sinks)
+    monkeypatch.setattr(reference, "GATHER_BYTES", 16 * 2 * pages[0][0].nbytes)
+    given = paged_attention(q, *pages, table, bounds, pattern, sinks)
+    torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-5)

@@ -98,6 +98,38 @@ def test_parts_of_a_token_do_not_depend_on_the_batch(positions, pattern):
     assert part_size(np.array(positions), pattern).tolist() == alone
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    positions=st.lists(st.integers(0, 299), min_size=1, max_size=9),
+    pattern=patterns,
+    group=st.sampled_from((1, 3, 24)),
+    most_places=st.sampled_from((1, 40, 10**6)),
+)
+def test_positions_on_the_device_give_the_programs_of_those_on_the_host(
+    positions, pattern, group, most_places
+):
+    """But for programs that begin behind their token's last key, and so do nothing."""
+    ones, number = (1,) * len(positions), len(positions)
+    on_device = RaggedLayout(ones, (299,) * number, starts=torch.tensor(positions).int())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "PART", 8)
+        patch.setattr(work, "MAX_PARTS", 4)
+        expected = split_keys(RaggedLayout(ones, positions), pattern, group, 16, 10**6, CPU)
+        launches = split_keys(on_device, pattern, group, 16, most_places, CPU)
+    names = ("sequences", "row_starts", "row_ends", "key_starts", "sizes")
+    found, counts = [], []
+    for parts in launches:
+        places = parts.tiles.places
+        assert places[0] == 0 and places[-1] <= parts.num_places <= max(most_places, 4)
+        counts += places.diff().tolist()
+        for one in programs(parts.tiles):
+            assert parts.rows[one["tokens"]] == one["sequences"]
+            if one["key_starts"] <= positions[one["sequences"]]:
+                found.append([one[name] for name in names])
+    assert counts == expected[0].tiles.places.diff().tolist()
+    assert found == [[one[name] for name in names] for one in programs(expected[0].tiles)]
+
+
 @pytest.mark.parametrize("position", [0, 1023, 1024, 2**15 - 1, 2**15, 131_071, 2**24])
 @pytest.mark.parametrize("pattern", [PLAIN, WINDOW, AttentionPattern(0.3, chunk=8192)])
 def test_a_token_has_few_parts_and_no_empty_one(position, pattern):
