@@ -46,7 +46,7 @@ from megatron_hybrid.models.parameter_names import (
     own_spelling,
     stack_experts,
 )
-from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding
+from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding, rounded
 from megatron_hybrid.models.recompute import check_recompute_modules
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
@@ -437,7 +437,7 @@ class HybridModel(_LanguageModule):
         hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
         if (factor := self.config.embedding_multiplier) != 1.0:
             if self.config.round_embedding_multiplier:
-                factor = torch.tensor(factor, dtype=self.config.params_dtype).item()
+                factor = rounded(factor, self.config.params_dtype)
             hidden_Th = hidden_Th * factor
         return hidden_Th
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +37,12 @@ class PerLayerEmbedding(nn.Module):
         projected = self.projection(embedding_Th) * embedding_Th.shape[-1] ** -0.5
         projected_TJp = self.norm(projected.unflatten(-1, (-1, self.size)))
         # Gemma's factors of embeddings have the dtype of the weights.
-        factor = torch.tensor(self.size**0.5, dtype=self.weight.dtype).item()
+        factor = rounded(self.size**0.5, self.weight.dtype)
         own_TJp = F.embedding(input_ids_T, self.weight).view_as(projected_TJp) * factor
         return (projected_TJp + own_TJp) * 2**-0.5
+
+
+@cache
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """The nearest number of a dtype; a tensor is made for it once."""
+    return torch.tensor(factor, dtype=dtype).item()
