@@ -68,6 +68,11 @@ class InferenceConfig:
     disk_cache_bytes: int = 64 << 30
     """Most bytes of records in `cache_dir`, for each rank."""
 
+    cuda_graphs: bool = False
+    """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, at
+    the first step of each. What cannot be captured runs without, and the log says why. Steps with a
+    part of a prompt always do."""
+
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities requests return. "raw_logprobs": the model's own. With
     "processed_logprobs" those of the distribution that a token is drawn from, by all of the
@@ -128,8 +133,9 @@ class InferenceConfig:
         if not is_int(self.random_seed):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
         self.random_seed = int(self.random_seed)
-        if not isinstance(self.verify_ranks, bool):
-            raise ValueError(f"verify_ranks is {self.verify_ranks!r}; it must be True or False.")
+        for field in ("cuda_graphs", "verify_ranks"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise ValueError(f"{field} is {value!r}; it must be True or False.")
         block = self.block_size_tokens
         if not 16 <= block <= 256 or block & (block - 1):
             raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")

@@ -48,6 +48,7 @@ def input_fields(
         "cu_queries": ((max_requests + 1,), int32),
         "cu_keys": ((max_requests + 1,), int32),
         "kv_lengths": ((max_requests,), int32),
+        "starts": ((max_requests,), int32),
         "capture_rows": ((min(max_captures, num_tokens),), int64),
         "input_ids": ((num_rows,), int64),
         "positions": ((num_rows,), int64),
@@ -80,6 +81,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_tokens: of a step.
         max_sequence_length: tokens of one request, prompt and answer.
         max_captures: states captured inside a step's forward.
+
+    Rows that fill up a recorded step (`begin_step`) use a live slot of their own, number
+    `max_requests`, which only a memory for recorded steps has.
     """
 
     use_flashinfer_fused_rope = False
@@ -107,31 +111,62 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._columns = list(pairwise(bounds))  # full attention, then each local group
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
-        shape = bounds[-1], max_requests, max_blocks
+        shape = bounds[-1], len(memory.slots), max_blocks
         sizes = max_requests, max_tokens, max_sequence_length, max_captures
         self._tables = np.full(shape, NULL_PAGE, dtype=np.int32)
-        self._known_tables: list[list[np.ndarray]] = [[]] * max_requests  # in `_tables`, by slot
+        self._known_tables: list[list[np.ndarray]] = [[]] * shape[1]  # in `_tables`, by slot
         self._buffer = StepBuffer(input_fields(spec, *sizes), memory.device)
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
-            self._step_tables = torch.zeros(shape, dtype=torch.int32, device=memory.device)
+            self._step_tables = torch.zeros(
+                (shape[0], max_requests, max_blocks), dtype=torch.int32, device=memory.device
+            )
         self._staging = memory.staging(0)
+        # Writes to the null page, as no blocks are in its table.
+        self._filler = Work(-1, max_requests, 0, np.zeros(1, np.int32), 0, [], num_logits=1)
+        self._fixed_layouts: dict[int, RaggedLayout] = {}  # by number of decodes
 
     # Laying out a step -------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Build the batch of `plan`, after its restores."""
+    def begin_step(self, plan: StepPlan, num_decodes: int | None = None) -> None:
+        """Build the batch of `plan`, after its restores.
+
+        num_decodes: for a recorded step of so many decodes: those of the plan, which has nothing
+            else, and rows of no request behind them. All that a forward reads then has shapes and
+            addresses that depend on this number alone, and the host tells it bounds of positions.
+        """
         self._buffer.begin()
         num_ready = len(plan.ready)
         self._buffer.host["ready_slots"][:num_ready] = [ready.slot for ready in plan.ready]
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
-        if plan.work:
+        if num_decodes is not None:
+            self._lay_out(plan.work + [self._filler] * (num_decodes - len(plan.work)), True)
+        elif plan.work:
             self._lay_out(plan.work)
         else:
             self._buffer.upload("slots", 0)
             self._staging = self.memory.staging(0)
 
-    def _lay_out(self, works: list[Work]) -> None:
+    def begin_pass(self) -> None:
+        """Begin a forward over a batch that is laid out: what an earlier one worked out from the
+        positions may be of other ones."""
+        self._layout.forget_derived()
+
+    def _fixed_layout(self, num_decodes: int, num_padding: int) -> RaggedLayout:
+        """The layout of a recorded step; always the same one, as it holds tensors."""
+        if num_decodes not in self._fixed_layouts:
+            last = self.max_sequence_length - 1
+            starts = self._buffer.device["starts"][:num_decodes]
+            self._fixed_layouts[num_decodes] = RaggedLayout(
+                (1,) * num_decodes, (last,) * num_decodes, (), num_padding, starts
+            )
+        return self._fixed_layouts[num_decodes]
+
+    def forget_layouts(self) -> None:
+        """Drop what recorded steps have made for their layouts."""
+        self._fixed_layouts.clear()
+
+    def _lay_out(self, works: list[Work], is_recorded: bool = False) -> None:
         block = self.block_size_tokens
         counts = [len(work.tokens) for work in works]
         starts = np.asarray([work.start for work in works], dtype=np.int64)
@@ -148,9 +183,13 @@ class DynamicInferenceContext(BaseInferenceContext):
                 # The state at the end of the chunk is the live slot itself, after the forward.
                 if save.position < work.end:
                     captures.append(offset + save.position - work.start)
-        self._layout = RaggedLayout(
-            tuple(counts), tuple(starts.tolist()), tuple(captures), num_rows - num_tokens
-        )
+        num_padding = num_rows - num_tokens
+        if is_recorded:
+            self._layout = self._fixed_layout(num_requests, num_padding)
+        else:
+            self._layout = RaggedLayout(
+                tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding
+            )
         self._counts = counts
 
         host, inputs = self._buffer.host, self._inputs
@@ -190,6 +229,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
         kv_lengths = array("kv_lengths", num_requests)
         np.add(starts, counts, out=kv_lengths, casting="unsafe")
+        array("starts", num_requests)[:] = starts
         array("cu_queries", num_requests + 1)[1:] = ends  # behind a zero, always
         np.cumsum(kv_lengths, out=array("cu_keys", num_requests + 1)[1:])
         array("slots", num_requests)[:] = slots
@@ -209,8 +249,10 @@ class DynamicInferenceContext(BaseInferenceContext):
             mode="clip",
         )
         self._buffer.upload("tables", num_entries)
-        self._block_tables = self._step_tables[:, :num_requests, : shape[2]]
-        self._block_tables.copy_(self._buffer.device["tables"][:num_entries].view(shape))
+        tables = self._step_tables[:, :num_requests]
+        used = tables[:, :, : shape[2]]
+        used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
+        self._block_tables = tables if is_recorded else used
         self._staging = self.memory.staging(len(captures))
 
     @property

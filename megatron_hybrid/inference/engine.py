@@ -31,6 +31,7 @@ from megatron_hybrid.inference.context import (
 )
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
+from megatron_hybrid.inference.graph_runner import GraphRunner, planned_bytes, refusal
 from megatron_hybrid.inference.memory import (
     CacheMemory,
     agree_on_spec,
@@ -191,6 +192,13 @@ class DynamicInferenceEngine:
         device = parameter.device
         sizes = config.max_requests, config.max_tokens, config.max_sequence_length
         captures = max_captures(spec, *sizes[:2])
+        has_graphs = config.cuda_graphs
+        if has_graphs and (reason := refusal(model, device)) is not None:
+            has_graphs = False
+            if self.ranks.is_first:
+                logger.warning("decodes run without CUDA graphs: %s", reason)
+        num_slots = config.max_requests + has_graphs  # one for rows that fill up a graph
+        most_decodes = min(sizes[:2])
 
         def new_context(num_pages: int) -> DynamicInferenceContext:
             memory = CacheMemory(
@@ -199,7 +207,7 @@ class DynamicInferenceEngine:
                 hidden_size,
                 dtype,
                 num_pages,
-                config.max_requests,
+                num_slots,
                 device,
                 encoding,
                 hidden_dtype=parameter.dtype,
@@ -209,11 +217,16 @@ class DynamicInferenceEngine:
         on_host, on_device = input_bytes(input_fields(spec, *sizes, captures), device)
         lengths = "max_sequence_length or max_requests"
         beside = [
-            Part(config.max_requests * spec.slot_bytes, "live slots", "max_requests"),
+            Part(num_slots * spec.slot_bytes, "live slots", "max_requests"),
             Part(on_device, "inputs of a step", lengths),
             Part(on_host, "copies of them", lengths, on_host=True),
             Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
         ]
+        if has_graphs:
+            decodes = step_bytes(model, spec, 0, most_decodes, most_decodes, sizes[2])
+            row_bytes = model.vocab_size * parameter.dtype.itemsize
+            asked = planned_bytes(decodes, most_decodes, row_bytes)
+            beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
         step = 0
         if config.cache_bytes is None and device.type == "cuda":
             least = replace(config, cache_bytes=2 * spec.page_bytes)
@@ -252,7 +265,13 @@ class DynamicInferenceEngine:
         )
         load = self.offload.fetches.load
         self.runner = ModelRunner(
-            self.model, self.memory, self.context, load, config.logprobs_mode, self.ranks
+            self.model,
+            self.memory,
+            self.context,
+            load,
+            config.logprobs_mode,
+            self.ranks,
+            GraphRunner(self.model, self.context, most_decodes) if has_graphs else None,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -642,6 +661,7 @@ class DynamicInferenceEngine:
         """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
         tells that the weights have changed."""
         self._start_over()
+        self.runner.drop_graphs()
         if self.is_suspended:
             self.memory.keep(None)
         try:
@@ -961,6 +981,7 @@ class DynamicInferenceEngine:
             else:
                 self._start_over()
                 self._forget_all()
+            self.runner.drop_graphs()
             self.memory.release()
             self.is_suspended = True
 
@@ -1129,6 +1150,7 @@ class DynamicInferenceEngine:
             for sample_ in (request, *request.siblings):
                 self._cancel_sample(sample_)
         self.memory.keep(None)
+        self.runner.drop_graphs()
         self.memory.release()
         self.is_suspended = self.is_closed = True
         self._control.close()
@@ -1195,6 +1217,7 @@ class DynamicInferenceEngine:
             "pool_states": self.cache.spec.states_in(self.cache.allocator.num_pages - 1),
             "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
+            **self.runner.graph_counts(),
             **self.offload.counters(),
             "parked_bytes": self.runner.parked_bytes,
             "rank_bytes": self._control.sent_bytes,

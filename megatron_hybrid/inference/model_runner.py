@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.errors import optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.graph_runner import GraphRunner
 from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
 from megatron_hybrid.inference.sampling import (
     Scores,
@@ -48,6 +49,7 @@ class ModelRunner:
         load: starts to copy a fetch into the pool: `Fetches.load`.
         logprobs_mode: as in `InferenceConfig`.
         ranks: those of the model.
+        graphs: replays steps of decodes; None: all of them are launched.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         load: Callable[[bytes, list[np.ndarray]], None],
         logprobs_mode: str,
         ranks: Ranks,
+        graphs: GraphRunner | None = None,
     ):
         self.model = model
         self.memory = memory
@@ -66,6 +69,7 @@ class ModelRunner:
         self._load = load
         self._parked: dict[int, ParkedRequest] = {}
         self._ranks = ranks
+        self.graphs = graphs
         self._stages = model.pg_collection.pp
         self._has_stages = self._stages.size() > 1
         self._is_last_stage = model.post_process
@@ -79,6 +83,20 @@ class ModelRunner:
     def drop_parked(self) -> None:
         """Drop the bytes of all preempted requests."""
         self._parked.clear()
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs: see `GraphRunner.drop`."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    def graph_counts(self) -> dict[str, int]:
+        """What `stats` tells of graphs."""
+        graphs = self.graphs
+        return {
+            "graphs": 0 if graphs is None else graphs.num_graphs,
+            "graph_bytes": 0 if graphs is None else graphs.num_bytes,
+            "graph_steps": 0 if graphs is None else graphs.num_replays,
+        }
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -169,6 +187,8 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
         None on a pipeline stage before the last."""
+        if self.graphs is not None and (logits_nV := self.graphs.forward(plan)) is not None:
+            return logits_nV
         self.context.begin_step(plan)
         if not plan.work:
             if not self._is_last_stage:

@@ -125,6 +125,33 @@ def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
     assert [len(r.generated_tokens) for r in again] == [len(r.generated_tokens) for r in expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["M*SGCKW-", "+-", "*E"])
+def test_cuda_graphs_change_no_bit(pattern, dtype):
+    """Of log-probabilities: of requests that come and end at different steps, so that graphs of
+    all sizes are filled up; again after a suspension. In fp32 experts cannot be captured."""
+    model = on_gpu("local", dtype, pattern)
+    prompts = [random_tokens(20 + 29 * seed, seed=seed) for seed in range(11)]
+    answers = []
+    for on in (False, True):
+        config = InferenceConfig(cache_bytes=32 << 20, max_requests=16, cuda_graphs=on)
+        with DynamicInferenceEngine(model, None, config) as engine:
+            for _ in range(2):
+                params = [
+                    SamplingParams(top_k=1, num_tokens_to_generate=5 + seed, return_log_probs=True)
+                    for seed in range(len(prompts))
+                ]
+                results = engine.generate(prompts, params)
+                answers.append([(r.generated_tokens, r.log_probs) for r in results])
+                engine.check_integrity()
+                stats = engine.stats()
+                engine.suspend()
+                engine.resume()
+    can_be_captured = pattern != "*E" or dtype == torch.bfloat16
+    assert (stats["graphs"] >= 4 and stats["graph_bytes"] > 0) is can_be_captured
+    assert answers[:2] == answers[2:]
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
     model = on_gpu("local", torch.bfloat16)

@@ -75,6 +75,7 @@ def test_what_only_grows_is_a_counter(engine):
     grows = {field.name for field in [*fields(CacheStats), *fields(FetchStats)]}
     grows |= {
         "steps",
+        "graph_steps",
         "forward_tokens",
         "prefill_tokens",
         "preemptions",

@@ -54,6 +54,7 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
         "cu_queries": [0, *ends],
         "cu_keys": [0, *np.cumsum(lengths).tolist()],
         "kv_lengths": lengths,
+        "starts": [work.start for work in works],
     }
     for index in range(columns):
         expected[f"block table {index}"] = [
