@@ -251,12 +251,12 @@ REFUSED = {
 WITHOUT_EFFECT = {
     "paused_buffer_size_gb": "paused requests wait in host memory, which grows as needed",
     "unified_memory_level": "the pool is in device memory; there is no unified memory",
-    "num_cuda_graphs": "the model runs eagerly",
-    "cuda_graph_mixed_prefill_count": "the model runs eagerly",
-    "cuda_graph_sizing_distribution": "the model runs eagerly",
-    "cuda_graph_all_prefills": "the model runs eagerly",
-    "cuda_graph_max_tokens": "the model runs eagerly",
-    "static_kv_memory_pointers": "no CUDA graph holds a pointer",
+    "num_cuda_graphs": "there is a graph for each of a few numbers of decodes, up to max_requests",
+    "cuda_graph_mixed_prefill_count": "steps with a part of a prompt run without graphs",
+    "cuda_graph_sizing_distribution": "sizes of graphs follow from max_requests",
+    "cuda_graph_all_prefills": "steps with a part of a prompt run without graphs",
+    "cuda_graph_max_tokens": "sizes of graphs follow from max_requests",
+    "static_kv_memory_pointers": "graphs are captured again where memory moves",
     "use_flashinfer_fused_rope": "RoPE is plain torch",
     "prefix_caching_eviction_policy": "blocks and states are kept by their value for later prompts",
     "prefix_caching_coordinator_policy": "there is no coordinator",
@@ -327,7 +327,8 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     """Translate a config for our engine. Of `buffer_size_gb`, the live slots of `max_requests` are
     taken first, as in Megatron; the rest, and `prefix_caching_mamba_gb`, is the pool.
 
-    model_config: of the model that the script built; it has the seed.
+    model_config: of the model that the script built; it has the seed, and says whether decodes are
+        captured as CUDA graphs.
 
     Raises:
         ValueError: the buffer is too small for this model, or a field has an illegal value.
@@ -374,9 +375,17 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_sequence_length=config.max_sequence_length,
+        cuda_graphs=_wants_graphs(model_config),
         logprobs_mode=config.logprobs_mode,
         random_seed=seed,
     )
+
+
+def _wants_graphs(model_config: Any) -> bool:
+    """Megatron's engines replay graphs where layers have core's own ("local"). `enable_cuda_graph`
+    is its older name."""
+    impl = getattr(model_config, "cuda_graph_impl", "none")
+    return impl == "local" or bool(getattr(model_config, "enable_cuda_graph", False))
 
 
 def replica_of(groups: Any) -> tuple[int, int]:

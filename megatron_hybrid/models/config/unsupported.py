@@ -50,13 +50,16 @@ SPELT_OTHERWISE: dict[str, str] = {
 }
 """Field -> the field or symbol that does the same, or serves the same end, here."""
 
+_GRAPHS = (
+    "core's graphs are of its own layers: InferenceConfig.cuda_graphs has those of served models"
+)
 MEANS_NOTHING: dict[str, str] = {
     "mrope_section": "it places images, and inputs are text: use rotary_scaling for long texts",
     "moe_mlp_glu_interleave_size": "gates and values lie apart: convert the weights",
     "moe_shared_expert_glu_interleave_size": "gates and values lie apart: convert the weights",
-    "cuda_graph_impl": "layers run eagerly, and core's graphs are of its own layers",
-    "enable_cuda_graph": "layers run eagerly, and core's graphs are of its own layers",
-    "external_cuda_graph": "layers run eagerly, and core's graphs are of its own layers",
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
     "delay_wgrad_compute": "each backward pass computes all gradients",
     "overlap_moe_expert_parallel_comm": "micro batches run one after the other",
     "flash_decode": "DynamicInferenceEngine serves the model",

@@ -179,6 +179,22 @@ def test_max_tokens_has_megatrons_default():
     assert door_engine(max_tokens=None).context.max_tokens == 16384
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, False),
+        ({"cuda_graph_impl": "none"}, False),
+        ({"cuda_graph_impl": "local"}, True),
+        ({"enable_cuda_graph": True}, True),
+        ({"cuda_graph_impl": "transformer_engine"}, False),
+    ],
+)
+def test_decodes_are_captured_where_the_models_config_asks_for_it(fields, wanted):
+    small = InferenceConfig(buffer_size_gb=4 * MIB)
+    made = config.engine_config(small, tiny_model(), SimpleNamespace(**fields))
+    assert made.cuda_graphs is wanted
+
+
 def test_the_seed_is_the_models():
     """Of the model that the script built; ours around its parameters has core's default."""
     small = InferenceConfig(buffer_size_gb=4 * MIB)
