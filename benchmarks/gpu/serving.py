@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -72,8 +73,10 @@ def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterato
     """Whole steps, with scheduling and sampling, of requests that share nothing."""
     context, steps = bench.size(8192, 40), 2 if bench.toy or bench.once else 12
     rng = np.random.default_rng(0)
-    for batch in batches:
-        engine = make_engine(bench, model, 2 * context, batch, prefix_caching="off")
+    for batch, has_graphs in itertools.product(batches, (False, True)):
+        engine = make_engine(
+            bench, model, 2 * context, batch, prefix_caching="off", cuda_graphs=has_graphs
+        )
         # The first ones decode while the last ones are computed: none may end before the timing.
         count = 2 * (batch + steps) + 8
         params = SamplingParams(top_k=1, num_tokens_to_generate=count, ignore_termination=True)
@@ -91,6 +94,8 @@ def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterato
         assert not any(request.closed for request in requests)
         works = work_of(engine).forward([(position, 1) for position in middle])
         what = f"decode step, batch {batch}, context {context:,}"
+        if has_graphs:
+            what += ", graphs" if engine.stats()["graph_steps"] else ", no graph: see the log"
         seconds = statistics.median(times)
         yield Row(
             what,
