@@ -31,9 +31,9 @@ class Guide:
     kind: str
     """ "json_schema", "regex", "grammar" or "choices"."""
     source: str | tuple[str, ...]
-    grammar: str | None = field(default=None, compare=False, repr=False)
-    """As xgrammar reads it, where a `GuidePool` has written it; None: it is written when it is
-    needed."""
+    ebnf: str | None = field(default=None, compare=False, repr=False)
+    """The grammar as xgrammar reads it, where a `GuidePool` has written it; None: it is written when
+    it is needed."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
@@ -109,8 +109,8 @@ def grammar_of(guide: Guide) -> str:
     Raises:
         ValueError: the guide cannot be kept to.
     """
-    if guide.grammar is not None:
-        return guide.grammar
+    if guide.ebnf is not None:
+        return guide.ebnf
     if guide.kind != "json_schema":
         return _written_grammar_of(guide)
     try:

@@ -190,10 +190,10 @@ class GuidePool:
 
     def _keep(self, guide: Guide) -> None:
         self._done[guide] = guide
-        self._num_chars += _num_chars(guide) + len(guide.grammar or "")
+        self._num_chars += _num_chars(guide) + len(guide.ebnf or "")
         while self._num_chars > CACHE_CHARS:
             _, old = self._done.popitem(last=False)
-            self._num_chars -= _num_chars(old) + len(old.grammar or "")
+            self._num_chars -= _num_chars(old) + len(old.ebnf or "")
 
     @property
     def vocabulary(self) -> tuple:
@@ -340,7 +340,7 @@ def _limit_memory() -> None:
 def _compiled(compiler: GuideCompiler, guide: Guide) -> Guide | Exception:
     try:
         guide = Guide(guide.kind, guide.source, grammar_of(guide))
-        size = len(guide.grammar)
+        size = len(guide.ebnf)
         if size > MAX_GRAMMAR_CHARS:
             return ValueError(
                 f"the guide's grammar has {size} characters, and may have {MAX_GRAMMAR_CHARS}: "

@@ -37,7 +37,7 @@ def pool():
 def test_a_guide_comes_back_with_the_grammar_that_is_written_in_place(pool):
     guide = Guide.json_schema(SCHEMA, check=False)
     done = pool.compile(guide).result(SECONDS)
-    assert (done, guide.grammar, done.grammar) == (guide, None, grammar_of(guide))
+    assert (done, guide.ebnf, done.ebnf) == (guide, None, grammar_of(guide))
     matcher = GuideCompiler(TOKENS, len(TOKENS)).matcher(done, ())
     matcher.add(list(b'{"a": 1}'))
     assert matcher.is_over
