@@ -518,7 +518,8 @@ class DynamicInferenceEngine:
         self._run_moves()
 
     def _note_end(self, request: Request) -> None:
-        self._ended.note(request)
+        with errors.optional_work(lambda error: None):  # the page may lack it
+            self._ended.note(request)
         self.meter.note_end(request)
 
     def _run_moves(self) -> None:

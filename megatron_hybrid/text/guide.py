@@ -32,7 +32,7 @@ class Guide:
     """ "json_schema", "regex", "grammar" or "choices"."""
     source: str | tuple[str, ...]
     ebnf: str | None = field(default=None, compare=False, repr=False)
-    """The grammar as xgrammar reads it, where a `GuidePool` has written it; None: it is written when
+    """The grammar as xgrammar reads it, if a `GuidePool` has written it; None: it is written when
     it is needed."""
 
     @classmethod

@@ -11,6 +11,7 @@ from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.request_view import EndedRequests
 
 MODEL = tiny_model()
 
@@ -61,6 +62,21 @@ def test_a_request_is_cancelled_without_memory_for_its_last_state(monkeypatch, o
     assert not engine.scheduler.running and not engine.has_work
     engine.check_integrity()
     assert not engine.cache.allocator.ref_counts.any()
+
+
+def test_an_end_that_finds_no_memory_to_be_noted_is_an_end(monkeypatch):
+    engine = tiny_engine(MODEL)
+    monkeypatch.setattr(EndedRequests, "note", no_memory)
+    prompts = [random_tokens(40, seed=seed) for seed in range(2)]
+    short, long = (engine.add_request(p, greedy(n)) for p, n in zip(prompts, (4, 30)))
+    while not short.closed:
+        engine.step()
+    engine.cancel(long)
+    assert long.closed and not engine.has_work
+    for prompt, request in zip(prompts, (short, long)):
+        assert is_greedy(MODEL, prompt, request.result().generated_tokens)
+    assert engine.requests() == []
+    engine.check_integrity()
 
 
 def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
