@@ -14,6 +14,7 @@ Json = dict[str, Any]
 COUNT: Json = {"type": "integer", "minimum": 0}
 TEXT: Json = {"type": "string"}
 TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+NUMBER_OR_NULL: Json = {"type": ["number", "null"]}
 IDS: Json = {"type": "array", "items": COUNT}
 
 
@@ -95,7 +96,12 @@ SCHEMAS: Json = {
             "usage": {"type": "object"},
         }
     ),
-    "Model": _object({"id": TEXT, "object": {"const": "model"}, "max_model_len": COUNT}),
+    "Model": _object(
+        {
+            **{"id": TEXT, "object": {"const": "model"}, "max_model_len": COUNT},
+            **{"sampling_defaults": {"type": "object"}, "has_chat_template": {"type": "boolean"}},
+        }
+    ),
     "TokenIds": _object({"token_ids": IDS}),
 }
 _EVENTS = {"text/event-stream": {"schema": TEXT}}
@@ -124,9 +130,10 @@ _ANSWERS: dict[str, Json] = {
     "/cache/reset": _object({"reset": {"const": True}}),
     "/cache/save": _object({"saved": {"const": True}}),
     "/cache/tree": {"type": "object"},
-    "/cache/history": {"type": "object", "additionalProperties": _list({"type": "number"})},
+    "/cache/history": {"type": "object", "additionalProperties": _list(NUMBER_OR_NULL)},
     "/requests": _object({"requests": _list({"type": "object"})}),
     "/version": _object({"version": TEXT}),
+    "/load": _object({"server_load": COUNT}),
     "/v1/models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
     "/v1/models/{name}": _ref("Model"),
 }

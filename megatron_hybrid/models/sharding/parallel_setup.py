@@ -140,13 +140,15 @@ def _initialize_without_sockets() -> bool:
     import torch.testing._internal.distributed.fake_pg  # registers them
 
     dist.init_process_group(_WITHOUT_SOCKETS, store=dist.HashStore(), rank=0, world_size=1)
-    one, found = torch.ones(1), torch.zeros(5)
+    one, found = torch.ones(1), torch.zeros(7)
     outputs = found.split(1)
     dist.all_gather([outputs[0]], one)
     dist.reduce_scatter(outputs[1], [one])
     dist.gather(one, [outputs[2]])
     dist.scatter(outputs[3], [one])
     dist.all_to_all_single(outputs[4], one, [1], [1])
+    dist.group.WORLD._allgather_base(outputs[5], one)
+    dist.group.WORLD._reduce_scatter_base(outputs[6], one)
     if not found.all():
         dist.destroy_process_group()
         return False

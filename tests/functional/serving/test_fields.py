@@ -35,7 +35,9 @@ class Caller:
     def __call__(self, route, body=None, method="POST", content=None, **given):
         async def call():
             transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://127.0.0.1"
+            ) as client:
                 content_type = {"Content-Type": "application/json"}
                 headers = content_type | given.pop("headers", {})
                 text = json.dumps(body) if content is None else content

@@ -302,7 +302,7 @@ def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monke
     monkeypatch.setattr(slow_clients, "BODY_SECONDS", 0.1)
     assert received(server) == b""
     assert received(server, b"GET /version HTTP/1.1\r\nHost: a\r\n") == b""
-    headers = b"Host: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    headers = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     late = received(server, b"POST /v1/completions HTTP/1.1\r\n", headers, b"{")
     assert late.startswith(b"HTTP/1.1 408") and b"send it faster" in late
 
