@@ -106,10 +106,18 @@ def _call_with_presses(call, choose: random.Random, twice: bool) -> int:
     return raised
 
 
+_num_stopped = [0]
+"""Lives that a second interrupt ended: it may leave another folder locked for the process."""
+
+
+def _elsewhere(engine) -> str:
+    return f"{engine.config.cache_dir}-other-{_num_stopped[0]}"
+
+
 PROMPTS = [random_tokens(length, seed=length) for length in (30, 50, 80)]
 CALLS = {
     "save": lambda engine, choose: engine.save_cache(),
-    "save elsewhere": lambda engine, choose: engine.save_cache(f"{engine.config.cache_dir}-other"),
+    "save elsewhere": lambda engine, choose: engine.save_cache(_elsewhere(engine)),
     "suspend": lambda engine, choose: engine.suspend(choose.choice(("disk", "host", "drop"))),
     "resume": lambda engine, choose: engine.resume(),
     "generate": lambda engine, choose: engine.generate(PROMPTS, greedy(2)),
@@ -129,6 +137,7 @@ def interrupted_life(engine, choose: random.Random) -> int:
         took_effect += _call_with_presses(partial(CALLS[name], engine, choose), choose, twice)
         assert_no_lock_is_held(engine)
         if twice:
+            _num_stopped[0] += 1
             break
         if not engine.is_closed:
             engine.check_integrity()

@@ -260,10 +260,10 @@ def test_hooks_that_come_and_go_are_noticed(register):
 @pytest.mark.parametrize(
     "write",
     [
-        lambda tensor: dist.broadcast(tensor, 0),
-        lambda tensor: dist.all_reduce(tensor),
-        lambda tensor: dist.scatter(tensor, [tensor.detach() * 0.5], 0),
-        lambda tensor: tensor.data.mul_(0.5),
+        lambda tensor, group: dist.broadcast(tensor, 0, group),
+        lambda tensor, group: dist.all_reduce(tensor, group=group),
+        lambda tensor, group: dist.scatter(tensor, [tensor.detach() * 0.5], 0, group),
+        lambda tensor, group: tensor.data.mul_(0.5),
     ],
     ids=["broadcast", "all_reduce", "scatter", "data"],
 )
@@ -272,7 +272,7 @@ def test_writes_that_torch_does_not_count_need_the_call(write):
     model = fresh_model()
     engine = tiny_engine(model)
     engine.generate([PROMPT], greedy(2))
-    write(model.decoder.layers[0].mixer.in_proj.weight)
+    write(model.decoder.layers[0].mixer.in_proj.weight, dist.new_group(backend="gloo"))
     assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 130
     engine.update_weights()
     assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 0
