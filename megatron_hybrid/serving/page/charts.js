@@ -55,7 +55,7 @@ const CHARTS = {
     write: (value) => count(value),
     series: [["evicted", "", (h) => h.growth(...Object.keys(EVICTED))]],
     bars: true,
-    empty: "Nothing was evicted in this time: the memory sufficed.",
+    empty: "Nothing was evicted in this time.",
   },
 };
 
