@@ -19,8 +19,7 @@ PROBE_SECONDS = 0.001
 
 def demo():
     """The model and its tokenizer."""
-    model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
-    return model, tokenizer
+    return load_pretrained(DEMO, device="cpu", dtype=torch.float32)
 
 
 def with_probe(make_app):
