@@ -1,8 +1,9 @@
-"""Commands in processes of their own: of `megatron-hybrid`, forked from a process that has imported
-everything, and any others. They take signals, and end with a status."""
+"""Commands in processes of their own: forked from a process that has imported everything, or of a
+new Python. They take signals, and end with a status."""
 
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,17 +25,26 @@ class Command:
     """A command that runs.
 
     Args:
-        arguments: behind `megatron-hybrid`.
+        arguments: behind `megatron-hybrid`, or of `main`.
         folder: for what it prints; made here.
         num_ranks: processes, as torchrun would start them.
+        main: what runs them, at the top of a module; returns the status, None: 0.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, num_ranks: int = 1):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        num_ranks: int = 1,
+        main: Callable[[list[str]], int | None] = cli.main,
+    ):
         folder.mkdir()
         self.folder, self.num_ranks = folder, num_ranks
         port = _free_port()
         self._processes = [
-            rank_context().Process(target=_run, args=(arguments, folder, rank, num_ranks, port))
+            rank_context().Process(
+                target=_run, args=(main, arguments, folder, rank, num_ranks, port)
+            )
             for rank in range(num_ranks)
         ]
         for process in self._processes:
@@ -69,6 +79,12 @@ class Command:
     def printed(self) -> str:
         """By all ranks."""
         return "\n".join(path.read_text() for path in sorted(self.folder.iterdir()))
+
+
+def run_script(arguments: list[str]) -> None:
+    """A `main` for `python SCRIPT ...`."""
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 class Launched(Command):
@@ -117,7 +133,9 @@ def _wait_until(is_met: Callable[[], bool], runs: Callable[[], bool], command: C
         time.sleep(0.005)
 
 
-def _run(arguments: Sequence[str], folder: Path, rank: int, num_ranks: int, port: int) -> None:
+def _run(
+    main: Callable, arguments: Sequence[str], folder: Path, rank: int, num_ranks: int, port: int
+) -> None:
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)
@@ -127,7 +145,7 @@ def _run(arguments: Sequence[str], folder: Path, rank: int, num_ranks: int, port
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
     torch.set_num_threads(1)
-    sys.exit(cli.main(list(arguments)))
+    sys.exit(main(list(arguments)))
 
 
 def _free_port() -> int:

@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command, run_script
 from reference import full_logits, greedy_tokens, random_tokens, tiny_model
 
 from megatron_hybrid.megatron.__main__ import main
@@ -20,28 +22,28 @@ EXAMPLE = ROOT / "examples" / "megatron_inference.py"
 PROMPT = random_tokens(48, vocab_size=95)
 
 
-def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
-    paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "tests" / "helpers")])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
+@cache
+def seen() -> dict:
+    """What every_call.py read, in a new Python."""
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_hybrid.megatron", str(EVERY_CALL), "--flag", "3"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
     )
-
-
-def succeed(*arguments: str) -> str:
-    result = run(*arguments)
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return json.loads(result.stdout)
 
 
-@cache
-def seen() -> dict:
-    """What every_call.py read."""
-    return json.loads(succeed("-m", "megatron_hybrid.megatron", str(EVERY_CALL), "--flag", "3"))
+def printed_by(script: Path, main: Callable[[list[str]], None], folder: Path) -> str:
+    command = Command([str(script)], folder, main=main)
+    assert command.wait() == [0], command.printed()
+    return command.out()
 
 
 def test_the_script_is_main_and_has_its_arguments():
@@ -74,7 +76,7 @@ def test_every_field_of_a_request(request_id, prompt):
     assert request["num_cached_tokens"] == 0  # all asked for log-probs of their prompts
 
 
-def test_every_module_that_scripts_import_resolves():
+def test_every_module_that_scripts_import_resolves(tmp_path):
     """As a statement, from its package and by its finder, in any release of megatron-core."""
     script = """
 from importlib import import_module
@@ -94,7 +96,9 @@ import megatron.core.inference.apis.async_llm as module
 assert MegatronLLM is door.MegatronLLM and module.MegatronAsyncLLM is door.MegatronAsyncLLM
 print(len(NAMES))
 """
-    assert int(succeed("-c", script)) > 10
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    assert int(printed_by(path, run_script, tmp_path / "printed")) > 10
 
 
 def test_every_counter_of_the_context():
@@ -136,8 +140,8 @@ def test_the_example_runs_unchanged_and_with_changed_imports(tmp_path):
     assert 4 <= count <= 6
     changed = tmp_path / "changed.py"
     changed.write_text(ours, encoding="utf-8")
-    unchanged_output = succeed("-m", "megatron_hybrid.megatron", str(EXAMPLE))
-    assert succeed(str(changed)) == unchanged_output
+    unchanged_output = printed_by(EXAMPLE, main, tmp_path / "unchanged")
+    assert printed_by(changed, run_script, tmp_path / "printed") == unchanged_output
     assert "cached" in unchanged_output
 
 
@@ -159,11 +163,16 @@ def test_a_module_runs_like_a_script(tmp_path):
         "print(__name__, sys.argv[1:], Engine.__module__)\n"
         "sys.exit(3)\n"
     )
-    result = run(
-        "-m", "megatron_hybrid.megatron", "-m", "package.job", "--load", "x", path=tmp_path
-    )
-    assert result.stdout == "__main__ ['--load', 'x'] megatron_hybrid.megatron.engine\n"
-    assert result.returncode == 3
+    command = Command([str(tmp_path), "package.job"], tmp_path / "printed", main=run_module)
+    assert command.wait() == [3]
+    assert command.out() == "__main__ ['--load', 'x'] megatron_hybrid.megatron.engine\n"
+
+
+def run_module(arguments: list[str]) -> None:
+    """As from the folder that it is in."""
+    folder, module = arguments
+    sys.path.insert(0, folder)
+    main(["-m", module, "--load", "x"])
 
 
 def test_a_missing_script_is_named():
