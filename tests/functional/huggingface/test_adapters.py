@@ -171,6 +171,7 @@ def test_new_weights_come_under_its_names_in_any_order(pair):
         assert torch.equal(tensor, expected[name]), name
 
 
+@kept(CACHES)
 def test_our_own_checkpoint_of_it(pair, tmp_path):
     mh.save_checkpoint(pair.model, tmp_path)
     again, _ = mh.load_pretrained(tmp_path)
@@ -179,6 +180,7 @@ def test_our_own_checkpoint_of_it(pair, tmp_path):
         assert torch.equal(again(tokens), pair.model(tokens))
 
 
+@kept(CACHES)
 def test_under_the_names_of_transformer_engine(pair, tmp_path, monkeypatch):
     """Read into layers with fused norms it computes the same, and is written back to the bit."""
     transformer_engine_stub.install(monkeypatch)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix_rows
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     OptimizerConfig,
@@ -24,9 +25,18 @@ def copy_of(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
-@pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "is_distributed"), [("fp32", False), ("fp32", True), ("bf16", True)]
+    ("dtype", "is_distributed", "is_told"),
+    matrix_rows(
+        [
+            (*row, told)
+            for row in (("fp32", False), ("fp32", True), ("bf16", True))
+            for told in (False, True)
+        ],
+        ("fp32", False, False),
+        ("fp32", True, True),
+        ("bf16", True, False),
+    ),
 )
 def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
     """A distributed one writes into views of the parameters, and steps on copies of bf16 ones."""

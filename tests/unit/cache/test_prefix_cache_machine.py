@@ -9,6 +9,7 @@ add up.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -398,8 +399,13 @@ TestPrefixCacheMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("name", sorted(SPECS))
-@pytest.mark.parametrize("mode", matrix_rows(["restore", "memory_only"], "restore"))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    matrix_rows(
+        itertools.product(sorted(SPECS), ["restore", "memory_only"]),
+        *((name, "restore") for name in ("all", "chunks only", "pure attention", "state only")),
+    ),
+)
 def test_long_random_run(name, mode):
     """The same operations, drawn plainly: hypothesis' short examples seldom fill a pool."""
     random = np.random.default_rng(sorted(SPECS).index(name))

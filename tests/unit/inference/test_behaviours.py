@@ -3,8 +3,11 @@
 Where a number of skipped tokens is claimed, the answer is checked against full forward passes too.
 """
 
+import itertools
+
 import pytest
 import torch
+from matrix import matrix_rows
 from reference import greedy, greedy_tokens, is_greedy, random_tokens, tiny_engine, tiny_model
 from settled import settled
 
@@ -41,8 +44,18 @@ class ForwardCounter:
         monkeypatch.setattr(kind, "forward", counted)
 
 
-@pytest.mark.parametrize("block_size_tokens", [16, 64, 256])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 100, 255, 257, 479, 552])
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 255, 257, 479, 552]
+
+
+@pytest.mark.parametrize(
+    ("block_size_tokens", "length"),
+    matrix_rows(
+        itertools.product([16, 64, 256], LENGTHS),
+        *itertools.product([16], [1, 2, 15, 16, 17, 479, 552]),
+        *itertools.product([64], [63, 64, 65, 100]),
+        *itertools.product([256], [255, 257]),
+    ),
+)
 def test_behaviour_1_any_length_sent_twice_skips_all_of_it(length, block_size_tokens):
     engine = tiny_engine(MODEL, block_size_tokens=block_size_tokens, cache_bytes=16 << 20)
     prompt = random_tokens(length)

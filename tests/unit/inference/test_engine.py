@@ -15,6 +15,7 @@ from differential import (
     failing_forward,
     poison,
 )
+from matrix import matrix_rows
 from reference import (
     full_logits,
     greedy,
@@ -493,9 +494,17 @@ def test_a_model_or_its_states_in_bf16(field):
 # Cancel ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+STAGES = [*((1, step) for step in range(0, 12, 2)), *((3, step) for step in range(3, 12, 2))]
+
+
 @pytest.mark.parametrize(
-    ("n", "steps"), [*((1, s) for s in range(0, 12, 2)), *((3, s) for s in range(3, 12, 2))]
+    ("mode", "n", "steps"),
+    matrix_rows(
+        [(mode, *stage) for mode in MODES for stage in STAGES],
+        *(("restore", *stage) for stage in STAGES),
+        ("off", 1, 4),
+        ("memory_only", 3, 7),
+    ),
 )
 def test_cancel_at_every_stage(mode, n, steps):
     engine = tiny_engine(prefix_caching=mode, max_tokens=16, max_requests=4)
@@ -770,8 +779,15 @@ def test_a_preempted_request_keeps_its_scores_and_its_place():
 # A forward that fails ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("failing_step", range(7))
+@pytest.mark.parametrize(
+    ("mode", "failing_step"),
+    matrix_rows(
+        itertools.product(MODES, range(7)),
+        ("off", 2),
+        ("memory_only", 4),
+        *(("restore", step) for step in (0, 1, 3, 5)),
+    ),
+)
 def test_a_failing_forward_loses_nothing(mode, failing_step):
     engine = tiny_engine(prefix_caching=mode, max_tokens=24, max_requests=4)
     recorder = LogitsRecorder(engine)

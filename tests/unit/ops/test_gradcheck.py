@@ -87,7 +87,10 @@ def test_recurrent_ops_from_states_and_to_captures(op):
 
 @pytest.mark.parametrize(
     ("op", "rule"),
-    [(GATED_DELTA_RULE, gated_delta_rule), (KIMI_DELTA_ATTENTION, kimi_delta_attention)],
+    matrix_rows(
+        [(GATED_DELTA_RULE, gated_delta_rule), (KIMI_DELTA_ATTENTION, kimi_delta_attention)],
+        (GATED_DELTA_RULE, gated_delta_rule),
+    ),
     ids=["gated_delta_rule", "kimi_delta_attention"],
 )
 def test_delta_rules_without_norm_and_with_a_scale(op, rule):

@@ -4,6 +4,7 @@ from dataclasses import fields
 from functools import partial
 
 import pytest
+from matrix import matrix_rows
 
 from benchmarks.replay import ablations
 from benchmarks.replay.ablations import GEOMETRY, PARTS, main
@@ -39,7 +40,7 @@ def whole(traces):
     return [digest(*each) for each in traces]
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", matrix_rows(PARTS, "rungs", "tails", "price", "held_kv"))
 def test_a_part_that_is_left_out_changes_decisions(name, traces, whole):
     left_out = {name: False}
     assert any(digest(*each, **left_out) != found for each, found in zip(traces, whole))

@@ -1,1 +1,0 @@
-"""Routing of requests to replicas, by the prefixes that each could resume and by load."""
