@@ -1,5 +1,5 @@
-"""One job on many ranks: a model split by tensor, pipeline and expert parallelism, and replicas of
-it side by side. Rank 0 takes the requests; the others follow.
+"""One job on many ranks: a model split by tensor, pipeline and expert parallelism. Ranks that are
+left over are data-parallel replicas of it, of which each answers its share of the prompts.
 
     torchrun --nproc-per-node 4 examples/many_ranks.py --tp 2           # 2 replicas of 2 ranks
     torchrun --nproc-per-node 4 examples/many_ranks.py --tp 2 --pp 2    # 1 model on 4 ranks
@@ -51,25 +51,24 @@ def main() -> None:
     with torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"):
         model = mh.build_hybrid_model(config)
 
-    with mh.Replicas(model.eval()) as replicas:
-        if not replicas.is_first:
-            replicas.follow()  # until rank 0 leaves lead()
-            return
-        with replicas.lead() as front:
-            chats = [[*range(100 * i, 100 * i + 90)] for i in range(8)]
-            params = mh.SamplingParams(temperature=0.7, seed=1, num_tokens_to_generate=16)
-            for turn in ("first", "second"):
-                results = front.generate(chats, params)
+    # All ranks of a replica make the same calls.
+    with mh.DynamicInferenceEngine(model) as engine:
+        number, size = engine.replica
+        prompts = [[*range(100 * i, 100 * i + 90)] for i in range(8)]
+        chats = prompts[number::size]
+        params = mh.SamplingParams(temperature=0.7, seed=1, num_tokens_to_generate=16)
+        for turn in ("first", "second"):
+            results = engine.generate(chats, params)
+            if engine.ranks.is_first:
                 skipped = sum(result.prefix.skipped_tokens for result in results)
-                total = sum(map(len, chats))
                 print(
-                    f"{turn} turns on {replicas.size} replicas of {replicas.engine.ranks.size} "
-                    f"ranks: {skipped} of {total} prompt tokens skipped"
+                    f"{turn} turns of replica {number} of {size}, on {engine.ranks.size} ranks: "
+                    f"{skipped} of {sum(map(len, chats))} prompt tokens skipped",
+                    flush=True,
                 )
-                chats = [
-                    [*chat, *result.generated_tokens, 7, 8, 9]
-                    for chat, result in zip(chats, results)
-                ]
+            chats = [
+                [*chat, *result.generated_tokens, 7, 8, 9] for chat, result in zip(chats, results)
+            ]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python examples/rl_rollout.py                              # one process, half a minute
     torchrun --nproc-per-node 2 examples/rl_rollout.py         # tensor parallel, on GPUs or gloo
+    torchrun --nproc-per-node 4 examples/rl_rollout.py --dp 2  # 2 replicas of 2 ranks
 
 A toy: the prompt ends with LOW or HIGH, and the reward is the share of the answer's tokens in that
 half of the vocabulary. The environment replies with GOOD or BAD and asks for the other half. One
@@ -11,10 +12,13 @@ whose baseline is the mean of the answers to the same prompt (as GRPO).
 History is token-faithful: a turn's prompt is the ids of the turns before, nothing is decoded and
 encoded again. So the second turn resumes from the state at the end of the first, and the training
 step sees the very tokens that were drawn, with the same log-probabilities.
+
+Each data-parallel replica draws for its own prompts and trains on them; gradients are averaged.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,9 +75,8 @@ class Update:
         )
 
 
-def build_model() -> mh.HybridModel:
-    """A tiny hybrid, split over all ranks."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+def build_model(tensor_parallel: int) -> mh.HybridModel:
+    """A tiny hybrid, split over as many ranks."""
     torch.manual_seed(0)  # the ranks draw alike
     config = mh.HybridConfig(
         layer_pattern="M*-",
@@ -86,7 +89,7 @@ def build_model() -> mh.HybridModel:
         mamba_num_groups=2,
         qk_layernorm=True,
         init_method_std=0.1,
-        tensor_model_parallel_size=world,
+        tensor_model_parallel_size=tensor_parallel,
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return mh.build_hybrid_model(config)
@@ -171,6 +174,15 @@ def sum_partial_gradients(model: mh.HybridModel) -> None:
         _allreduce_non_tensor_model_parallel_grads([model], model.config, tp)
 
 
+def average_over_replicas(model: mh.HybridModel) -> None:
+    """Average the gradients of data-parallel replicas, as core's DistributedDataParallel does."""
+    dp = model.pg_collection.dp
+    if dp.size() > 1:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=dp)
+            parameter.grad /= dp.size()
+
+
 def train_step(model: mh.HybridModel, optimizer: torch.optim.Optimizer, turns: list[Turn]) -> float:
     """One step of policy gradient. Returns the largest difference between the log-probabilities of
     rollout and training."""
@@ -181,14 +193,15 @@ def train_step(model: mh.HybridModel, optimizer: torch.optim.Optimizer, turns: l
     optimizer.zero_grad()
     loss.backward()
     sum_partial_gradients(model)
+    average_over_replicas(model)
     optimizer.step()
     drawn_with = torch.tensor([turn.log_probs for turn in turns])
     return (log_probs.detach() - drawn_with).abs().max().item()
 
 
-def run(updates: int = UPDATES) -> Iterator[Update]:
-    """Train, and yield the numbers of each update."""
-    model = build_model()
+def run(updates: int = UPDATES, tensor_parallel: int = 1) -> Iterator[Update]:
+    """Train, and yield the numbers of each update, of the prompts of this replica."""
+    model = build_model(tensor_parallel)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     config = mh.InferenceConfig(
         cache_bytes=32 << 20,
@@ -197,8 +210,9 @@ def run(updates: int = UPDATES) -> Iterator[Update]:
         logprobs_mode="processed_logprobs",
     )
     with mh.DynamicInferenceEngine(model, None, config) as engine:
+        replica, replicas = engine.replica
         for number in range(updates):
-            turns, skipped = rollout(engine, seed=number)
+            turns, skipped = rollout(engine, seed=number * replicas + replica)
             epoch = engine.epoch
             engine.suspend("drop")  # the cache's memory is the training step's
             error = train_step(model, optimizer, turns)
@@ -208,17 +222,25 @@ def run(updates: int = UPDATES) -> Iterator[Update]:
             yield Update(epoch, reward, skipped, error)
 
 
-def main() -> None:
-    launched = "LOCAL_RANK" in os.environ
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel replicas (default: 1)")
+    replicas = parser.parse_args(arguments).dp
+    launched, world = "LOCAL_RANK" in os.environ, int(os.environ.get("WORLD_SIZE", 1))
+    if replicas < 1 or world % replicas:
+        parser.error(f"--dp {replicas} does not divide the {world} ranks; choose one that does")
+    tensor_parallel = world // replicas
     if launched:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     prints = int(os.environ.get("RANK", 0)) == 0
     error = 0.0
-    for update in run():
+    for update in run(tensor_parallel=tensor_parallel):
         error = max(error, update.log_prob_error)
         if prints:
             print(update, flush=True)

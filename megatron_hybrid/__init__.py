@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
     from megatron_hybrid.inference.rank_watch import RankFailedError
-    from megatron_hybrid.inference.replicas import Replicas
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -48,7 +47,6 @@ __all__ = [
     "PrefixReport",
     "RankError",
     "RankFailedError",
-    "Replicas",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -76,7 +74,6 @@ _MODULES = {
     "PrefixReport": "cache.report",
     "RankError": "ranks",
     "RankFailedError": "inference.rank_watch",
-    "Replicas": "inference.replicas",
     "Request": "inference.request",
     "RequestOutput": "inference.request",
     "SamplingParams": "inference.sampling_params",

@@ -232,12 +232,20 @@ def ranks_of(groups: object) -> Ranks:
     return _connected(joined * 2) if joined else ONE_RANK
 
 
-def leaders_of(ranks: Ranks) -> Ranks | None:
-    """Connect the first ranks of all models of the job, which are replicas of one. Call it on all
-    processes of the job. None: this rank is not the first one of its model."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ONE_RANK
-    return _connected([dist.group.WORLD], takes_part=ranks.is_first)
+def replica_of(groups: object) -> tuple[int, int]:
+    """Which data-parallel replica this rank serves, and how many there are. Expert-parallel ranks
+    are data-parallel ones, too, and serve together.
+
+    groups: megatron-core's ProcessGroupCollection of the model.
+    """
+    if (dp := getattr(groups, "dp", None)) is None:
+        return 0, 1
+    ep, expert_tp, tp = (
+        1 if (group := getattr(groups, name, None)) is None else group.size()
+        for name in ("ep", "expt_tp", "tp")
+    )
+    together = max(1, ep * expert_tp // tp)
+    return dp.rank() // together, dp.size() // together
 
 
 def is_one_machine() -> bool:
@@ -245,25 +253,20 @@ def is_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _connected(groups: Sequence[dist.ProcessGroup], *, takes_part: bool = True) -> Ranks | None:
-    """Connect the ranks that gathers over these groups, one after the other, reach. None: this one
-    does not take part."""
+def _connected(groups: Sequence[dist.ProcessGroup]) -> Ranks:
+    """Connect the ranks that gathers over these groups, one after the other, reach."""
     host = "127.0.0.1" if is_one_machine() else ""
     server = socket.create_server((host, 0), backlog=128)
     with server:
         server.settimeout(CONNECT_SECONDS)
         port = server.getsockname()[1]
         own = socket.gethostname(), _own_address(), port, secrets.token_bytes(32)
-        known = {dist.get_rank(): own} if takes_part else {}
+        known = {dist.get_rank(): own}
         for group in groups:
             reached: list = [None] * group.size()
             dist.all_gather_object(reached, known, group=group)
             known = {rank: value for each in reached for rank, value in each.items()}
-        if not takes_part:
-            return None
         members = sorted(known)
-        if len(members) == 1:
-            return ONE_RANK
         rank = members.index(dist.get_rank())
         if rank == 0:
             control, watched = _accept(server, own[-1], len(members) - 1)

@@ -1,8 +1,8 @@
 """`python -m benchmarks.replay.replicas`: requests split over replicas, against one cache with all
 of their memory.
 
-Each replica is a `PrefixCache` with its part of the pool, called as by its engine: docs/replay.md,
-"More than one replica".
+Each replica is a `PrefixCache` with its part of the pool, called as by its engine, behind one of
+`routers`: docs/replay.md, "More than one replica".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from statistics import mean
@@ -19,14 +19,21 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.routers import (
+    RULES,
+    ResumableBlocks,
+    Rule,
+    Sent,
+    Server,
+    block_keys,
+    by_chains,
+)
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS, draw_tokens
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.commands.arguments import whole_number
-from megatron_hybrid.inference.routing.restorable import RestorableIndex
-from megatron_hybrid.inference.routing.router import Route, Router
-from megatron_hybrid.tools.replay.ours import Ours, Running
+from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.request import Request
 
 GEOMETRY = "nemotron-h-8b"
@@ -49,55 +56,6 @@ class Clock:
 
 HOT_CLOCK = Clock(prompt_tokens_per_second=10_000)
 """Answers take no time, so that a replica without a prompt is idle."""
-
-Rule = Callable[[Route, int], int]
-"""Replica of a request, from the router's route and the request's number."""
-
-
-def by_router(route: Route, number: int) -> int:
-    """As the router chose."""
-    return route.replica
-
-
-def in_turn(route: Route, number: int) -> int:
-    """Round robin."""
-    return number % len(route.restorable)
-
-
-def by_prefix(route: Route, number: int) -> int:
-    """To the deepest restorable position, whatever the load; else in turn."""
-    best = max(route.restorable)
-    return route.restorable.index(best) if best else in_turn(route, number)
-
-
-RULES: dict[str, Rule] = {"router": by_router, "round robin": in_turn, "prefix only": by_prefix}
-
-
-@dataclass(eq=False)
-class Sent:
-    """A request on its way."""
-
-    number: int
-    request: Request
-    session: deque[Request]
-    """The turns after this one."""
-    handle: Running | None = None
-
-
-@dataclass(eq=False)
-class Server:
-    """One replica."""
-
-    engine: Ours
-    index: RestorableIndex
-    queue: deque[Sent] = field(default_factory=deque)
-    prefilling: Sent | None = None
-    decoding: int = 0
-    computed_tokens: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        return self.prefilling is None and not self.queue and not self.decoding
 
 
 @dataclass
@@ -132,8 +90,7 @@ class Fleet:
         self, spec: CacheSpec, budget_bytes: float, num_replicas: int, rule: Rule, clock: Clock
     ):
         engines = [Ours(spec, budget_bytes / num_replicas) for _ in range(num_replicas)]
-        self.servers = [Server(engine, RestorableIndex(engine.cache)) for engine in engines]
-        self.router = Router(num_replicas)
+        self.servers = [Server(engine, ResumableBlocks(engine.cache)) for engine in engines]
         self._rule = rule
         self._clock = clock
         self._events: list[tuple[float, int, Callable, tuple]] = []
@@ -165,11 +122,13 @@ class Fleet:
         heapq.heappush(self._events, (when, next(self._order), happens, arguments))
 
     def _arrive(self, session: deque[Request]) -> None:
-        sent = Sent(next(self._numbers), session.popleft(), session)
-        route = self.router.choose(sent.request.prompt)
-        number = self._rule(route, sent.number)
-        self.router.note_sent(sent.number, replace(route, replica=number))
-        self.servers[number].queue.append(sent)
+        request = session.popleft()
+        keys = block_keys(request.prompt)
+        new_tokens = [
+            len(request.prompt) - server.blocks.matched_tokens(keys) for server in self.servers
+        ]
+        number = self._rule(self.servers, new_tokens, next(self._numbers))
+        self.servers[number].queue.append(Sent(request, session, new_tokens[number]))
         self._start(number)
 
     def _start(self, number: int) -> None:
@@ -182,7 +141,7 @@ class Fleet:
         sent.handle = server.engine.begin(prompt)
         if sent.handle is None:
             if server.is_idle:
-                raise RuntimeError(f"no room for request {sent.number}, which is alone")
+                raise RuntimeError(f"no room for a prompt of {len(prompt)} tokens, which is alone")
             return
         server.prefilling = server.queue.popleft()
         computed = len(prompt) - sent.handle.skipped_tokens
@@ -196,8 +155,6 @@ class Fleet:
         server = self.servers[number]
         sent, server.prefilling = server.prefilling, None
         server.decoding += 1
-        self.router.note_prefilled(sent.number)
-        self.router.apply(number, server.index.delta())
         duration = len(sent.request.output) / self._clock.answer_tokens_per_second
         self._at(self._now + duration, self._ended, number, sent)
         self._start(number)
@@ -206,8 +163,6 @@ class Fleet:
         server, request = self.servers[number], sent.request
         server.decoding -= 1
         server.engine.finish(sent.handle, np.concatenate([request.prompt, request.output]))
-        self.router.note_done(sent.number, request.output)
-        self.router.apply(number, server.index.delta())
         if sent.session:
             self._at(max(self._now, sent.session[0].arrival), self._arrive, sent.session)
         self._start(number)
@@ -217,7 +172,7 @@ def serve(
     requests: Sequence[Request],
     budget_gb: float,
     num_replicas: int = 2,
-    rule: Rule = by_router,
+    rule: Rule = by_chains,
     clock: Clock | None = None,
 ) -> Result:
     """Replay requests through replicas with a pool of budget_gb together. clock: default: none, one

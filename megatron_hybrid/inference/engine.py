@@ -74,7 +74,7 @@ from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.processes import HomeProcess
-from megatron_hybrid.ranks import Ranks, ranks_of
+from megatron_hybrid.ranks import ranks_of, replica_of
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.validation import is_int
 
@@ -106,7 +106,6 @@ class DynamicInferenceEngine:
             only `stop_token_ids` and the length end them. An optional `generation_config` holds the
             model's values for `SamplingParams`.
         config: sizes and the prefix-caching mode.
-        ranks: those of the model, connected; None: connect them.
 
     Raises:
         ValueError, TypeError: the model cannot be served with this configuration; the message
@@ -119,8 +118,6 @@ class DynamicInferenceEngine:
         model: nn.Module | Sequence[nn.Module],
         tokenizer: TextTokenizer | None = None,
         config: InferenceConfig | None = None,
-        *,
-        ranks: Ranks | None = None,
     ) -> None:
         if config is None:
             config = InferenceConfig()
@@ -137,7 +134,9 @@ class DynamicInferenceEngine:
                 f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
                 f"detokenize(), or None; got {type(tokenizer).__name__}"
             )
-        self.ranks = ranks_of(model.pg_collection) if ranks is None else ranks
+        self.ranks = ranks_of(model.pg_collection)
+        self.replica = replica_of(model.pg_collection)
+        """Number of this data-parallel replica of the model, and how many there are."""
         with ExitStack() as undo:
             undo.callback(self.ranks.close)
             self._build(model, tokenizer, config, undo)
@@ -342,13 +341,6 @@ class DynamicInferenceEngine:
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
-        self._add(samples)
-        return samples[0]
-
-    @exclusive
-    def add_spec(self, spec: RequestSpec) -> Request:
-        """As `add_request`, of a prompt that the builder of an equal engine has checked."""
-        samples = self.request_builder.make(spec)
         self._add(samples)
         return samples[0]
 

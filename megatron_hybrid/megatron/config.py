@@ -20,6 +20,7 @@ from megatron_hybrid.inference.config import LOGPROBS_MODES
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ranks import replica_of
 from megatron_hybrid.validation import is_int, is_number
 
 GB = 1 << 30
@@ -386,22 +387,6 @@ def _wants_graphs(model_config: Any) -> bool:
     is its older name."""
     impl = getattr(model_config, "cuda_graph_impl", "none")
     return impl == "local" or bool(getattr(model_config, "enable_cuda_graph", False))
-
-
-def replica_of(groups: Any) -> tuple[int, int]:
-    """Which data-parallel replica this rank serves, and how many there are. Expert-parallel ranks
-    are data-parallel ones, too, and serve together.
-
-    groups: megatron-core's ProcessGroupCollection of the model.
-    """
-    if (dp := getattr(groups, "dp", None)) is None:
-        return 0, 1
-    ep, expert_tp, tp = (
-        1 if (group := getattr(groups, name, None)) is None else group.size()
-        for name in ("ep", "expt_tp", "tp")
-    )
-    together = max(1, ep * expert_tp // tp)
-    return dp.rank() // together, dp.size() // together
 
 
 def _derived_requests(

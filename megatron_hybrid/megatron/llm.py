@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
-from megatron_hybrid.megatron.config import InferenceConfig, replica_of
+from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
 from megatron_hybrid.megatron.engine import DynamicInferenceEngine, EngineState
@@ -103,7 +103,7 @@ class _Replica:
         if device is not None:  # on which the ranks of the model meet
             torch.cuda.set_device(device)
         engine = _build_engine(model, tokenizer, config)
-        replicas = replica_of(engine.pg_collection)[1]
+        replicas = engine.engine.replica[1]
         if replicas > 1:
             raise ValueError(
                 f"use_coordinator=True serves one replica, and the dp group makes {replicas}, "

@@ -3,7 +3,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import assert_type
 
 import torch
@@ -182,16 +181,6 @@ def serve_megatron(module: torch.nn.Module) -> None:
     assert_type(mh.from_megatron(module), mh.HybridModel)
     mh.DynamicInferenceEngine(module, Bytes())
     mh.DynamicInferenceEngine([module])
-
-
-def serve_replicas(model: mh.HybridModel, tokenizer: Tokenizer) -> None:
-    with mh.Replicas(model, tokenizer) as replicas:
-        if not replicas.is_first:
-            replicas.follow()
-            return
-        with replicas.lead() as front:
-            assert_type(front.submit("Once"), Future[mh.GenerationResult])
-            assert_type(front.generate(["Once"], n=2), list[mh.GenerationResult])
 
 
 def train() -> None:

@@ -10,13 +10,15 @@ from matrix import matrix_rows
 EXAMPLE = Path(__file__).parents[3] / "examples" / "many_ranks.py"
 
 
-@pytest.mark.parametrize(
-    "layout", matrix_rows(["1 replicas of 2", "2 replicas of 1"], "1 replicas of 2")
-)
-def test_second_turns_skip_the_first_ones(layout, tmp_path):
-    command = Command([str(EXAMPLE), "--tp", layout[-1]], tmp_path / "printed", 2, run_script)
+@pytest.mark.parametrize("tp", matrix_rows([1, 2], 1))
+def test_second_turns_of_every_replica_skip_the_first_ones(tp, tmp_path):
+    command = Command([str(EXAMPLE), "--tp", str(tp)], tmp_path / "printed", 2, run_script)
     assert command.wait() == [0, 0], command.printed()
-    turns = re.findall(r"(\w+) turns on (.*) ranks: (\d+) of (\d+) prompt", command.out())
-    assert [(turn, where) for turn, where, *_ in turns] == [("first", layout), ("second", layout)]
-    (*_, none, _), (*_, skipped, total) = turns
-    assert int(none) == 0 and int(skipped) >= 0.95 * int(total)
+    found = re.findall(
+        r"(\w+) turns of replica (.*) ranks: (\d+) of (\d+) prompt", command.printed()
+    )
+    turns = {(turn, where): (int(skipped), int(total)) for turn, where, skipped, total in found}
+    replicas = [f"{number} of {2 // tp}, on {tp}" for number in range(2 // tp)]
+    assert turns.keys() == {(turn, each) for turn in ("first", "second") for each in replicas}
+    for (turn, _), (skipped, total) in turns.items():
+        assert skipped >= 0.95 * total if turn == "second" else skipped == 0

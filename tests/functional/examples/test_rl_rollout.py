@@ -1,5 +1,5 @@
 """The example of reinforcement learning: it learns, on exact log-probabilities and few tokens, on
-one rank and on two."""
+one rank and on two replicas of two."""
 
 import importlib.util
 import io
@@ -26,13 +26,13 @@ def example():
     return module
 
 
-def run_main(num_updates):
+def run_main(num_updates, *arguments):
     """What `main` prints, its updates, the samples of each, and the replicated parameters."""
     module, updates, samples, models = example(), [], [], []
     run, train_step = module.run, module.train_step
 
-    def noted_run():
-        for update in run(num_updates):
+    def noted_run(tensor_parallel):
+        for update in run(num_updates, tensor_parallel):
             updates.append(update)
             yield update
 
@@ -45,7 +45,7 @@ def run_main(num_updates):
         redirect_stdout(io.StringIO()) as printed,
         mock.patch.multiple(module, run=noted_run, train_step=noted_step),
     ):
-        module.main()
+        module.main(arguments)
     parameters = models[0].named_parameters()
     replicated = {
         name: parameter.detach()
@@ -66,16 +66,16 @@ def run_rank(rank, size, port, folder, num_updates):
     torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in torchrun.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.save(run_main(num_updates), f"{folder}/{rank}.pt")
+    torch.save(run_main(num_updates, "--dp", "2"), f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
+def on_four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    run_ranks(run_rank, (2, port, str(folder), 4), 2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    run_ranks(run_rank, (4, port, str(folder), 4), 4)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def on_one_rank():
     return run_main(4)
 
 
-@pytest.fixture(scope="module", params=["on_one_rank", "on_two_ranks"])
+@pytest.fixture(scope="module", params=["on_one_rank", "on_four_ranks"])
 def ran(request):
     found = request.getfixturevalue(request.param)
     return found[0] if isinstance(found, list) else found
@@ -127,15 +127,23 @@ def test_a_line_of_each_update_fits_in_80_columns(ran, updates):
     assert all(len(line) <= 80 for line in (*lines, last))
 
 
-def test_two_ranks_draw_and_learn_alike(on_two_ranks):
-    first, second = on_two_ranks
-    assert first["samples"] == second["samples"] and first["updates"] == second["updates"]
+def test_the_ranks_of_a_replica_draw_alike_and_all_learn_alike(on_four_ranks):
+    first, second, *others = on_four_ranks
+    for one, other in ((first, second), others):
+        assert one["samples"] == other["samples"] and one["updates"] == other["updates"]
+    assert first["samples"] != others[0]["samples"]
     of_own_heads = [n for n in first["replicated"] if "q_layernorm" in n or "k_layernorm" in n]
     assert len(of_own_heads) == 2
     for name, parameter in first["replicated"].items():
-        assert torch.equal(parameter, second["replicated"][name]), name
+        assert all(torch.equal(parameter, rank["replicated"][name]) for rank in on_four_ranks), name
 
 
-def test_only_the_first_rank_prints(on_two_ranks):
-    first, second = on_two_ranks
-    assert first["printed"] and not second["printed"]
+def test_only_the_first_rank_prints(on_four_ranks):
+    first, *others = on_four_ranks
+    assert first["printed"] and not any(rank["printed"] for rank in others)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        example().main(["--dp", "2"])
+    assert "--dp 2 does not divide the 1 ranks" in capsys.readouterr().err

@@ -271,7 +271,8 @@ def test_another_process_makes_the_same_answers_of_the_spec(expected):
     first, other = engine_of(), engine_of()
     samples = first.request_builder.build(PROMPT, sampled(), "", (), 3, guide=WORD)
     spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
-    request = other.add_spec(spec)
+    request, *_ = other.request_builder.make(spec)
+    other.scheduler.add(request)
     while other.has_work:
         other.step()
     assert [sample.generated_tokens for sample in request.samples] == expected
