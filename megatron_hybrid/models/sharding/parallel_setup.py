@@ -140,7 +140,7 @@ def _initialize_without_sockets() -> bool:
     import torch.testing._internal.distributed.fake_pg  # registers them
 
     dist.init_process_group(_WITHOUT_SOCKETS, store=dist.HashStore(), rank=0, world_size=1)
-    one, found = torch.ones(1), torch.zeros(7)
+    one, found = torch.ones(1, device="cpu"), torch.zeros(7, device="cpu")
     outputs = found.split(1)
     dist.all_gather([outputs[0]], one)
     dist.reduce_scatter(outputs[1], [one])
