@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from contextlib import suppress
+from functools import cache
+from typing import Any, Self, get_args, get_type_hints
 
-from megatron_hybrid.validation import is_number
+from megatron_hybrid.validation import check_field
 
 
 class Fields:
@@ -49,36 +51,16 @@ class Fields:
         """
 
     def check_types(self) -> None:
-        """Numbers where the defaults are numbers, text where they are text. YAML reads `1e-3` as
-        text, which becomes a number here.
+        """Check the values against the annotations; see `check_field` and `as_number`.
 
         Raises:
-            ValueError: another type.
+            ValueError: another type, or a number without bounds.
         """
+        hints = _type_hints(type(self))
         for field in dataclasses.fields(self):
-            value, default = getattr(self, field.name), field.default
-            kinds = field.type if isinstance(field.type, str) else str(field.type)
-            if value is None and "None" in kinds:
-                continue
-            if "float" in kinds and isinstance(value, str):
-                try:
-                    value = float(value)
-                except ValueError:
-                    pass
-                else:
-                    setattr(self, field.name, value)
-            if isinstance(default, bool):
-                fits, wanted = isinstance(value, bool), "true or false"
-            elif kinds.startswith("float"):
-                fits, wanted = is_number(value), "a number"
-            elif kinds.startswith("int"):
-                fits, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
-            elif kinds.startswith("str"):
-                fits, wanted = isinstance(value, str), "text"
-            else:
-                continue
-            if not fits:
-                raise ValueError(f"{field.name} is {value!r}; it must be {wanted}.")
+            value, hint = getattr(self, field.name), hints[field.name]
+            setattr(self, field.name, value := as_number(value, hint))
+            check_field(field.name, value, hint)
 
     def require_positive(self, *names: str) -> None:
         """Raise ValueError if one of the fields is 0 or less."""
@@ -93,11 +75,6 @@ class Fields:
             if value is not None and not value >= least:
                 raise ValueError(f"{name} is {value}; it must be {least} or more.")
 
-    def require_one_of(self, name: str, *choices: str) -> None:
-        """Raise ValueError if the field has another value."""
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(choices)}.")
-
 
 def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError if a key is not known; the message has the nearest known ones."""
@@ -107,3 +84,15 @@ def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> Non
             near = difflib.get_close_matches(str(key), known, n=3)
             hint = f"Near it: {', '.join(near)}." if near else f"It has: {', '.join(known)}."
             raise ValueError(f"{section} has no field {key!r}. {hint}")
+
+
+_type_hints = cache(get_type_hints)
+
+
+def as_number(value: Any, hint: Any) -> Any:
+    """The number that a text stands for in a field of numbers, since YAML reads `1e-3` as text; any
+    other value as it is."""
+    if isinstance(value, str) and float in (hint, *get_args(hint)):
+        with suppress(ValueError):
+            return float(value)
+    return value

@@ -31,8 +31,6 @@ from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
-DECAYS = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-
 
 @dataclass
 class OptimizerFields(Fields):
@@ -85,8 +83,6 @@ class OptimizerFields(Fields):
 
     def check(self) -> None:
         """See `Fields.check`."""
-        self.require_one_of("name", "adam", "muon", "sgd")
-        self.require_one_of("decay", *DECAYS)
         self.require_positive("learning_rate", "epsilon")
         self.require_at_least(
             0, "min_learning_rate", "warmup_steps", "weight_decay", "clip_gradient", "momentum"

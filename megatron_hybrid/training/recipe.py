@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
-from megatron_hybrid.training.fields import Fields, check_known
+from megatron_hybrid.training.fields import Fields, as_number, check_known
 from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
 from megatron_hybrid.training.reports import ReportFields
@@ -133,6 +133,9 @@ class Recipe:
         if not isinstance(model, Mapping):
             raise ValueError(f"model is {model!r}; it must be a section with fields.")
         check_known("model", model, ["pretrained", *_MODEL_FIELDS])
+        model = {name: as_number(value, _MODEL_FIELDS.get(name)) for name, value in model.items()}
+        if not isinstance(model.get("pretrained", ""), str):
+            raise ValueError(f"model.pretrained is {model['pretrained']!r}; it must be a folder.")
         if not isinstance(tokenizer, str):
             raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
         if values.get("lora") is not None and "pretrained" not in model:
@@ -188,7 +191,7 @@ _LAYOUT_FIELDS = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-_MODEL_FIELDS = [one.name for one in dataclasses.fields(HybridConfig)]
+_MODEL_FIELDS = get_type_hints(HybridConfig)
 
 
 def _parse(text: str, source: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from megatron_hybrid.core_errors import core_refusals
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.recipe import Recipe
@@ -30,7 +31,7 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
         ValueError: the recipe, or what it names, does not fit; on all ranks.
         OSError: the folder cannot be written; on all ranks.
     """
-    with training_device() as device:
+    with core_refusals("this run"), training_device() as device:
         recipe = _recipe_of_all(source, overrides)
         trainer = Trainer(recipe, folder, device)
         is_first = dist.get_rank() == 0

@@ -15,6 +15,7 @@ ROOT = Path(megatron_hybrid.__file__).parent
 
 FOUNDATION = {
     "compat",
+    "core_errors",
     "daemon_threads",
     "errors",
     "files",

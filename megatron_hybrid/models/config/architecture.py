@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import ModelFields
+from megatron_hybrid.validation import Range
 
 
 @dataclass
 class ArchitectureFields(ModelFields):
     """Fields of the model as a whole."""
+
+    ranges: ClassVar = {
+        "init_method_std": Range(0),
+        "embedding_init_method_std": Range(0),
+        "final_logit_softcap": Range(0, has_ends=False),
+        "mtp_loss_scaling_factor": Range(0),
+    }
 
     layer_pattern: str = ""
     """One symbol per layer, `|` between pipeline stages, `/` before each part for multi-token
@@ -63,7 +71,6 @@ class ArchitectureFields(ModelFields):
     def check(self) -> None:
         """See `FieldGroup.check`."""
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
-        self._require_one_of("normalization", "RMSNorm", "LayerNorm")
         tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
         if expert_tp is not None and tp % expert_tp:
             raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.validation import Range
 
 
 @dataclass
@@ -18,6 +19,12 @@ class AttentionFields(LayerFields):
         rotary_percent: float = 1.0
 
     followers: ClassVar = {"num_attention_heads": ("num_query_groups", "kv_channels")}
+
+    ranges: ClassVar = {
+        "softmax_scale": Range(0, has_ends=False),
+        "attention_logit_softcap": Range(0, has_ends=False),
+        "attention_temperature_scale": Range(0),
+    }
 
     num_attention_heads: int = 0
     """Query heads."""
@@ -93,11 +100,7 @@ class AttentionFields(LayerFields):
                 f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
                 f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
             )
-        self._require_one_of("softmax_type", "vanilla", "off-by-one", "learnable")
-        self._require_one_of("qk_layernorm_scope", "head", "all_heads")
-        for name in ("attention_logit_softcap", "attention_temperature_floor"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be above 0.")
+        self._require_positive("attention_temperature_floor")
 
     def check_ranks(self) -> None:
         """Raises ValueError unless heads divide over the ranks. Runs before megatron-core's own

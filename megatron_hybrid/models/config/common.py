@@ -39,11 +39,6 @@ class CommonFields(LayerFields):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_one_of("norm_placement", "pre", "post", "sandwich")
-        if self.layernorm_epsilon < 0:
-            raise ValueError(
-                f"layernorm_epsilon is {self.layernorm_epsilon}; it must be 0 or more."
-            )
         if self.activation_func not in ACTIVATIONS.values():
             raise ValueError(
                 f"activation_func is {self.activation_func!r}; "

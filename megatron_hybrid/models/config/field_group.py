@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-_NUMBERS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+from megatron_hybrid.validation import Range, check_field
 
 
 class FieldGroup:
@@ -25,6 +26,10 @@ class FieldGroup:
 
     followers: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Field -> the fields whose defaults depend on it; they are None until `check`."""
+
+    ranges: ClassVar[dict[str, Range]] = {}
+    """Field -> the numbers that it takes, of those that are not whole; an epsilon lies from 0 to 1.
+    """
 
     def check(self) -> None:
         """Fills in the defaults that depend on other fields.
@@ -67,13 +72,6 @@ class FieldGroup:
                     "an equal part, or a divisor, of which each rank holds a copy of one."
                 )
 
-    def _require_one_of(self, field: str, *choices: str) -> None:
-        """Raises ValueError unless a field is one of several names."""
-        value = getattr(self, field)
-        if value not in choices:
-            names = ", ".join(map(repr, choices[:-1]))
-            raise ValueError(f"{field} is {value!r}; use {names} or {choices[-1]!r}.")
-
     def _require_for_layers(self, field: str, layers: str, value: str) -> None:
         """Raises ValueError unless a field that the pattern's `layers` require is set."""
         if getattr(self, field) is None:
@@ -101,22 +99,29 @@ class LayerFields(FieldGroup):
 
 
 def check_types(config_class: type[FieldGroup], fields: Mapping[str, Any]) -> None:
-    """Checks the values of fields annotated as numbers or booleans.
+    """Checks values against the annotations and `ranges` of their fields.
 
     Raises:
-        ValueError: a value of another type; names the field, the value and the type.
+        ValueError: another value; names the field, the value and what it must be.
     """
-    hints = _type_hints(config_class)
+    hints, ranges, _ = _checks(config_class)
     for name, value in fields.items():
-        kinds = get_args(hints[name]) or (hints[name],)
-        accepted = [kind for kind in _NUMBERS if kind in kinds]
-        if not accepted or (value is None and type(None) in kinds):
-            continue
-        numeric = (int, float) if float in kinds else (int,) if int in kinds else ()
-        fits = bool in kinds if isinstance(value, bool) else isinstance(value, numeric)
-        if not fits:
-            known = " or ".join(_NUMBERS[kind] for kind in accepted)
-            raise ValueError(f"{name} is {value!r}; it must be {known}.")
+        check_field(name, value, hints[name], ranges.get(name))
 
 
-_type_hints = cache(get_type_hints)
+def set_fields(config: FieldGroup) -> dict[str, Any]:
+    """The fields whose values are not their defaults, of which some of core's do not fit their
+    annotations."""
+    defaults = _checks(type(config))[2]
+    return {name: value for name, value in vars(config).items() if value is not defaults[name]}
+
+
+@cache
+def _checks(config_class: type[FieldGroup]) -> tuple[dict, dict[str, Range], dict[str, Any]]:
+    """Annotation, range and default of each field."""
+    ranges = {}
+    for group in config_class.__mro__:
+        ranges.update(vars(group).get("ranges", {}))
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    epsilons = {name: Range(0, 1) for name in defaults if name.endswith("_epsilon")}
+    return get_type_hints(config_class), {**epsilons, **ranges}, defaults

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.compat import TransformerConfig, replace_deprecated_defaults
+from megatron_hybrid.core_errors import core_refusals
 from megatron_hybrid.models.config.architecture import ArchitectureFields
 from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
 from megatron_hybrid.models.config.common import CommonFields
@@ -18,6 +19,7 @@ from megatron_hybrid.models.config.field_group import (
     LayerFields,
     ModelFields,
     check_types,
+    set_fields,
 )
 from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
 from megatron_hybrid.models.config.mamba1 import Mamba1Fields
@@ -86,7 +88,8 @@ class HybridConfig(
                 f"{len(symbols)} layers. Leave num_layers out: it follows from the pattern."
             )
         self.num_layers = len(symbols)
-        check_types(type(self), {name: getattr(self, name) for name in SAVED_FIELDS})
+        given = set_fields(self)
+        check_types(type(self), given)
         ArchitectureFields.check(self)
         split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
         check_unsupported(self)
@@ -105,7 +108,8 @@ class HybridConfig(
         self._check_predictions()
         self.check_recompute()
         granularity, self.recompute_granularity = self.recompute_granularity, None
-        super().__post_init__()
+        with core_refusals("this model", given):
+            super().__post_init__()
         self.recompute_granularity = granularity
         check_unsupported(self)  # core has derived some of them from others
         self.check()
@@ -352,9 +356,10 @@ def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a name that stands for nothing.
     """
     decoded = dict(fields)
-    if "layer_overrides" in decoded:
+    if isinstance(overrides := decoded.get("layer_overrides"), Mapping):
         decoded["layer_overrides"] = {
-            layers: decode_fields(fields) for layers, fields in decoded["layer_overrides"].items()
+            layers: decode_fields(fields) if isinstance(fields, Mapping) else fields
+            for layers, fields in overrides.items()
         }
     for name in _NAMED_VALUES.keys() & decoded.keys():
         table = _NAMED_VALUES[name]

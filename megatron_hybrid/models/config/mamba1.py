@@ -51,4 +51,3 @@ class Mamba1Fields(LayerFields):
         )
         self._require_conv_kernel("mamba1_conv_kernel")
         self._require_divisible("mamba1_inner_size")
-        self._require_one_of("mamba1_norm", "none", "weighted", "weightless")

@@ -87,7 +87,6 @@ class Mamba2Fields(LayerFields):
             )
         self._require_divisible("mamba_num_heads")
         self._require_divisible_or_copied("mamba_num_groups")
-        self._require_one_of("mamba_gated_norm", "gate_first", "norm_first", "none")
         limits = (self.mamba_dt_min, self.mamba_dt_max)
         if limits[0] < 0 or (limits[1] is not None and limits[1] < limits[0]):
             raise ValueError(

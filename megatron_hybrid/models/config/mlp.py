@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.validation import Range
 
 
 @dataclass
@@ -14,6 +15,8 @@ class MLPFields(LayerFields):
 
     if TYPE_CHECKING:
         bias_activation_fusion: bool = False
+
+    ranges: ClassVar = {"activation_func_clamp_value": Range(0, has_ends=False)}
 
     ffn_hidden_size: int | None = None
     """Inner width of an MLP; None: 4 * hidden_size."""

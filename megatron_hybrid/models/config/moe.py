@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import FieldGroup, LayerFields
+from megatron_hybrid.validation import Range
 
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Losses in `moe_router_load_balancing_type`, each with its `moe_aux_loss_coeff`."""
@@ -24,6 +25,14 @@ class MoEFields(LayerFields):
         moe_router_load_balancing_type: str | list[str] = "aux_loss"
         moe_aux_loss_coeff: float | list[float] = 0.0
         moe_z_loss_coeff: float | None = None
+
+    ranges: ClassVar = {
+        "moe_z_loss_coeff": Range(0),
+        "moe_input_jitter_eps": Range(0, 1),
+        "moe_expert_capacity_factor": Range(0, has_ends=False),
+        "moe_router_bias_update_rate": Range(0),
+        "moe_router_topk_scaling_factor": Range(0, has_ends=False),
+    }
 
     num_moe_experts: int | None = None
     """Experts of a layer."""
@@ -106,11 +115,7 @@ class MoEFields(LayerFields):
                 f"moe_router_topk is {topk}, but num_moe_experts is {experts}. "
                 "A token cannot go to more experts than there are."
             )
-        self._require_one_of("moe_router_score_function", "softmax", "sigmoid")
-        if self.moe_router_dtype is not None:
-            self._require_one_of("moe_router_dtype", "fp32", "fp64")
         self._check_losses()
-        self._require_one_of("moe_token_drop_policy", "probs", "position")
         softmax = self.moe_router_score_function == "softmax"
         if softmax and topk == 1 and not self.moe_router_pre_softmax:
             raise ValueError(
@@ -183,12 +188,10 @@ class MoEFields(LayerFields):
                 f"moe_router_load_balancing_type is {kinds!r}; name each loss once, with the sum "
                 "of its coefficients."
             )
-        for factor in (*factors, self.moe_z_loss_coeff):
-            if factor is not None and not (isinstance(factor, (int, float)) and factor >= 0):
-                raise ValueError(
-                    f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r} and moe_z_loss_coeff is "
-                    f"{self.moe_z_loss_coeff!r}; coefficients must be numbers of 0 or more."
-                )
+        if any(factor < 0 for factor in factors):
+            raise ValueError(
+                f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r}; it must be 0 or more."
+            )
 
     def _check_sinkhorn(self) -> None:
         """Raises ValueError unless the weights are those that core gives to experts chosen by

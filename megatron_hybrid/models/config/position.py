@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.validation import Range, check_field
 
 _SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -27,6 +28,8 @@ _SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
 class PositionFields(LayerFields):
     """Fields of rotary position embedding (RoPE)."""
 
+    ranges: ClassVar = {"rotary_base": Range(0, has_ends=False)}
+
     position_embedding_type: Literal["rope", "none"] = "rope"
     """Position embedding. `none` suits hybrids: recurrent layers keep the order of tokens."""
 
@@ -45,9 +48,6 @@ class PositionFields(LayerFields):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_one_of("position_embedding_type", "rope", "none")
-        if self.rotary_base <= 0:
-            raise ValueError(f"rotary_base is {self.rotary_base}; it must be above 0.")
         if self.rotary_scaling is not None:
             check_rotary_scaling(self.rotary_scaling)
         if self.position_embedding_type == "rope" and not 0.0 < self.rotary_percent <= 1.0:
@@ -65,8 +65,4 @@ def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
             f"rotary_scaling has the rope_type {kind!r}; use one of {list(_SCALING_NUMBERS)}."
         )
     for name in _SCALING_NUMBERS[kind]:
-        value = scaling.get(name)
-        if not isinstance(value, int | float) or value <= 0:
-            raise ValueError(
-                f"rotary_scaling[{name!r}] is {value!r}; rope_type {kind!r} needs a number over 0."
-            )
+        check_field(f"rotary_scaling[{name!r}]", scaling.get(name), float, Range(0, has_ends=False))

@@ -54,9 +54,9 @@ class RunFields(FieldGroup):
             self.recompute_modules = ["core_attn"]
         if self.recompute_granularity is None:
             return
-        self._require_one_of("recompute_granularity", "full", "selective")
         if self.recompute_granularity == "full":
-            self._require_one_of("recompute_method", "uniform", "block")
+            if self.recompute_method is None:
+                raise ValueError("recompute_method is None; use 'uniform' or 'block'.")
             self._require_positive("recompute_num_layers")
         elif (self.recompute_method, self.recompute_num_layers) != (None, None):
             raise ValueError(
@@ -70,7 +70,6 @@ class RunFields(FieldGroup):
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1.")
-        self._require_one_of("layer_spec", "auto", "local", "transformer_engine")
         if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
             raise ValueError(
                 "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "

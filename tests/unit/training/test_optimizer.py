@@ -159,7 +159,7 @@ def test_rates_rise_stay_and_fall():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "lion"}, "optimizer: name is 'lion'; use one of adam, muon, sgd"),
+        ({"name": "lion"}, "optimizer: name is 'lion'; use 'adam', 'muon' or 'sgd'"),
         ({"name": "muon", "distributed": True}, "splits it at any element"),
         ({"decay": "WSD"}, "decay_steps is None"),
         ({"decay_steps": 5}, "WSD alone has"),

@@ -59,7 +59,7 @@ def test_overrides_set_nested_values(path):
         ("=3", "'=3' is no override"),
         ("run.=3", "'run.=3' is no override"),
         ("run.steps=[1", "is no YAML"),
-        ("run.steps=many", "run: steps is 'many'; it must be an integer"),
+        ("run.steps=many", "run: steps is 'many'; it must be a whole number"),
         ("run.stesp=3", "run has no field 'stesp'. Near it: steps"),
         ("runs.steps=3", "the recipe has no field 'runs'. Near it: run"),
         ("tokenizer.path=3", "tokenizer has no fields"),

@@ -68,7 +68,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"vocab_size": 10.5}, "vocab_size is 10.5; it must be"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be"),
         ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon is '1e-5'; it must be a number"),
-        ({"layernorm_epsilon": -1e-5}, "layernorm_epsilon is -1e-05; it must be 0 or more"),
+        ({"layernorm_epsilon": -1e-5}, "layernorm_epsilon is -1e-05; it must be from 0 to 1"),
         ({"hidden_size": True}, "hidden_size is True; it must be a whole number"),
         ({"mamba_conv_kernel": 4.0}, "mamba_conv_kernel is 4.0; it must be a whole number"),
         ({"qk_layernorm": "no"}, "qk_layernorm is 'no'; it must be true or false"),
@@ -98,7 +98,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"params_dtype": torch.float64}, "params_dtype is torch.float64; use one of"),
         ({"bf16": True, "params_dtype": torch.float16}, "contradict params_dtype=torch.float16"),
         ({"layer_spec": "apex"}, "layer_spec is 'apex'; use 'auto', 'local' or"),
-        ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'RMSNorm' or 'LayerNorm'"),
+        ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'LayerNorm' or 'RMSNorm'"),
         (
             {"activation_func": F.elu},
             "use one of ops.activations.ACTIVATIONS: silu, gelu",
