@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
         **read,
     )
     of_answers = f" ({made.answer_tokens:,} of answers)" if options.chat else ""
-    left_out = f", {made.broken:,} left out" if made.broken else ""
+    left_out = f", {made.empty:,} empty left out" if made.empty else ""
+    left_out += f", {made.broken:,} broken left out" if made.broken else ""
     print(
         f"wrote {options.output}: {made.documents:,} documents, {made.tokens:,} tokens{of_answers}"
         f"{left_out}; {made.tokens / made.seconds:,.0f} tokens/s"

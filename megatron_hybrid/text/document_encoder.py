@@ -36,6 +36,8 @@ class EncodedChunk:
     """Tokens of each document."""
     answers: list[list[int]] = field(default_factory=list)
     """For each conversation [start, end, start, end, ...] of its answers."""
+    empty: int = 0
+    """Records that were left out since they have no text."""
     broken: list[str] = field(default_factory=list)
     """Records that are no documents: place and reason."""
 
@@ -63,7 +65,9 @@ class DocumentEncoder:
         else:
             found = list(chunk.texts(self.key))
             encoded.broken = [str(each) for each in found if isinstance(each, BrokenRecordError)]
-            ids = self.tokenizer.tokenize_batch([each for each in found if isinstance(each, str)])
+            texts = [each for each in found if isinstance(each, str) and each]
+            encoded.empty = len(found) - len(texts) - len(encoded.broken)
+            ids = self.tokenizer.tokenize_batch(texts)
             # Some tokenizers write the end token themselves.
             ids = [each + self.end if each[-1:] != self.end else each for each in ids]
         encoded.lengths = [len(each) for each in ids]
@@ -77,7 +81,10 @@ class DocumentEncoder:
                 fields = chunk.parse(index, self.key)
                 if fields is None:
                     continue
-                if not isinstance(messages := fields[self.key], list):
+                if not (messages := fields[self.key]) and messages in (None, "", []):
+                    encoded.empty += 1
+                    continue
+                if not isinstance(messages, list):
                     raise BrokenRecordError(f"has no list in {self.key!r}, but {messages!r:.80}")
                 ids, answers = self.tokenizer.chat_with_answers(messages, fields.get("tools"))
             except BrokenRecordError as error:

@@ -15,6 +15,8 @@ from megatron_hybrid.validation import check_text
 JSONL, TEXT, PARQUET = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md"), (".parquet",)
 CHUNK_BYTES = 1 << 20
 """Text of a chunk, about: some tenths of a second of work."""
+LARGEST_RECORD = 16 << 20
+"""Bytes of a line, a text or a row, at most: to encode a text takes some 150 times its size."""
 _PARQUET_ROWS = 256
 
 
@@ -43,10 +45,12 @@ class Chunk:
         """The fields of a record. Of a text, its own under `key`. None: an empty line.
 
         Raises:
-            BrokenRecordError: it has no fields, or not the one of this key.
+            BrokenRecordError: it has no fields, or not the one of this key, or is too large.
         """
         fields = self.records[index]
         if isinstance(fields, bytes):
+            if len(fields) > LARGEST_RECORD:
+                raise BrokenRecordError(_TOO_LARGE)
             try:
                 text = fields.decode("utf-8-sig" if self.first + index == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -67,19 +71,29 @@ class Chunk:
         return fields
 
     def texts(self, key: str) -> Iterator[str | BrokenRecordError]:
-        """Of each record the text, or the error that names the record; empty ones are left out."""
+        """Of each record the text, or the error that names the record; "" where it is empty or
+        null. Empty lines are no records."""
         for index in range(len(self.records)):
             try:
                 fields = self.parse(index, key)
-                if fields is None or fields[key] == "":
+                if fields is None:
                     continue
-                if not isinstance(text := fields[key], str):
+                text = "" if fields[key] is None else fields[key]
+                if not isinstance(text, str):
                     raise BrokenRecordError(f"has no text in {key!r}, but {text!r:.80}")
+                if len(text) > LARGEST_RECORD:
+                    raise BrokenRecordError(_TOO_LARGE)
                 check_text(f"has a {key!r} that", text)
             except ValueError as error:
                 yield BrokenRecordError(f"{self.place(index)} {error}")
             else:
                 yield text
+
+
+_TOO_LARGE = (
+    f"has more than {LARGEST_RECORD >> 20} MiB, the most of one document: cut it into several"
+    " (of a text file --one-per-line makes each line one)"
+)
 
 
 def check_files(paths: Sequence[str | os.PathLike]) -> list[Path]:
@@ -119,13 +133,14 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
         with path.open("rb") as file:
             content = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             if _format(path) in TEXT and not one_per_line:
-                yield Chunk(path, 1, [content.read()], file.tell())
+                yield Chunk(path, 1, [content.read(LARGEST_RECORD + 1)], path.stat().st_size)
                 return
             seen, line = 0, 1
             while lines := content.readlines(CHUNK_BYTES):
                 if _format(path) in TEXT:
                     lines = [each.rstrip(b"\r\n") for each in lines]
-                yield Chunk(path, line, lines, file.tell() - seen)
+                cut = [each[: LARGEST_RECORD + 1] for each in lines]  # the encoder tells it
+                yield Chunk(path, line, cut, file.tell() - seen)
                 seen, line = file.tell(), line + len(lines)
     except (OSError, EOFError) as error:  # what gzip raises, too
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -142,7 +157,8 @@ def read_texts(paths: Sequence[Path], key: str, one_per_line: bool = False) -> I
             for text in chunk.texts(key):
                 if isinstance(text, BrokenRecordError):
                     raise text
-                yield text
+                if text:
+                    yield text
 
 
 def _read_rows(path: Path) -> Iterator[Chunk]:

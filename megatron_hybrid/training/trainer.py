@@ -38,6 +38,7 @@ from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folde
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.data.rows import contents_of
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
 from megatron_hybrid.training.measures import Measures
 from megatron_hybrid.training.optimizer import (
@@ -361,7 +362,8 @@ class Trainer:
         """What the order of the data depends on."""
         data, run = asdict(self.recipe.data), self.recipe.run
         del data["workers"], data["cache_path"]
-        return {**data, "rows": run.steps * run.global_batch_size}
+        rows = run.steps * run.global_batch_size
+        return {**data, "rows": rows, "documents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
         """What decides which states a checkpoint has beside those of the model."""

@@ -32,8 +32,10 @@ class Preprocessed:
     tokens: int
     answer_tokens: int
     """Tokens with loss, of conversations."""
+    empty: int
+    """Records that were left out since their text or their list of messages is empty or null."""
     broken: int
-    """Records that were left out."""
+    """Records that were left out since they are no documents."""
     seconds: float
 
 
@@ -82,7 +84,7 @@ def preprocess(
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
     total = sum(path.stat().st_size for path in paths)
-    broken = 0
+    empty = broken = 0
     with _Output(Path(output), loaded, chat) as files:
         # Closed, so that no worker outlives an error.
         with (
@@ -91,6 +93,7 @@ def preprocess(
         ):
             for encoded in all_encoded:
                 advance(encoded.bytes_read)
+                empty += encoded.empty
                 broken += len(encoded.broken)
                 for line in encoded.broken:
                     if not skip_broken:
@@ -99,7 +102,7 @@ def preprocess(
                 files.add(encoded)
         files.finish()
     counts = files.documents, files.tokens, files.answer_tokens
-    return Preprocessed(*counts, broken, time.perf_counter() - began)
+    return Preprocessed(*counts, empty, broken, time.perf_counter() - began)
 
 
 def train_and_save_tokenizer(

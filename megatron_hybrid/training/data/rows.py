@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from typing import Any
 
@@ -22,6 +24,17 @@ logger = logging.getLogger(__name__)
 class DocumentRows(GPTDataset):
     """Rows cut from joined documents. With `config.reset_attention_mask` each piece of a document
     is a sequence of its own, else the row is one."""
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
+        # Core finds the order of rows again by a hash of what it was asked for: by the path of the
+        # dataset, which may have become another one.
+        self.unique_identifiers["content"] = content_of(self.dataset)
+        description = json.dumps(self.unique_identifiers, indent=4, default=_identifiers)
+        self.unique_description = description
+        self.unique_description_hash = hashlib.md5(
+            description.encode(), usedforsecurity=False
+        ).hexdigest()
+        return super()._build_document_sample_shuffle_indices()
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         item = super().__getitem__(index)
@@ -70,6 +83,7 @@ class ConversationRows(MegatronDataset):
         config: GPTDatasetConfig,
     ):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self.unique_identifiers["content"] = content_of(dataset.tokens)
         lengths = np.asarray(dataset.tokens.sequence_lengths)[indices] - 1
         self.indices, lengths = indices[lengths > 0], lengths[lengths > 0]
         self.num_truncated = int((lengths > config.sequence_length).sum())
@@ -123,6 +137,22 @@ class ConversationRows(MegatronDataset):
             "lengths": lengths,
             "padding": size - start,
         }
+
+
+def content_of(dataset: IndexedDataset) -> str:
+    """A digest of the lengths of a dataset's documents, on which the order of its rows depends."""
+    lengths = np.ascontiguousarray(dataset.sequence_lengths)
+    return hashlib.blake2b(lengths, digest_size=16).hexdigest()
+
+
+def contents_of(dataset: Any) -> list[str]:
+    """Of each dataset in a blend, or of the only one."""
+    parts = getattr(dataset, "datasets", [dataset])
+    return [part.unique_identifiers["content"] for part in parts]
+
+
+def _identifiers(part: Any) -> Any:
+    return part.unique_identifiers
 
 
 def _check_tokens(tokens: Tensor, config: GPTDatasetConfig, prefix: str) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_hybrid import HybridConfig, build_hybrid_model, load_pretrained, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.checkpoints import Checkpoints
@@ -164,6 +165,14 @@ def test_micro_batches_add_up_to_a_large_batch(text, tmp_path):
     assert small == [pytest.approx(one, abs=1e-6, rel=1e-6) for one in large]
     for one, other in zip(*(weights(run).values() for run in runs)):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_a_run_does_not_go_on_with_documents_of_other_lengths(tmp_path, tokenizer):
+    path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
+    train(recipe_of(path, run={"steps": 1}), tmp_path / "run")
+    write_documents(tmp_path / "text", [[300, tokenizer.eod]] * 60, tokenizer)
+    with pytest.raises(CheckpointError, match="was trained on other data, .* differs in documents"):
+        build(recipe_of(path, run={"steps": 1}), tmp_path / "run")
 
 
 def test_evaluation_changes_nothing(text, tmp_path):

@@ -296,6 +296,17 @@ def test_a_part_without_documents_is_refused_not_waited_for(tmp_path):
     assert len(train) >= 4 and valid is None
 
 
+def test_a_dataset_made_anew_has_an_order_of_its_own(tmp_path):
+    def tokens(folder, count):
+        path = write_documents(tmp_path / folder, documents(count), TOKENIZER)
+        train, _, _ = build_datasets(DataFields(16, train=[path]), TOKENIZER, (30, 0, 0))
+        return torch.stack([train[i]["tokens"] for i in range(30)])
+
+    tokens("again", 40)
+    for count in (80, 10):  # documents that the order of 40 lacks, or has and are gone
+        assert torch.equal(tokens("again", count), tokens(f"new {count}", count))
+
+
 @pytest.mark.parametrize("cache_path", [None, "cache"])
 def test_a_torn_cache_is_named(prefix, tmp_path, cache_path):
     cache = tmp_path / cache_path if cache_path else None

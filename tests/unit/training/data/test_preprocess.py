@@ -148,7 +148,7 @@ BROKEN = [
     (b"{", r":2 is not JSON: "),
     (b"[1]", r":2 is not an object with a field 'text'"),
     (b'{"body": 1, "id": 2}', r":2 has no field 'text', but 'body', 'id'; choose one by --key"),
-    (b'{"text": null}', r":2 has no text in 'text', but None"),
+    (b'{"text": 2}', r":2 has no text in 'text', but 2"),
     (b'{"text": "\\ud83d"}', r":2 has a 'text' that has \\ud83d, half of a character"),
     (b'{"text": "\xff"}', r":2 is not UTF-8"),
 ]
@@ -157,7 +157,7 @@ BROKEN = [
 @pytest.mark.parametrize(("line", "match"), BROKEN)
 def test_a_broken_line_is_named_and_nothing_is_written(folder, tmp_path, line, match):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one"}\n' + line + b'\n\n{"text": ""}\n{"text": "two"}\n')
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=f"a.jsonl{match}.*--skip-broken"):
         preprocess([path], folder, tmp_path / "data")
     assert list(tmp_path.iterdir()) == [path]
@@ -169,11 +169,12 @@ def test_a_broken_line_is_named_and_nothing_is_written(folder, tmp_path, line, m
 
 def test_a_broken_conversation_is_named(folder, tmp_path):
     good = {"messages": conversation(1)}
+    empty = [{"messages": []}, {"messages": None}]
     bad = [{"messages": "hello"}, {"messages": conversation(1)[:1]}, {"messages": [1]}]
-    path = write_lines(tmp_path / "a.jsonl", [good, *bad])
+    path = write_lines(tmp_path / "a.jsonl", [good, *bad, *empty])
     told = []
     made = preprocess([path], folder, tmp_path / "d", chat=True, skip_broken=True, tell=told.append)
-    assert made.documents == 1 and made.broken == 3
+    assert (made.documents, made.broken, made.empty) == (1, 3, 2)
     assert "a.jsonl:2 has no list in 'messages', but 'hello'" in told[0]
     assert "a.jsonl:3: the conversation has no answer" in told[1]
     assert "a.jsonl:4: messages must be a sequence of mappings" in told[2]
@@ -218,13 +219,17 @@ def test_rows_of_parquet_give_the_dataset_of_the_same_lines(folder, tmp_path, wo
         assert stored(tmp_path / f"{name}_parquet") == stored(tmp_path / f"{name}_jsonl")
 
 
-def test_rows_of_parquet_without_text_are_told_or_left_out(folder, tmp_path):
+def test_null_and_empty_texts_are_counted_and_left_out_alike_in_all_formats(folder, tmp_path):
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": ["one", None, "three"]}), path)
-    with pytest.raises(ValueError, match=r"a\.parquet, row 2"):
-        preprocess([path], folder, tmp_path / "data")
-    assert preprocess([path], folder, tmp_path / "data", skip_broken=True).broken == 1
-    assert stored(tmp_path / "data") == expected(folder, ["one", "three"])
+    documents = ["one", None, "", "three"]
+    parquet.write_table(pyarrow.table({"text": documents}), path)
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in documents])
+    (tmp_path / "a.txt").write_text("one\n\n\nthree\n")
+    for each in ("a.parquet", "a.jsonl", "a.txt"):
+        output = tmp_path / f"data of {each}"
+        made = preprocess([tmp_path / each], folder, output, one_per_line=True)
+        assert (made.documents, made.empty, made.broken) == (2, 2, 0)
+        assert stored(output) == expected(folder, ["one", "three"])
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
         preprocess([path], folder, tmp_path / "more")
@@ -335,8 +340,21 @@ def test_the_command_names_what_it_leaves_out(folder, tmp_path, capsys):
     assert "a.jsonl:1 has no list in 'messages', but 1" in capsys.readouterr().err
     assert cli.main([*arguments, "--output", output, "--skip-broken"]) == 0
     out, err = capsys.readouterr()
-    assert "1 documents, " in out and " of answers), 1 left out; " in out
+    assert "1 documents, " in out and " of answers), 1 broken left out; " in out
     assert "left out: " in err and "a.jsonl:1" in err
+
+
+def test_a_record_that_would_take_gigabytes_to_encode_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_files, "LARGEST_RECORD", 64)
+    (tmp_path / "a.txt").write_text("x" * 65)
+    write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "x" * 999}, {"text": "two"}])
+    parquet.write_table(pyarrow.table({"text": ["one", "x" * 65, "two"]}), tmp_path / "a.parquet")
+    for name, place in (("a.txt", ":1"), ("a.jsonl", ":2"), ("a.parquet", ", row 2")):
+        (chunk,) = document_files.read_chunks(tmp_path / name)
+        assert all(not isinstance(each, bytes) or len(each) <= 65 for each in chunk.records)
+        *others, error = sorted(chunk.texts("text"), key=lambda each: isinstance(each, Exception))
+        assert others == ([] if name == "a.txt" else ["one", "two"])
+        assert f"{name}{place} has more than " in str(error) and "--one-per-line" in str(error)
 
 
 def test_broken_text_trains_no_tokenizer(tmp_path):
