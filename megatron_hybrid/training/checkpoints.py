@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.training.process_life import forks_end_with_us
 from megatron_hybrid.training.save_results import use_save_results
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,8 @@ class Checkpoints:
             state: sharded, see `megatron.core.dist_checkpointing`.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written; on all ranks.
+            CheckpointError: files cannot be written, such as on a full disk; on all ranks.
         """
         self.finish()  # one at a time
         target = self.folder / f"iter_{step:07d}"
@@ -98,13 +101,14 @@ class Checkpoints:
                 for unfinished in self.folder.glob(f"iter_*{_SAVING}"):
                     shutil.rmtree(unfinished)
                 partial.mkdir(parents=True)
-        with quiet_core():
-            request = start_save(state, str(partial))
-        request.add_finalize_fn(lambda: self._complete(step, partial, target))
-        if self.asynchronous:
-            self._queue.schedule_async_request(request)
-        else:
-            request.execute_sync()
+        with forks_end_with_us(), self._failures():
+            with quiet_core():
+                request = start_save(state, str(partial))
+            request.add_finalize_fn(lambda: self._complete(step, partial, target))
+            if self.asynchronous:
+                self._queue.schedule_async_request(request)
+            else:
+                request.execute_sync()
 
     @property
     def is_saving(self) -> bool:
@@ -121,12 +125,26 @@ class Checkpoints:
         self._complete_written(wait=True)
 
     def _complete_written(self, wait: bool) -> None:
-        try:
+        with self._failures():
             self._queue.maybe_finalize_async_calls(blocking=wait)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Core raises what failed on any rank on all of them, with whole tracebacks, and logs it in
+        each of its processes."""
+        logged = logging.getLogger(dist_checkpointing.__name__)
+        level = logged.level
+        try:
+            logged.setLevel(logging.CRITICAL)
+            yield
         except CheckpointException as error:
+            free = shutil.disk_usage(self.folder).free >> 20  # torch tells of a full disk as a bug
             raise CheckpointError(
-                f"a save to {self.folder} has failed: {_last_line(error)}"
+                f"a save to {self.folder} has failed, the checkpoints before it are as they were: "
+                f"{_last_line(error)} ({free:,} MiB are free on its disk)"
             ) from error
+        finally:
+            logged.setLevel(level)
 
     def _complete(self, step: int, partial: Path, target: Path) -> None:
         with fail_together(OSError, whole_job=True):

@@ -82,13 +82,19 @@ class Reports:
             step: the steps that are done.
             values: by their names in the log. What is not finite is null there, since JSON has no
                 such numbers.
+
+        Raises:
+            OSError: the log cannot be written.
         """
         line = terminal_line(step, values, self.console.width)
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise OSError(f"the log {self.path} cannot be written: {error}") from error
         for name, value in values.items():
             if self._writer is not None and value is not None:
                 self._writer.add_scalar(name, value, step)

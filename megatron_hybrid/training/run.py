@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -25,39 +27,51 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
 
     Returns:
         The exit status: 0; 1 where the run cannot go on, which all ranks tell; 3 where it was
-        stopped before its last step.
+        stopped before its last step; 130 where it was interrupted in a step.
 
     Raises:
         ValueError: the recipe, or what it names, does not fit; on all ranks.
         OSError: the folder cannot be written; on all ranks.
     """
-    with core_refusals("this run"), training_device() as device:
-        recipe = _recipe_of_all(source, overrides)
-        trainer = Trainer(recipe, folder, device)
-        is_first = dist.get_rank() == 0
-        with fail_together(OSError, whole_job=True):
-            if is_first:
-                text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
-                replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
-        try:
-            trainer.train()
-        except TrainingError as error:
-            print(f"megatron-hybrid: {error}", file=sys.stderr)
-            return 1
-        if trainer.progress.step < recipe.run.steps:
-            if is_first:
-                print(
-                    f"stopped and saved after step {trainer.progress.step} of {recipe.run.steps}; "
-                    "run it again to go on"
-                )
-            return 3
-        trainer.export(folder / EXPORTED)
+    try:
+        with core_refusals("this run"), training_device() as device:
+            return _train(source, overrides, folder, device)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "megatron-hybrid: interrupted; run it again to go on from its last checkpoint",
+                file=sys.stderr,
+            )
+        return 130
+
+
+def _train(source: str | Path, overrides: Iterable[str], folder: Path, device: torch.device) -> int:
+    recipe = _recipe_of_all(source, overrides)
+    trainer = Trainer(recipe, folder, device)
+    is_first = dist.get_rank() == 0
+    with fail_together(OSError, whole_job=True):
         if is_first:
-            print(f"the model is in {folder / EXPORTED}")
-            try:
-                plot_losses(folder, folder / "losses.png")
-            except ImportError:
-                print("no plot of the losses without matplotlib: pip install matplotlib")
+            text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
+            replace_file(folder / "recipe.yaml", lambda path: path.write_text(text))
+    try:
+        trainer.train()
+    except TrainingError as error:
+        print(f"megatron-hybrid: {error}", file=sys.stderr)
+        return 1
+    if trainer.progress.step < recipe.run.steps:
+        if is_first:
+            print(
+                f"stopped and saved after step {trainer.progress.step} of {recipe.run.steps}; "
+                "run it again to go on"
+            )
+        return 3
+    trainer.export(folder / EXPORTED)
+    if is_first:
+        print(f"the model is in {folder / EXPORTED}")
+        try:
+            plot_losses(folder, folder / "losses.png")
+        except ImportError:
+            print("no plot of the losses without matplotlib: pip install matplotlib")
     return 0
 
 

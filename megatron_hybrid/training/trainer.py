@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -47,8 +48,10 @@ from megatron_hybrid.training.optimizer import (
     fill_step_counts,
     update,
 )
+from megatron_hybrid.training.process_life import ends_with_launcher
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
+from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 
 
@@ -88,13 +91,14 @@ class TrainingError(RuntimeError):
 def training_device() -> Iterator[torch.device]:
     """Choose the device of this rank, where megatron-core trains in here: its GPU, or the CPU."""
     initialize_distributed()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        yield device
-    else:
-        with cpu_seam():
-            yield torch.device("cpu")
+    with ends_with_launcher():
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+            yield device
+        else:
+            with cpu_seam():
+                yield torch.device("cpu")
 
 
 class Trainer:
@@ -111,17 +115,31 @@ class Trainer:
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the tokenizer; on all ranks.
         CheckpointError: a checkpoint cannot be read, or is of another model; on all ranks.
-        OSError: the folder cannot be written; on all ranks.
+        OSError: the folder cannot be written, or belongs to a run that is under way; on all ranks.
     """
 
     def __init__(self, recipe: Recipe, folder: str | os.PathLike, device: torch.device):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
-        run = recipe.run
         initialize_distributed()
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
         check_shared_folder(self.folder)
+        with fail_together(OSError, whole_job=True):
+            lock = RunLock(self.folder) if dist.get_rank() == 0 else None
+        self._release = weakref.finalize(self, lock.release if lock else _nothing)
+        try:
+            self._set_up(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another run have the folder, when all is saved; so does the end of the object."""
+        self._release()
+
+    def _set_up(self, config: HybridConfig) -> None:
+        recipe, run, device = self.recipe, self.recipe.run, self.device
         groups = process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         rows = run.micro_batch_size * dp_size
@@ -435,25 +453,29 @@ class Trainer:
         return Reports(self.folder, fields, steps, self.progress.step)
 
     def _report(self, reports: Reports | None, step: Step) -> None:
-        measured = self.measures.take()
-        if reports is None:
-            return
-        progress = self.progress
-        reports.write(
-            progress.step,
-            **measured,
-            gradient_norm=step.gradient_norm,
-            learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
-            tokens=progress.tokens,
-            samples=progress.samples,
-            skipped_steps=progress.skipped_steps,
-        )
+        measured, progress = self.measures.take(), self.progress
+        with fail_together(OSError, whole_job=True):
+            if reports is not None:
+                reports.write(
+                    progress.step,
+                    **measured,
+                    gradient_norm=step.gradient_norm,
+                    learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
+                    tokens=progress.tokens,
+                    samples=progress.samples,
+                    skipped_steps=progress.skipped_steps,
+                )
 
     def _report_evaluation(self, reports: Reports | None) -> None:
         loss = self.evaluate()
-        if reports:
-            reports.write(self.progress.step, eval_loss=loss, tokens=self.progress.tokens)
+        with fail_together(OSError, whole_job=True):
+            if reports:
+                reports.write(self.progress.step, eval_loss=loss, tokens=self.progress.tokens)
         self.measures.restart()
+
+
+def _nothing() -> None:
+    """What other ranks than the first release."""
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -95,6 +95,7 @@ def train(folder: Path, name: str, chosen: Recipe) -> Trainer:
     parallel_state.destroy_model_parallel()
     trainer = Trainer(chosen, folder / name, torch.device("cpu"))
     trainer.train()
+    trainer.close()
     return trainer
 
 

@@ -1,13 +1,19 @@
 """Checkpoints of a run: whole or not there, whenever the process is killed."""
 
+import json
 import multiprocessing
 import os
 import queue
+import resource
 import shutil
 import signal
 import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -191,23 +197,57 @@ def test_death_at_any_call_leaves_a_whole_one(saved, tmp_path):
 
 
 def kill_itself():
+    pids = [process.pid for process in psutil.Process().children(recursive=True)]
+    Path("processes").write_text(json.dumps(pids))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_and_be_killed(folder, rendezvous, asynchronous):
+    os.chdir(folder.parent)
     join_ranks(0, 1, rendezvous)
-    with cpu_seam():
+    hangs = mock.patch.object(os, "fsync", lambda descriptor: time.sleep(600))
+    with cpu_seam(), hangs if asynchronous else nullcontext():
         save_until(folder, 3, kill_itself, asynchronous)
 
 
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_kill_leaves_a_whole_one(folder, tmp_path, asynchronous):
+def test_a_kill_leaves_a_whole_one_and_no_process(folder, tmp_path, asynchronous):
     arguments = (folder, str(tmp_path / "rendezvous"), asynchronous)
     process = rank_context().Process(target=save_and_be_killed, args=arguments)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    left = json.loads((tmp_path / "processes").read_text())
+    assert len(left) >= asynchronous
+    end = time.monotonic() + 10
+    while any(map(runs, left)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(runs, left))
     check_after_death(folder)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_without_room_on_the_disk_is_one_error(folder, capfd, asynchronous):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(
+            module.CheckpointError, match=r"run has failed, .* MiB are free on its disk\)$"
+        ):
+            checkpoints.save(3, state(3))
+            checkpoints.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr() == ("", "")
+    check_newest(folder, 2)
 
 
 def test_one_that_does_not_fit_is_an_error(folder):

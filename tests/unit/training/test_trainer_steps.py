@@ -1,6 +1,7 @@
 """Steps of a trainer on one rank: skipped ones, accumulation, evaluation, adapters, and the log."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -92,6 +93,7 @@ def device():
 def train(recipe, folder, kind=Trainer):
     trainer = build(recipe, folder, kind)
     trainer.train()
+    trainer.close()
     return trainer
 
 
@@ -171,8 +173,22 @@ def test_a_run_does_not_go_on_with_documents_of_other_lengths(tmp_path, tokenize
     path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
     train(recipe_of(path, run={"steps": 1}), tmp_path / "run")
     write_documents(tmp_path / "text", [[300, tokenizer.eod]] * 60, tokenizer)
-    with pytest.raises(CheckpointError, match="was trained on other data, .* differs in documents"):
+    with pytest.raises(
+        CheckpointError, match=r"was trained on other data, .* differs in documents"
+    ):
         build(recipe_of(path, run={"steps": 1}), tmp_path / "run")
+
+
+def test_a_folder_has_one_run_at_a_time(text, tmp_path):
+    first = build(recipe_of(text), tmp_path)
+    with pytest.raises(
+        OSError, match=f"a run that is under way, by process {os.getpid()} on .*, s"
+    ):
+        build(recipe_of(text), tmp_path)
+    first.close()
+    second = build(recipe_of(text), tmp_path)
+    del second
+    assert not (tmp_path / "run.lock").exists()
 
 
 def test_evaluation_changes_nothing(text, tmp_path):

@@ -1,0 +1,74 @@
+"""Processes that end with the one that needs them: what a save forks, and the ranks of torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+GRACE_SECONDS = 30.0
+"""What a rank without its launcher has to finish its step and save, as torchrun gives it."""
+_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_ends_with_us = False
+_forker = 0
+
+
+@contextmanager
+def forks_end_with_us() -> Iterator[None]:
+    """Context in which forked processes, and their own forks, are killed when the thread that
+    forked them ends, however it does (on Linux). A terminal's Ctrl-C is left to this process."""
+    global _ends_with_us
+    before, _ends_with_us = _ends_with_us, True
+    try:
+        yield
+    finally:
+        _ends_with_us = before
+
+
+def _before_fork() -> None:
+    global _forker
+    _forker = os.getpid()
+
+
+def _in_fork() -> None:
+    if not _ends_with_us:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != _forker:  # it has ended in between
+            os._exit(1)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_fork)
+
+
+@contextmanager
+def ends_with_launcher() -> Iterator[None]:
+    """Context in which a rank of torchrun ends when its launcher has gone, as one that was killed
+    cannot tell its ranks: as after a SIGTERM, and at the latest `GRACE_SECONDS` later."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    over, launcher = threading.Event(), os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if over.wait(_POLL_SECONDS):
+                return
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not over.wait(GRACE_SECONDS):
+            os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,0 +1,87 @@
+"""RunLock: one run at a time in a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+LOCK = "run.lock"
+_held: set[int] = set()
+
+
+class RunLock:
+    """The lock of a run's folder, which ends with the process, however that ends. Of two runs in
+    one folder each would remove the other's save under way.
+
+    Args:
+        folder: of the run, which exists.
+
+    Raises:
+        OSError: another run has it, perhaps of this process; or the file cannot be written.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / LOCK
+        self._descriptor, self._pid = self._acquire(), os.getpid()
+        _held.add(self._descriptor)
+        text = json.dumps({"pid": self._pid, "host": socket.gethostname(), "began": time.time()})
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    logger.warning(
+                        "%s cannot be locked (%s): start no second run in its folder, each would "
+                        "remove saves of the other",
+                        *(self.path, error),
+                    )
+                    return descriptor
+                holder = _describe(os.pread(descriptor, 4096, 0))
+                os.close(descriptor)
+                raise OSError(
+                    f"the folder {self.path.parent} belongs to a run that is under way, {holder}. "
+                    "Wait for it or stop it to go on there, or name another folder."
+                ) from None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    return descriptor
+            os.close(descriptor)  # of a file that its run has removed meanwhile
+
+    def release(self) -> None:
+        """Let another run have the folder. In a fork it does nothing."""
+        if self._descriptor in _held and os.getpid() == self._pid:
+            _held.discard(self._descriptor)
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+
+def _describe(text: bytes) -> str:
+    try:
+        found = json.loads(text)
+        age = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - found["began"])))
+        return f"by process {found['pid']} on {found['host']}, since {age} (hours:minutes:seconds)"
+    except (ValueError, KeyError, TypeError):  # it has not written it yet
+        return "by another process"
+
+
+def _let_go() -> None:
+    """In a fork, which would else keep the lock of a run that has been killed."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
