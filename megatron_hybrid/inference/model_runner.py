@@ -16,6 +16,7 @@ from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.graph_runner import GraphRunner
 from megatron_hybrid.inference.memory import CacheMemory, ParkedRequest
 from megatron_hybrid.inference.sampling import (
+    NUM_CANDIDATES,
     Scores,
     adjust,
     processed_log_probs,
@@ -219,11 +220,14 @@ class ModelRunner:
             rows += [end - 1] * len(entry.draws)
         if not draws:
             return None
-        device = logits_nV.device
         if rows != list(range(len(logits_nV))):
-            logits_nV = logits_nV.index_select(0, to_device(rows, device))
+            logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
+        return self._draw(logits_nV, draws, NUM_CANDIDATES)
+
+    def _draw(self, logits_nV: Tensor, draws: list[Draw], num_candidates: int) -> Drawn:
         adjusted_nV = adjust(logits_nV, draws)
-        drawn = Drawn(sample(adjusted_nV, draws))
+        tokens_n = sample(adjusted_nV, draws, num_candidates)
+        drawn = Drawn(logits_nV, draws, num_candidates, tokens_n)
         if self.logprobs_mode == "processed_logprobs":
             logits_nV = adjusted_nV
         by_top_n: dict[int, list[int]] = {}
@@ -231,11 +235,11 @@ class ModelRunner:
             if draw.params.return_log_probs:
                 by_top_n.setdefault(draw.params.top_n_logprobs, []).append(row)
         for top_n, group in by_top_n.items():
-            group_rows = to_device(group, device)
+            group_rows = to_device(group, logits_nV.device)
             log_probs = self._log_probs(
                 logits_nV.index_select(0, group_rows), [draws[row].params for row in group]
             )
-            tokens = drawn.tokens_n.index_select(0, group_rows)
+            tokens = tokens_n.index_select(0, group_rows)
             drawn.scored.append((group, score(log_probs, tokens, top_n)))
         return drawn
 
@@ -268,21 +272,31 @@ class ModelRunner:
         """Wait for the device, and copy what was drawn and scored into the result."""
         tensors = [tensor for each in scores.values() for tensor in each]
         if drawn is not None:
-            tensors += [drawn.tokens_n, *(tensor for _, each in drawn.scored for tensor in each)]
+            tensors += drawn.tensors()
         if not tensors:
             return
         values = iter(to_host(tensors))
         for request_id in scores:
             log_probs, top_rows = next(values), _top_rows(values)
             result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
-        if drawn is None:
-            return
+        if drawn is not None:
+            result.sampled = dict(zip(plan.draws(), self._sampled(drawn, values)))
+
+    def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
+        """What was drawn, from the values of its tensors. Rows whose token was not among the
+        candidates are drawn again, which waits for the device again."""
         sampled = [Sampled(token) for token in next(values)]
         for rows, _ in drawn.scored:
             log_probs, top_rows = next(values), _top_rows(values)
             for row, log_prob, top in zip(rows, log_probs, top_rows or [None] * len(rows)):
                 sampled[row] = Sampled(sampled[row].token, log_prob, top)
-        result.sampled = dict(zip(plan.draws(), sampled))
+        if open_rows := [row for row, own in enumerate(sampled) if own.token < 0]:
+            logits_mV = drawn.logits_nV.index_select(0, to_device(open_rows, drawn.tokens_n.device))
+            draws = [drawn.draws[row] for row in open_rows]
+            again = self._draw(logits_mV, draws, 16 * drawn.num_candidates)
+            for row, own in zip(open_rows, self._sampled(again, iter(to_host(again.tensors())))):
+                sampled[row] = own
+        return sampled
 
     def _save(self, plan: StepPlan, result: StepResult) -> None:
         captured = iter(self.context.captured_states())
@@ -302,10 +316,19 @@ class ModelRunner:
 class Drawn:
     """What a step has drawn, on the device."""
 
+    logits_nV: Tensor
+    """The rows that were drawn from."""
+    draws: list[Draw]
+    """In the order of `StepPlan.draws`."""
+    num_candidates: int
+    """As `sample` was given it."""
     tokens_n: Tensor
-    """int64, in the order of `StepPlan.draws`."""
+    """int64; -1: not among the candidates."""
     scored: list[tuple[list[int], Scores]] = field(default_factory=list)
     """Numbers of the draws that need log-probabilities, and these."""
+
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens_n, *(tensor for _, each in self.scored for tensor in each)]
 
 
 def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:

@@ -1,15 +1,22 @@
 """Sampling of one step's rows of logits.
 
-Sampling is a pure function of (logits, parameters, tokens so far, seed, sample index, position),
-without generator state. So preemption, chunks and batches do not change a request's draws, and all
-ranks of a tensor-parallel job draw the same tokens without communication.
+A row's draw is the token with the largest sum of logit, divided by the temperature, and Gumbel
+noise, which makes it a draw from their softmax. The noise is a hash of (seed, sample index,
+position, token id), so a draw is a pure function of (logits, parameters, tokens so far, seed,
+sample index, position), without generator state: preemption, chunks and batches do not change a
+request's draws, and all ranks of a tensor-parallel job draw the same tokens without communication.
+A token's noise does not depend on the others' logits: what leaves out tokens, or rounds logits,
+changes a draw only where it rules out the token or brings another one to the top.
 
 All rows are drawn on their device, without waiting for it: `to_host` is the one wait of a step.
 Shape letters: n rows, m of them together, g of those guided, V tokens of the vocabulary, c most
-likely, B bytes of a bit for each token.
+likely, C candidates, B bytes of a bit for each token.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +27,19 @@ from torch.nn.functional import pad
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 from megatron_hybrid.ops.to_device import to_device
 
+NUM_CANDIDATES = 1024
+"""Most likely tokens among which `sample` first looks for those that top_p keeps."""
+
+_NUM_LOUDEST = 64
+"""Tokens whose exact noise is computed, of all. The largest sum is not among them once in 2**64
+draws: a token's bound exceeds it with at most its probability times an Exp(1) number."""
+_MASS_UNIT = 2.0**-40
+"""Probabilities, relative to the largest one, are summed in whole numbers of it: integers have the
+same sum in any order, so on any device, beside any rows."""
+_TOKENS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Numbers of a part of the rows: on a CPU they stay in its cache, elsewhere they are at most some
+150 MB."""
 _MASK64 = (1 << 64) - 1
-_ROWS_AT_ONCE = 16
-"""Rows that are sorted together: each takes some 40 bytes a token."""
 
 
 def _splitmix64(x: int) -> int:
@@ -33,12 +50,49 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """Return a number in [0, 1), a hash of the three arguments (53 random bits)."""
+def noise_keys(seed: int, sample_index: int, position: int) -> tuple[int, int]:
+    """Two int32 that stand for a row in the hash of its tokens: a hash of the three arguments."""
     state = 0
     for part in (seed, sample_index, position):
         state = _splitmix64(state ^ (part & _MASK64))
-    return (state >> 11) * 2.0**-53
+    return (state >> 32) - (1 << 31), (state & 0xFFFFFFFF) - (1 << 31)
+
+
+def token_hash(ids_mC: Tensor, keys_2m1: Tensor) -> Tensor:
+    """A hash of each token id in its row: int32 [m, C], uniform in [0, 2**31).
+
+    Products wrap around, and nothing else rounds, so it has the same bits on every device. The
+    mixing steps are those of "lowbias32" (Wellons, 2018, "Prospecting for hash functions").
+
+    Args:
+        ids_mC: int32 [m, C] or [1, V].
+        keys_2m1: int32 [2, m, 1], from `noise_keys`.
+    """
+    h_mC = (ids_mC * (0x9E3779B9 - (1 << 32))) ^ keys_2m1[0]
+    h_mC ^= (h_mC >> 16).bitwise_and_(0xFFFF)  # a shift of int32 repeats the sign
+    h_mC *= 0x7FEB352D
+    h_mC ^= keys_2m1[1]
+    h_mC ^= (h_mC >> 15).bitwise_and_(0x1FFFF)
+    h_mC *= 0x846CA68B - (1 << 32)
+    h_mC ^= (h_mC >> 16).bitwise_and_(0xFFFF)
+    return h_mC.bitwise_and_(0x7FFFFFFF)
+
+
+def gumbel_noise(hash_mC: Tensor) -> Tensor:
+    """-log(-log(1 - w)), float64, of w in (0, 1) from a `token_hash`."""
+    w_mC = (hash_mC.double() + 0.5) * 2.0**-31
+    return -(-torch.log1p(-w_mC)).log()
+
+
+def _noise_bound(hash_mV: Tensor) -> Tensor:
+    """At least the Gumbel noise of each token, and at most 0.06 more where it is large; fp32.
+
+    w <= -log(1 - w) bounds the noise by -log(w); the bits of a float, as an integer, are a
+    piecewise linear bound of its logarithm.
+    """
+    bits_mV = hash_mV.float().view(torch.int32).float()
+    log_2 = math.log(2)
+    return bits_mV.mul_(-log_2 * 2.0**-23).add_((31 + 127) * log_2)
 
 
 def adjust(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -102,98 +156,184 @@ def _adjusted(logits_mV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return logits_mV
 
 
-def sample(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sample(
+    logits_nV: Tensor, draws: Sequence[Draw], num_candidates: int = NUM_CANDIDATES
+) -> Tensor:
     """Draw one token for each row.
 
     Args:
         logits_nV: float [n, V], one row for each draw, equal on all tensor-parallel ranks; from
             `adjust`.
         draws: n parameters and stream positions.
+        num_candidates: most likely tokens among which those that `top_p` keeps are looked for.
 
     Returns:
-        int64 [n]. Greedy rows take the first maximum; other rows invert the cumulative
-        distribution of the truncated, tempered softmax (float64) at `uniform(...)`.
+        int64 [n]. Greedy rows take the first maximum; other rows the largest sum of tempered logit
+        and noise, of all tokens that are kept. -1: `top_p` keeps more than the candidates; draw the
+        row again with more of them, up to V. Their number changes no other token.
     """
-    tokens_n = logits_nV.argmax(dim=-1)
-    points = {
-        row: uniform(draw.seed, draw.sample_index, draw.position)
-        for row, draw in enumerate(draws)
-        if not draw.params.is_greedy
-    }
     params = [draw.params for draw in draws]
-    for rows_m, allowed, points_m in _some_at_a_time(logits_nV, params, points):
-        cumulative_mV = allowed.logits_mV.softmax(dim=-1).cumsum(dim=-1)
-        points_m1 = points_m.unsqueeze(1) * cumulative_mV[:, -1:]
-        ranks_m1 = torch.searchsorted(cumulative_mV, points_m1, right=True)
-        ranks_m1 = torch.minimum(ranks_m1, allowed.counts_m1 - 1)
-        tokens_n.index_copy_(0, rows_m, allowed.ids_mV.gather(1, ranks_m1).squeeze(1))
+    if any(own.is_greedy for own in params):
+        tokens_n = logits_nV.argmax(dim=-1)
+    else:
+        tokens_n = logits_nV.new_empty(len(draws), dtype=torch.int64)
+    ids_1V = _ids(logits_nV)
+    for rows, truncates in _parts(logits_nV, params, draws):
+        logits_mV = logits_nV.index_select(0, rows.numbers_m)
+        if truncates:
+            kept = _truncated(logits_mV, ids_1V, rows, num_candidates)
+            tokens_m = _loudest(kept.logits_mC, kept.ids_mC, rows.keys_2m1)
+            tokens_m.masked_fill_(~kept.is_all_m, -1)
+        else:
+            kept_mV = rows.tempered(logits_mV, logits_mV.amax(dim=-1, keepdim=True))
+            bounds_mV = _noise_bound(token_hash(ids_1V, rows.keys_2m1)).add_(kept_mV)
+            ids_mC = bounds_mV.topk(min(_NUM_LOUDEST, bounds_mV.shape[1]), sorted=False).indices
+            tokens_m = _loudest(kept_mV.gather(1, ids_mC), ids_mC, rows.keys_2m1)
+        tokens_n.index_copy_(0, rows.numbers_m, tokens_m)
     return tokens_n
 
 
-class _Allowed(NamedTuple):
-    """The tokens that may be drawn, most likely first."""
+def _ids(logits_nV: Tensor) -> Tensor:
+    """The ids of all tokens, int32 [1, V]."""
+    return torch.arange(logits_nV.shape[1], dtype=torch.int32, device=logits_nV.device)[None]
 
-    logits_mV: Tensor
-    """Tempered, float64; -inf behind the last one."""
-    ids_mV: Tensor
+
+def _loudest(logits_mC: Tensor, ids_mC: Tensor, keys_2m1: Tensor) -> Tensor:
+    """The id, int64 [m], of the largest sum of logit and noise. In float64, so that devices whose
+    logarithms round differently agree; there are few candidates."""
+    noise_mC = gumbel_noise(token_hash(ids_mC.int(), keys_2m1))
+    best_m1 = noise_mC.add_(logits_mC).argmax(dim=-1, keepdim=True)
+    return ids_mC.gather(1, best_m1).squeeze(1)
+
+
+class _Rows(NamedTuple):
+    """Some rows, and what their params say."""
+
+    numbers_m: Tensor
+    temperatures_m1: Tensor
+    """fp32."""
+    floors_m1: Tensor | None
+    """Smallest tempered logit, relative to the largest one, that min_p keeps; fp32. None: no row
+    has a min_p."""
+    top_k_m1: Tensor
+    """int64; V without one."""
+    top_p_m1: Tensor
+    """float64; infinite without one."""
+    keys_2m1: Tensor
+    """int32, from `noise_keys`."""
+    largest_top_k: int
+    """0: no row has one."""
+    sums_all: bool
+    """Whether a row has no top_k, so that its top_p is one of all tokens."""
+
+    def tempered(self, logits_mC: Tensor, largest_m1: Tensor) -> Tensor:
+        """fp32 [m, C], relative to the largest one, -inf where min_p leaves a token out."""
+        # Relative, so that the division does not overflow at any temperature.
+        logits_mC = (logits_mC.float() - largest_m1.float()).div_(self.temperatures_m1)
+        if self.floors_m1 is not None:
+            logits_mC.masked_fill_(logits_mC < self.floors_m1, -torch.inf)
+        return logits_mC
+
+
+def _parts(
+    logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw] | None = None
+) -> Iterator[tuple[_Rows, bool]]:
+    """Yields some rows at a time that are not greedy, and whether top_k or top_p may leave out
+    tokens of them. Without `draws` they have no keys."""
+    V, device = logits_nV.shape[1], logits_nV.device
+    groups: dict[bool, list[int]] = {False: [], True: []}
+    for row, own in enumerate(params):
+        if not own.is_greedy:
+            groups[0 < own.top_k < V or 0 < own.top_p < 1].append(row)
+    if not any(groups.values()):
+        return
+    order = groups[False] + groups[True]
+    chosen = [params[row] for row in order]
+    keys = [(0, 0)] * len(order)
+    if draws is not None:
+        points = ((draws[row].seed, draws[row].sample_index, draws[row].position) for row in order)
+        keys = [noise_keys(*point) for point in points]
+    numbers = (  # all in one copy; int32 is exact in float64
+        order,
+        [min(max(own.temperature, 1e-30), 1e30) for own in chosen],  # fp32 knows no other ones
+        [math.log(own.min_p) if own.min_p else -math.inf for own in chosen],
+        [min(own.top_k or V, V) for own in chosen],
+        [own.top_p if 0 < own.top_p < 1 else math.inf for own in chosen],
+        *zip(*keys),
+    )
+    numbers_7m1 = to_device(numbers, device, torch.float64).unsqueeze(2)
+    rows_m1, temperatures_m1, floors_m1, top_k_m1, top_p_m1 = numbers_7m1[:5]
+    numbers_m, temperatures_m1 = rows_m1.long().squeeze(1), temperatures_m1.float()
+    floors_m1, top_k_m1, keys_2m1 = floors_m1.float(), top_k_m1.long(), numbers_7m1[5:].int()
+    step = max(1, _TOKENS_AT_ONCE.get(device.type, _TOKENS_AT_ONCE["cuda"]) // V)
+    first = 0
+    for truncates, rows in groups.items():
+        end = first + len(rows)
+        for start in range(first, end, step):
+            some = slice(start, min(start + step, end))
+            own = chosen[some]
+            part = _Rows(
+                numbers_m[some],
+                temperatures_m1[some],
+                floors_m1[some] if any(each.min_p for each in own) else None,
+                top_k_m1[some],
+                top_p_m1[some],
+                keys_2m1[:, some],
+                max(each.top_k for each in own),
+                any(not each.top_k for each in own),
+            )
+            yield part, truncates
+        first = end
+
+
+class _Kept(NamedTuple):
+    """The tokens of some rows that may be drawn, most likely first."""
+
+    logits_mC: Tensor
+    """Tempered, fp32; -inf behind the last one."""
+    ids_mC: Tensor
     """int64."""
-    counts_m1: Tensor
-    """int64."""
+    is_all_m: Tensor
+    """Whether they are all that may be drawn."""
 
 
-def _some_at_a_time(
-    logits_nV: Tensor, params: Sequence[SamplingParams], points: Mapping[int, float]
-) -> Iterator[tuple[Tensor, _Allowed, Tensor]]:
-    """Yields (numbers int64 [m], tokens that may be drawn, points float64 [m]) of the rows in
-    `points`."""
-    rows, V = list(points), logits_nV.shape[1]
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        part = rows[first : first + _ROWS_AT_ONCE]
-        own = [params[row] for row in part]
-        numbers = (  # all in one copy; without a top_p, its sum is never reached
-            part,
-            [each.temperature for each in own],
-            [min(each.top_k or V, V) for each in own],
-            [each.top_p or torch.inf for each in own],
-            [each.min_p for each in own],
-            [points[row] for row in part],
-        )
-        numbers_6m = to_device(numbers, logits_nV.device, torch.float64)
-        rows_m, temperatures_m, top_k_m, top_p_m, min_p_m, points_m = numbers_6m
-        rows_m = rows_m.long()
-        allowed = _allowed(
-            logits_nV.index_select(0, rows_m),
-            temperatures_m.unsqueeze(1),
-            top_k_m.long().unsqueeze(1),
-            top_p_m.unsqueeze(1) if any(each.top_p for each in own) else None,
-            min_p_m.unsqueeze(1) if any(each.min_p for each in own) else None,
-        )
-        yield rows_m, allowed, points_m
-
-
-def _allowed(
-    logits_mV: Tensor,
-    temperatures_m1: Tensor,
-    top_k_m1: Tensor,
-    top_p_m1: Tensor | None,
-    min_p_m1: Tensor | None,
-) -> _Allowed:
-    """The tokens that the parameters of each row allow to be drawn."""
-    logits_mV, ids_mV = logits_mV.double().sort(dim=-1, descending=True, stable=True)
-    # Relative to the largest, so that the division does not overflow at any temperature.
-    logits_mV = (logits_mV - logits_mV[:, :1]).div_(temperatures_m1)
-    if min_p_m1 is not None:
-        counts_m1 = (logits_mV.exp() >= min_p_m1).sum(dim=-1, keepdim=True)
-        top_k_m1 = torch.minimum(top_k_m1, counts_m1)
-    ranks_V = torch.arange(logits_mV.shape[1], device=logits_mV.device)
-    logits_mV.masked_fill_(ranks_V >= top_k_m1, -torch.inf)
-    if top_p_m1 is None:
-        return _Allowed(logits_mV, ids_mV, top_k_m1)
+def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int) -> _Kept:
+    """What min_p, then top_k, then top_p keep; of equal logits the first ones."""
+    V = logits_mV.shape[1]
+    size = max(rows.largest_top_k, num_candidates if rows.sums_all else 0)
+    ids_mC = _most_likely(logits_mV, ids_1V, min(size, V))
+    raw_mC = logits_mV.gather(1, ids_mC)
+    kept_mC = rows.tempered(raw_mC, raw_mC[:, :1])
+    ranks_C = torch.arange(kept_mC.shape[1], device=kept_mC.device)
+    kept_mC.masked_fill_(ranks_C >= rows.top_k_m1, -torch.inf)
+    masses_mC = _masses(kept_mC)
+    sums_mC = masses_mC.cumsum(dim=-1)
+    found_m1 = totals_m1 = sums_mC[:, -1:]
+    if rows.sums_all:
+        all_m1 = _masses(rows.tempered(logits_mV, raw_mC[:, :1])).sum(dim=-1, keepdim=True)
+        totals_m1 = torch.where(rows.top_k_m1 < V, totals_m1, all_m1)
     # Kept: tokens whose predecessors sum to less than top_p, so at least one.
-    cumulative_mV = logits_mV.softmax(dim=-1).cumsum(dim=-1)
-    counts_m1 = (cumulative_mV < top_p_m1).sum(dim=-1, keepdim=True) + 1
-    counts_m1 = torch.minimum(counts_m1, top_k_m1)
-    return _Allowed(logits_mV.masked_fill_(ranks_V >= counts_m1, -torch.inf), ids_mV, counts_m1)
+    limits_m1 = rows.top_p_m1 * totals_m1
+    kept_mC.masked_fill_(sums_mC - masses_mC >= limits_m1, -torch.inf)
+    return _Kept(kept_mC, ids_mC, (found_m1 >= limits_m1.minimum(totals_m1)).squeeze(1))
+
+
+def _masses(logits_mC: Tensor) -> Tensor:
+    """exp of logits that are at most 0, as int64 multiples of `_MASS_UNIT`. By way of float64:
+    devices whose exp rounds differently then agree."""
+    return logits_mC.double().exp_().mul_(1 / _MASS_UNIT).long()
+
+
+def _most_likely(logits_mV: Tensor, ids_1V: Tensor, size: int) -> Tensor:
+    """The ids, int64 [m, size], of the largest logits, largest first, of equal ones the first.
+
+    torch.topk takes any of equal values, and bf16 logits often are equal. So it is given integers
+    in the order of (logit, -id).
+    """
+    bits_mV = (logits_mV.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    bits_mV = bits_mV ^ (bits_mV >> 31).bitwise_and_(0x7FFFFFFF)
+    keys_mV = bits_mV.long().bitwise_left_shift_(32).sub_(ids_1V)
+    return keys_mV.topk(size, dim=-1).values.neg_().bitwise_and_(0xFFFFFFFF)
 
 
 def raw_log_probs(logits_nV: Tensor) -> Tensor:
@@ -206,12 +346,17 @@ def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> 
     tempered, truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
     log_probs_nV = logits_nV.new_full(logits_nV.shape, -torch.inf, dtype=torch.float32)
     log_probs_nV.scatter_(1, logits_nV.argmax(dim=-1, keepdim=True), 0.0)
-    rows = (row for row, own in enumerate(params) if not own.is_greedy)
-    for rows_m, allowed, _ in _some_at_a_time(logits_nV, params, dict.fromkeys(rows, 0.0)):
-        sorted_mV = allowed.logits_mV.log_softmax(dim=-1).float()
-        log_probs_nV.index_copy_(
-            0, rows_m, torch.empty_like(sorted_mV).scatter_(1, allowed.ids_mV, sorted_mV)
-        )
+    ids_1V = _ids(logits_nV)
+    for rows, truncates in _parts(logits_nV, params):
+        logits_mV = logits_nV.index_select(0, rows.numbers_m)
+        if truncates:
+            kept = _truncated(logits_mV, ids_1V, rows, logits_mV.shape[1])
+            own_mV = torch.full_like(logits_mV, -torch.inf, dtype=torch.float32)
+            own_mV.scatter_(1, kept.ids_mC, kept.logits_mC.log_softmax(dim=-1))
+        else:
+            largest_m1 = logits_mV.amax(dim=-1, keepdim=True)
+            own_mV = rows.tempered(logits_mV, largest_m1).log_softmax(dim=-1)
+        log_probs_nV.index_copy_(0, rows.numbers_m, own_mV)
     return log_probs_nV
 
 
@@ -227,8 +372,9 @@ class Scores(NamedTuple):
 
 
 def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int) -> Scores:
-    """The log-probability of one token in each row, and of the `top_n` most likely ones."""
-    of_tokens_n1 = log_probs_nV.gather(1, tokens_n.unsqueeze(1))
+    """The log-probability of one token in each row, and of the `top_n` most likely ones. That of a
+    token below 0 means nothing."""
+    of_tokens_n1 = log_probs_nV.gather(1, tokens_n.clamp(min=0).unsqueeze(1))
     return Scores(
         of_tokens_n1.squeeze(1), *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1)
     )

@@ -59,7 +59,7 @@ def scripted_engine(monkeypatch, scripts: dict[int, list[int]], prompt_length: i
     All prompts must have `prompt_length` tokens.
     """
 
-    def scripted(logits_nV, draws):
+    def scripted(logits_nV, draws, _num_candidates):
         assert len(logits_nV) == len(draws)
         return torch.tensor([scripts[draw.seed][draw.position - prompt_length] for draw in draws])
 

@@ -1,20 +1,30 @@
 """Sampling against brute-force probabilities, and its independence from everything but its draw."""
 
 import inspect
-from itertools import accumulate
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import random_tokens, tiny_engine, tiny_model
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from megatron_hybrid.inference import sampling
+from megatron_hybrid.inference import model_runner, sampling
 from megatron_hybrid.inference.sampling import (
+    gumbel_noise,
+    noise_keys,
     processed_log_probs,
     raw_log_probs,
     score,
     to_host,
-    uniform,
+    token_hash,
 )
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, model_defaults
 
@@ -26,12 +36,12 @@ def sample(logits_nV: torch.Tensor, draws: list[Draw]) -> list[int]:
     return sampling.sample(logits_nV, draws).tolist()
 
 
-def frequencies(params: SamplingParams) -> torch.Tensor:
+def frequencies(params: SamplingParams, logits: torch.Tensor = LOGITS, count=NUM_DRAWS):
     """How often each token comes out of many positions of one stream."""
     params = params.resolved()
-    draws = [Draw(params, seed=3, sample_index=0, position=i) for i in range(NUM_DRAWS)]
-    tokens = sample(LOGITS.expand(NUM_DRAWS, -1), draws)
-    return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / NUM_DRAWS
+    draws = [Draw(params, seed=3, sample_index=0, position=i) for i in range(count)]
+    tokens = sample(logits.expand(count, -1), draws)
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / count
 
 
 def brute_force(temperature=1.0, top_k=0, top_p=0.0) -> torch.Tensor:
@@ -75,6 +85,43 @@ def test_frequencies_are_the_probabilities(fields):
     assert ((given_ - expected).abs() <= bound).all()
 
 
+WIDE = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 2.5
+"""More tokens than those whose exact noise is computed."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 3.0},
+        {"top_k": 30},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"min_p": 0.02},
+        {"temperature": 0.8, "top_k": 200, "top_p": 0.95},
+    ],
+)
+def test_draws_have_the_distribution_of_the_processors_of_transformers(fields):
+    """By Pearson's chi-square: its expectation is k - 1, its variance 2 (k - 1)."""
+    warpers = {
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }
+    theirs = LogitsProcessorList(warpers[name](value) for name, value in fields.items())
+    expected = theirs(torch.tensor([[0]]), WIDE[None].double())[0].softmax(0)
+    count = 10_000
+    given_ = frequencies(SamplingParams(**fields), WIDE, count).double()
+    assert (given_[expected == 0] == 0).all()
+    # Rare tokens together, so that each cell expects some draws.
+    is_rare = expected * count < 8
+    cells = [torch.cat([x[~is_rare], x[is_rare].sum()[None]]) * count for x in (given_, expected)]
+    cells = [x[cells[1] > 0] for x in cells]
+    chi_square = ((cells[0] - cells[1]) ** 2 / cells[1]).sum().item()
+    free = len(cells[0]) - 1
+    assert abs(chi_square - free) < 4 * math.sqrt(2 * free)
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.999999999999999])
 def test_top_p_near_one_keeps_no_more_than_top_k(top_p):
     """The sum of the k probabilities may round to less than top_p."""
@@ -111,28 +158,36 @@ def test_tokens_that_are_ruled_out_are_never_drawn():
     assert set(sample(logits, draws)) == {1, 3}
 
 
+def hash_alone(token: int, keys: tuple[int, int]) -> int:
+    """`token_hash` of one token, in whole numbers."""
+    first, second = (key % 2**32 for key in keys)
+    h = token * 0x9E3779B9 % 2**32 ^ first
+    h = (h ^ h >> 16) * 0x7FEB352D % 2**32 ^ second
+    h = (h ^ h >> 15) * 0x846CA68B % 2**32
+    return (h ^ h >> 16) % 2**31
+
+
+def noise_alone(token: int, draw: Draw) -> float:
+    keys = noise_keys(draw.seed, draw.sample_index, draw.position)
+    return -math.log(-math.log1p(-(hash_alone(token, keys) + 0.5) / 2**31))
+
+
 def drawn_alone(logits_V: torch.Tensor, draw: Draw) -> int:
-    """One row, token by token, with the same rounding where it matters: float64 sums of the softmax
-    of what is kept."""
+    """One row, token by token, with the same rounding where it matters: quotients of fp32, and sums
+    of whole numbers."""
     logits, own = logits_V.tolist(), draw.params
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if own.is_greedy:
         return order[0]
+    tempered = ((logits_V - logits_V.max()) / torch.tensor(own.temperature)).tolist()
+    ratios = [math.exp(x) for x in tempered]
     kept = order[: own.top_k or len(order)]
-    top = torch.tensor(logits[order[0]], dtype=torch.float64)
-    ratios = ((logits_V.double() - top) / own.temperature).exp().tolist()
-    kept = [token for token in kept if ratios[token] >= own.min_p]
-
-    def cumulative() -> list[float]:
-        row = torch.tensor([logits[token] for token in kept], dtype=torch.float64)
-        return list(accumulate(((row - row[0]) / own.temperature).softmax(0).tolist()))
-
-    if own.top_p:
-        before = (0.0, *cumulative())
-        kept = [token for token, mass in zip(kept, before) if mass < own.top_p]
-    sums = cumulative()
-    point = uniform(draw.seed, draw.sample_index, draw.position) * sums[-1]
-    return next((token for token, mass in zip(kept, sums) if mass > point), kept[-1])
+    kept = [token for token in kept if ratios[token] >= own.min_p * (1 - 1e-9)]
+    if 0 < own.top_p < 1:
+        masses = [int(ratios[token] * 2**40) for token in kept]
+        limit = own.top_p * sum(masses)
+        kept = [token for i, token in enumerate(kept) if sum(masses[:i]) < limit]
+    return max(kept, key=lambda token: tempered[token] + noise_alone(token, draw))
 
 
 PARAMS = st.builds(
@@ -166,17 +221,76 @@ def test_a_draw_depends_on_its_own_arguments_alone(seed, sample_index, positions
     assert together == [sample(LOGITS[None], [draw])[0] for draw in draws]
 
 
-def test_streams_of_seeds_samples_and_positions_are_uncorrelated():
-    base = [uniform(1, 0, i) for i in range(2000)]
-    for other in (
-        [uniform(2, 0, i) for i in range(2000)],
-        [uniform(1, 1, i) for i in range(2000)],
-        [uniform(1, 0, i + 1) for i in range(2000)],
-    ):
-        correlation = torch.corrcoef(torch.tensor([base, other]))[0, 1].item()
-        assert abs(correlation) < 0.08  # 3.5 standard deviations
-    assert all(0 <= u < 1 for u in base)
-    assert abs(sum(base) / 2000 - 0.5) < 0.03
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.999}])
+def test_a_draw_does_not_change_where_its_token_stays(fields):
+    """Without most of the tokens that it does not draw, it draws the same ones."""
+    params = [SamplingParams(**fields).resolved(), SamplingParams(top_k=60).resolved()]
+    whole, fewer = ([Draw(own, 1, 0, i) for i in range(300)] for own in params)
+    drawn = torch.tensor(sample(WIDE.expand(300, -1), whole))
+    is_kept = torch.isin(drawn, WIDE.topk(60).indices)
+    assert 250 < is_kept.sum() < 300
+    again = torch.tensor(sample(WIDE.expand(300, -1), fewer))
+    assert torch.equal(drawn[is_kept], again[is_kept])
+
+
+def test_noise_has_the_bits_of_whole_numbers_and_no_larger_bound():
+    points = [(0, 0, 0), (2**64 - 1, 3, 10**6), (-1, 0, 5)]
+    keys = [noise_keys(*point) for point in points]
+    ids = torch.tensor([0, 1, 2, 151_935, 2**31 - 1], dtype=torch.int32)
+    hashes = token_hash(ids[None], torch.tensor(keys, dtype=torch.int32).T[:, :, None])
+    assert hashes.tolist() == [[hash_alone(token, own) for token in ids.tolist()] for own in keys]
+    numbers = torch.tensor([[0, 1, 2, 1000, *range(10**6, 2**31, 10**7), 2**31 - 1]])
+    noise = gumbel_noise(numbers.int())
+    above = sampling._noise_bound(numbers.int()) - noise
+    assert above.min() >= 0 and above[(noise > 3) & (numbers >= 1000)].max() < 0.1
+
+
+def test_streams_of_seeds_samples_positions_and_tokens_are_uncorrelated():
+    ids = torch.arange(2000, dtype=torch.int32)[None]
+
+    def stream(seed, sample_index, position, first=0):
+        keys = torch.tensor(noise_keys(seed, sample_index, position), dtype=torch.int32)
+        return gumbel_noise(token_hash(ids + first, keys.view(2, 1, 1)))[0]
+
+    base = stream(1, 0, 7)
+    others = [(2, 0, 7), (1, 1, 7), (1, 0, 8), (1, 0, 7, 1), (1, 0, 7, 2000)]
+    rows = torch.corrcoef(torch.stack([base, *(stream(*other) for other in others)]))[0, 1:]
+    assert rows.abs().max() < 0.08  # 3.5 standard deviations
+    # Gumbel's mean and variance
+    assert abs(base.mean() - 0.5772) < 0.1 and abs(base.var() - math.pi**2 / 6) < 0.2
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+def test_a_row_whose_tokens_are_not_all_candidates_says_so(top_p):
+    params = [SamplingParams(top_p=top_p, min_p=m).resolved() for m in (0.0, 0.001)]
+    draws = [Draw(params[i % 2], 1, 0, i) for i in range(60)]
+    rows = WIDE.expand(60, -1)
+    exact = torch.tensor(sample(rows, draws))
+    kept = processed_log_probs(rows, [draw.params for draw in draws]).isfinite().sum(1)
+    for size in (1, 8, 64, 399):
+        tokens = sampling.sample(rows, draws, size)
+        assert torch.equal(tokens, torch.where(kept <= size, exact, -1))
+
+
+def test_a_step_draws_again_what_was_not_among_the_candidates(monkeypatch):
+    params = SamplingParams(
+        top_p=0.97, seed=1, num_tokens_to_generate=5, return_log_probs=True, top_n_logprobs=2
+    )
+    model, prompts = tiny_model("*-"), [random_tokens(9, seed=i) for i in range(3)]
+
+    def answers(num_candidates):
+        monkeypatch.setattr(model_runner, "NUM_CANDIDATES", num_candidates)
+        engine = tiny_engine(model, logprobs_mode="processed_logprobs")
+        results = engine.generate(prompts, [params, SamplingParams(top_k=1), params])
+        return [(own.generated_tokens, own.log_probs, own.top_n_logprobs) for own in results]
+
+    reads = []
+    read = model_runner.to_host
+    monkeypatch.setattr(model_runner, "to_host", lambda x: reads.append(len(x)) or read(x))
+    expected = answers(97)
+    once = len(reads)
+    assert answers(1) == expected
+    assert len(reads) > 2 * once
 
 
 def test_log_probs_are_those_of_the_untempered_softmax():
