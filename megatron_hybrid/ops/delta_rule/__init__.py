@@ -10,8 +10,10 @@ from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 
-_gated_delta_rule = Op("gated_delta_rule", in_slots(reference.gated_delta_rule, 5))
-_kimi_delta_attention = Op("kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5))
+_gated_delta_rule = Op("gated_delta_rule", in_slots(reference.gated_delta_rule, 5, True))
+_kimi_delta_attention = Op(
+    "kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5, True)
+)
 for _op in (_gated_delta_rule, _kimi_delta_attention):
     _op.register(
         kernel_backend(

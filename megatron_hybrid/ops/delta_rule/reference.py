@@ -15,12 +15,12 @@ from megatron_hybrid.ops.checks import (
     check_shape,
     compute_dtype,
     pad_rows,
-    states_or_zeros,
     without_autocast,
 )
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
+from megatron_hybrid.ops.slot_states import SlotStates, initial_states
 
 L2NORM_EPS = 1e-6
 """Added to the squared norm of q and k, as flash-linear-attention and transformers do."""
@@ -36,16 +36,17 @@ def gated_delta_rule(
     v_THP: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-    initial_states_RHNP: torch.Tensor | None,
+    initial_states_RHNP: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`ops.gated_delta_rule` as a function of initial states `[R, H, N, P]`, None for zeros.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype.
+        Outputs, final states and captured states; these two in the compute dtype, or None where
+        they are `SlotStates`: see `in_slots`.
     """
     check_gated(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
     return _delta_rule(
@@ -138,16 +139,17 @@ def kimi_delta_attention(
     v_THP: torch.Tensor,
     g_THN: torch.Tensor,
     beta_TH: torch.Tensor,
-    initial_states_RHNP: torch.Tensor | None,
+    initial_states_RHNP: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`ops.kimi_delta_attention` as a function of initial states `[R, H, N, P]`, None for zeros.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype.
+        Outputs, final states and captured states; these two in the compute dtype, or None where
+        they are `SlotStates`: see `in_slots`.
     """
     check_kimi(q_THN, k_THN, v_THP, g_THN, beta_TH, layout)
     return _delta_rule(
@@ -228,12 +230,12 @@ def _delta_rule(
     op: str,
     chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     inputs_T: tuple[torch.Tensor, ...],
-    initial_states_RHNP: torch.Tensor | None,
+    initial_states_RHNP: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int,
     scale: float | None,
     use_qk_l2norm: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The delta rule `op`, from checked inputs q, k, v, g and beta of any dtype.
 
     g is `[T, H, N]`, or `[T, H, 1]` where all key channels share a decay; all else is as in
@@ -242,7 +244,7 @@ def _delta_rule(
     q_THN, k_THN, v_THP, g_TH, beta_TH = inputs_T
     N = k_THN.shape[-1]
     shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
-    states_RHNP = states_or_zeros(op, initial_states_RHNP, shape, "[R, H, N, P]", like=v_THP)
+    states_RHNP = initial_states(op, initial_states_RHNP, shape, "[R, H, N, P]", like=v_THP)
     dtype = compute_dtype(v_THP)
     q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
     if use_qk_l2norm:
@@ -254,7 +256,8 @@ def _delta_rule(
         (q_f, k_f, v_f, g_f, beta_f),
         states_RHNP,
         layout,
-        lambda: ChunkGrid.of(layout, chunk_size, states_RHNP.device),
+        lambda: ChunkGrid.of(layout, chunk_size, v_THP.device),
+        _step_in_place,
     )
     return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
@@ -275,6 +278,31 @@ def _step(
     delta_RH1P = (v_RHP.unsqueeze(2) - kept_RH1P) * beta_RH[..., None, None]
     S_RHNP = (S_RHNP * decay_RHN1).addcmul_(k_RH1N.mT, delta_RH1P)
     return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
+
+
+def _step_in_place(
+    q_RHN: torch.Tensor,
+    k_RHN: torch.Tensor,
+    v_RHP: torch.Tensor,
+    g_RHN: torch.Tensor,
+    beta_RH: torch.Tensor,
+    states_HNP: list[torch.Tensor],
+) -> torch.Tensor:
+    """`_step` with the same bits; changes the states."""
+    repeats = v_RHP.shape[1] // k_RHN.shape[1]
+    q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
+    decay_RHN1, v_RH1P = g_RHN.exp().unsqueeze(-1), v_RHP.unsqueeze(2)
+    kept_k_RH1N, beta_RH11 = k_RH1N * decay_RHN1.mT, beta_RH[..., None, None]
+    o_RH1P, delta_H1P = torch.empty_like(v_RH1P), torch.empty_like(v_RH1P[0])
+    rows = (q_RH1N, k_RH1N.mT, kept_k_RH1N, v_RH1P, decay_RHN1, beta_RH11, o_RH1P)
+    for S_HNP, q_H1N, k_HN1, kept_k_H1N, v_H1P, decay_HN1, beta_H11, o_H1P in zip(
+        states_HNP, *(t.unbind() for t in rows)
+    ):
+        torch.bmm(kept_k_H1N, S_HNP, out=delta_H1P)
+        torch.sub(v_H1P, delta_H1P, out=delta_H1P).mul_(beta_H11)
+        S_HNP.mul_(decay_HN1).addcmul_(k_HN1, delta_H1P)
+        torch.bmm(q_H1N, S_HNP, out=o_H1P)
+    return o_RH1P.squeeze(2)
 
 
 def _solve_and_recur(

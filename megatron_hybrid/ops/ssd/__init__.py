@@ -10,7 +10,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, in_slots
 from megatron_hybrid.ops.ssd import reference
 
-_ssd_scan = Op("ssd_scan", in_slots(reference.ssd_scan, 6))
+_ssd_scan = Op("ssd_scan", in_slots(reference.ssd_scan, 6, True))
 _ssd_scan.register(
     kernel_backend(
         "mcore",

@@ -10,12 +10,12 @@ from megatron_hybrid.ops.checks import (
     compute_dtype,
     pad_rows,
     rows_between,
-    states_or_zeros,
     without_autocast,
 )
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
+from megatron_hybrid.ops.slot_states import SlotStates, initial_states
 
 
 @without_autocast
@@ -26,20 +26,19 @@ def ssd_scan(
     B_TGN: torch.Tensor,
     C_TGN: torch.Tensor,
     D_H: torch.Tensor | None,
-    initial_states_RHPN: torch.Tensor | None,
+    initial_states_RHPN: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`ops.ssd_scan` as a function of initial states `[R, H, P, N]`, None for zeros.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype.
+        Outputs, final states and captured states; these two in the compute dtype, or None where
+        they are `SlotStates`: see `in_slots`.
     """
     check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
-    states_RHPN = states_or_zeros(
-        "ssd_scan", initial_states_RHPN, shape, "[R, H, P, N]", like=x_THP
-    )
+    states_RHPN = initial_states("ssd_scan", initial_states_RHPN, shape, "[R, H, P, N]", like=x_THP)
     dtype = compute_dtype(x_THP)
     x_f, dt_f, B_f, C_f = (t.to(dtype) for t in (x_THP, dt_TH, B_TGN, C_TGN))
     # What remains is linear attention with a scalar decay: keys B, queries C, values dt x.
@@ -50,7 +49,8 @@ def ssd_scan(
         inputs,
         states_RHPN,
         layout,
-        lambda: ChunkGrid.of(layout, chunk_size, states_RHPN.device),
+        lambda: ChunkGrid.of(layout, chunk_size, x_THP.device),
+        _step_in_place,
     )
     if D_H is not None:
         x_f = rows_between(x_f, 0, layout.num_tokens)
@@ -73,6 +73,28 @@ def _step(
     S_RHPN = (S_RHPN * g_RH.exp()[..., None, None]).addcmul_(dtx_RHP.unsqueeze(-1), B_RH1N)
     # A row times a matrix: as S C, a matrix times a column, MKL takes seven times as long.
     return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
+
+
+def _step_in_place(
+    dtx_RHP: torch.Tensor,
+    g_RH: torch.Tensor,
+    B_RGN: torch.Tensor,
+    C_RGN: torch.Tensor,
+    states_HPN: list[torch.Tensor],
+) -> torch.Tensor:
+    """`_step` with the same bits; changes the states."""
+    heads_per_group = dtx_RHP.shape[1] // B_RGN.shape[1]
+    B_RH1N, C_RH1N = (
+        t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)
+    )
+    y_RH1P = torch.empty_like(dtx_RHP).unsqueeze(2)
+    rows = (g_RH.exp()[..., None, None], dtx_RHP.unsqueeze(-1), B_RH1N, C_RH1N, y_RH1P)
+    for S_HPN, decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(
+        states_HPN, *(t.unbind() for t in rows)
+    ):
+        S_HPN.mul_(decay_H11).addcmul_(dtx_HP1, B_H1N)
+        torch.bmm(C_H1N, S_HPN.mT, out=y_H1P)
+    return y_RH1P.squeeze(2)
 
 
 def _chunked(

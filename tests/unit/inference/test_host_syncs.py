@@ -7,6 +7,7 @@ from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.ops import slot_states
 from megatron_hybrid.ops.state_codec import codec
 
 
@@ -34,6 +35,7 @@ def engine_without_syncs(monkeypatch, model, **fields):
 @pytest.mark.parametrize("pattern", ["M*S-W+GK", "CHZL-*"])
 def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, pattern, encoding):
     monkeypatch.setattr(codec, "_is_free_to_read", lambda x: False)
+    monkeypatch.setattr(slot_states, "_are_steps_in_place", lambda *_: False)
     model = tiny_model(pattern)
     engine, waits = engine_without_syncs(monkeypatch, model, max_tokens=48, state_encoding=encoding)
     shared = random_tokens(70)

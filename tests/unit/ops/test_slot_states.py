@@ -1,61 +1,100 @@
-"""The recurrent ops on live slots do what their references do from initial to final states."""
+"""Steps that change states in the pool: the bits of steps on gathered states, and no other slot."""
 
 import pytest
 import torch
-from recurrences import CONV, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SELECTIVE_SCAN, SSD
 
 from megatron_hybrid import ops
-from megatron_hybrid.ops import RaggedLayout, SlotStates
+from megatron_hybrid.ops import RaggedLayout, SlotStates, slot_states
 
-SLOTS = [4, 0, 3]
-NUM_SLOTS = 6
-every_op = pytest.mark.parametrize(
-    "op",
-    [SSD, SELECTIVE_SCAN, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, CONV],
-    ids=lambda op: op.name,
-)
+SLOTS = 11
 
 
-def on_slots(op, inputs, parameters, states, layout):
-    """The public op, by the name of the reference's."""
-    function = getattr(ops, op.name)
-    if op is SSD or op is SELECTIVE_SCAN:
-        (x, dt, B, C), (A, D) = inputs, parameters
-        return function(x, dt, A, B, C, D, states, layout, 8)
-    if op is CONV:
-        return function(*inputs, *parameters, states, layout)
-    return function(*inputs, states, layout, 8)
+def randn(generator, *shape):
+    return torch.randn(*shape, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("captures", [(), (1, 5, 10)])
-@every_op
-def test_slots_are_updated_in_place(op, captures, dtype):
-    layout = RaggedLayout((1, 9, 12), (3, 0, 40), captures, num_padding=2)
-    generator = torch.Generator().manual_seed(0)
-    inputs = op.inputs(layout.num_rows, generator)
-    parameters = op.parameters(generator)
-    # Slots lie apart in rows of bytes, as those of CacheMemory do.
-    rows = torch.randn(NUM_SLOTS, 3, *op.state_shape, generator=generator).to(dtype)
-    pool = rows[:, 1]
-    expected_y, final, captured = op.call(inputs, parameters, pool[SLOTS], layout, 8)
-    expected = rows.clone()
-    expected[SLOTS, 1] = final.to(dtype)
-
-    room = pool.new_empty(len(captures), *op.state_shape) if captures else None
-    states = SlotStates(pool, torch.tensor(SLOTS), room)
-    y = on_slots(op, inputs, parameters, states, layout)
-    assert torch.equal(y, expected_y)
-    assert torch.equal(rows, expected)
-    if captures:
-        assert torch.equal(room, captured.to(dtype))
+def mamba2(g, T, H, groups, N, P):
+    decays = -randn(g, H).abs()
+    return (
+        *(randn(g, T, H, P), randn(g, T, H).abs(), decays, randn(g, T, groups, N)),
+        *(randn(g, T, groups, N), randn(g, H)),
+    )
 
 
-@every_op
-def test_without_slots_sequences_start_from_zeros(op):
-    layout = RaggedLayout((1, 9), (0, 0))
-    generator = torch.Generator().manual_seed(1)
-    inputs, parameters = op.inputs(10, generator), op.parameters(generator)
-    zeros = torch.zeros(2, *op.state_shape, dtype=torch.float64)
-    expected, *_ = op.call(inputs, parameters, zeros, layout, 8)
-    assert torch.equal(on_slots(op, inputs, parameters, None, layout), expected)
+def delta(g, T, H, groups, N, P, per_channel=False):
+    heads = H if per_channel else groups
+    decays = -randn(g, T, H, N).abs() if per_channel else -randn(g, T, H).abs()
+    keys = randn(g, T, heads, N), randn(g, T, heads, N)
+    return *keys, randn(g, T, H, P), decays, randn(g, T, H).sigmoid()
+
+
+OPS = {
+    "ssd_scan": (mamba2, lambda H, N, P: (H, P, N)),
+    "gated_delta_rule": (delta, lambda H, N, P: (H, N, P)),
+    "kimi_delta_attention": (
+        lambda *args: delta(*args, per_channel=True),
+        lambda H, N, P: (H, N, P),
+    ),
+}
+
+
+def pool_of(generator, shape, dtype=torch.float32):
+    """States at multiples of 16 bytes inside wider slots, as those of the engine."""
+    size = -(-torch.Size(shape).numel() // 8) * 8
+    slots = randn(generator, SLOTS, size + 24).to(dtype)
+    return slots, slots[:, 8 : 8 + torch.Size(shape).numel()].unflatten(1, shape)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("sizes", [(4, 2, 16, 64), (2, 1, 5, 6), (3, 3, 130, 32), (1, 1, 64, 1)])
+@pytest.mark.parametrize("num_padding", [0, 3])
+@torch.inference_mode()
+def test_steps_in_place_have_the_bits_of_steps_on_gathered_states(
+    monkeypatch, name, sizes, num_padding
+):
+    make, shape_of = OPS[name]
+    generator = torch.Generator().manual_seed(sum(sizes))
+    shape = shape_of(sizes[0], *sizes[2:])
+    layout = RaggedLayout((1,) * 7, tuple(range(7)), (2, 3, 7), num_padding)
+    inputs = make(generator, layout.num_rows, *sizes)
+    _, gathered = pool_of(generator, shape)
+    slots, in_place = pool_of(generator, shape)
+    around = slots.clone()
+    in_place.copy_(gathered)
+    ids = torch.randperm(SLOTS, generator=generator)[:7]
+    idle = torch.tensor(sorted({*range(SLOTS)} - {*ids.tolist()}))
+
+    def run(pool):
+        captured = torch.empty(3, *shape)
+        ys = [getattr(ops, name)(*inputs, SlotStates(pool, ids, captured), layout)]
+        ys.append(getattr(ops, name)(*inputs, SlotStates(pool, ids, captured), layout))
+        return *ys, captured, pool.clone()
+
+    before = gathered.clone()
+    results = run(in_place)
+    reads = []
+    monkeypatch.setattr(slot_states, "_are_steps_in_place", lambda *_: reads.append(1))
+    expected = run(gathered)
+    assert len(reads) == 2
+    for given, wanted in zip(results, expected):
+        assert torch.equal(given, wanted)
+    assert torch.equal(in_place[idle], before[idle])
+    assert not torch.equal(in_place[ids], before[ids])
+    size = torch.Size(shape).numel()
+    for beside in (slice(0, 8), slice(8 + size, None)):
+        assert torch.equal(slots[:, beside], around[:, beside])
+
+
+def test_steps_are_in_place_only_where_nothing_else_can_tell():
+    def are_in_place(dtype=torch.float32, x=torch.float32, lengths=(1, 1), **fields):
+        layout = RaggedLayout(lengths, (5, 6), **fields)
+        states = SlotStates(torch.zeros(3, 2, 2, 2, dtype=dtype), torch.tensor([2, 0]))
+        return slot_states._are_steps_in_place((torch.zeros(2, 2, 2, dtype=x),), states, layout)
+
+    with torch.no_grad():
+        assert are_in_place() and are_in_place(x=torch.bfloat16)
+        assert not are_in_place(dtype=torch.bfloat16)
+        assert not are_in_place(x=torch.float64)
+        assert not are_in_place(lengths=(1, 4))
+        assert not are_in_place(starts=torch.tensor([5, 6], dtype=torch.int32))
+    assert not are_in_place()  # a graph of gradients may need the states before
