@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -273,9 +274,16 @@ class Request:
             self.num_tokens,
             self._distinct_prompt_tokens if repeats else None,
             self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
-            tuple(self.stop_ids) if bans_stops else (),
+            (*self._bad_ends(), *(self.stop_ids if bans_stops else ())),
             self.allowed if matcher is None else matcher.allowed,
         )
+
+    def _bad_ends(self) -> Iterator[int]:
+        """Tokens that would complete one of `bad_words_ids`."""
+        for *before, last in self.params.bad_words_ids:
+            start = self.num_generated - len(before)
+            if not before or (start >= 0 and self.generated_from(start) == before):
+                yield last
 
     def is_stop(self, token: int) -> bool:
         """Whether a token ends the answer, if it is drawn next."""

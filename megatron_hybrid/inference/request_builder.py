@@ -164,8 +164,7 @@ class RequestBuilder:
             raise TypeError(f"tenant must be a str, got {type(tenant).__name__}")
         breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
         stop_ids = self._stop_ids(params)
-        if params.allowed_token_ids is not None:
-            self._check_allowed(params, guide, stop_ids)
+        self._check_choice(params, guide, stop_ids)
         if guide is not None:
             self.check_guide(guide)
             self._guides.matcher(guide, stop_ids)  # raises if there is no such answer
@@ -419,22 +418,31 @@ class RequestBuilder:
                 named.add(int(token))
         return frozenset(named)
 
-    def _check_allowed(
+    def _check_choice(
         self, params: SamplingParams, guide: Guide | None, stop_ids: frozenset[int]
     ) -> None:
         """Check that there is always a token to draw."""
-        for token in params.allowed_token_ids or ():
-            foreign = "was it made by another model's tokenizer?"
-            self._check_id(f"token {token} of allowed_token_ids", token, foreign)
-        if guide is not None:
-            raise ValueError(
-                "allowed_token_ids and a guide both say which tokens may come: give one of them"
-            )
-        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or ()):
-            raise ValueError(
-                f"allowed_token_ids has stop tokens alone, and min_tokens={params.min_tokens} "
-                "forbids these: allow another token, or leave min_tokens out"
-            )
+        ends = {run[-1] for run in params.bad_words_ids}
+        chosen = {
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_ids": {token for run in params.bad_words_ids for token in run},
+        }
+        for name, tokens in chosen.items():
+            if not tokens:
+                continue
+            for token in tokens:
+                foreign = "was it made by another model's tokenizer?"
+                self._check_id(f"token {token} of {name}", token, foreign)
+            if guide is not None:
+                raise ValueError(
+                    f"{name} and a guide both say which tokens may come: give one of them"
+                )
+            left = {*(params.allowed_token_ids or range(self.vocab_size))} - ends
+            if not left or (params.min_tokens and left <= stop_ids):
+                raise ValueError(
+                    f"{name} may leave no token to draw, with {len(ends)} that bad_words_ids and "
+                    f"{len(stop_ids)} that min_tokens={params.min_tokens} forbid: forbid fewer"
+                )
 
     def _check_id(self, what: str, token: int, remedy: str) -> None:
         """Raise ValueError for an id that would index another token, or another request's row."""

@@ -118,6 +118,10 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens may be drawn, stop tokens among them; None: all."""
 
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    """Runs of tokens that the answer does not have: the last token of one is not drawn behind the
+    others, as in `transformers`."""
+
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
     prompt alone (to warm the cache, or to score it)."""
@@ -207,6 +211,14 @@ class SamplingParams:
                 f"{name} must lie in [-2, 2] (0 is none), got {value!r}",
             )
         self._check_logit_bias(check)
+        runs = self.bad_words_ids
+        check(
+            isinstance(runs, Iterable)
+            and not isinstance(runs, (str, bytes))
+            and all(isinstance(run, Sequence) and run and all(map(is_int, run)) for run in runs),
+            f"bad_words_ids must be sequences of one int or more, got {runs!r}",
+        )
+        self.bad_words_ids = tuple(tuple(map(int, run)) for run in runs)
         if self.allowed_token_ids is not None:
             allowed = self.allowed_token_ids
             check(
@@ -379,7 +391,7 @@ class Draw:
     answer_tokens: np.ndarray | None = None
     """int32 [generated tokens], if the params penalise any."""
     banned: tuple[int, ...] = ()
-    """Tokens that may not be drawn: stop tokens before `min_tokens`."""
+    """Tokens that may not be drawn: stop tokens before `min_tokens`, ends of `bad_words_ids`."""
     allowed: np.ndarray | None = None
     """As `GuideMatcher.allowed`; None: all."""
 

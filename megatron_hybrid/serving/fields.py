@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
     # vLLM
     "add_special_tokens": (False,),  # a chat's template writes them
-    "bad_words": ([],),
     "chat_template": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
@@ -224,6 +223,7 @@ class GenerationFields(Fields):
     cache_breakpoints: list[int] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     priority: int = 0

@@ -8,7 +8,7 @@ from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import ChatFields, GenerationFields
 
 MAX_STOPS = 64
-"""Strings of `stop`; and ids of `stop_token_ids`, times 16."""
+"""Strings of `stop` and of `bad_words`; and ids of `stop_token_ids`, times 16."""
 MAX_STOP_CHARS = 1024
 """Of each: every new token is looked at for all of them."""
 MAX_LOGIT_BIAS = 1024
@@ -23,6 +23,9 @@ def check_limits(fields: GenerationFields) -> None:
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or ()
     _check(len(stops), MAX_STOPS, "strings", "stop")
     _check(max(map(len, stops), default=0), MAX_STOP_CHARS, "characters in one string", "stop")
+    _check(len(fields.bad_words or ()), MAX_STOPS, "strings", "bad_words")
+    longest = max(map(len, fields.bad_words or ()), default=0)
+    _check(longest, MAX_STOP_CHARS, "characters in one string", "bad_words")
     _check(len(fields.stop_token_ids or ()), 16 * MAX_STOPS, "ids", "stop_token_ids")
     _check(len(fields.logit_bias or ()), MAX_LOGIT_BIAS, "entries", "logit_bias")
     if isinstance(fields, ChatFields) and fields.tools:

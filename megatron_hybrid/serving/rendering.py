@@ -248,11 +248,12 @@ def _with_refs_to(place: str, schema: Any) -> Any:
 
 
 def sampling_params(
-    fields: GenerationFields, max_tokens: int, scores_prompt: bool
+    tokenizer: Tokenizer, fields: GenerationFields, max_tokens: int, scores_prompt: bool
 ) -> SamplingParams:
     """What the engine samples by.
 
     Args:
+        tokenizer: for words.
         max_tokens: of the answer.
         scores_prompt: log-probabilities of the prompt are wanted.
 
@@ -262,6 +263,8 @@ def sampling_params(
     top = fields.logprobs if isinstance(fields, CompletionFields) else None
     if isinstance(fields, ChatFields) and fields.logprobs:
         top = fields.top_logprobs or 0
+    # In the answer a word may stand at the beginning of a token, or behind a space that is in it.
+    words = [spelt for word in fields.bad_words or () for spelt in (word, f" {word}")]
     try:
         return SamplingParams(
             temperature=fields.temperature,
@@ -273,6 +276,7 @@ def sampling_params(
             repetition_penalty=fields.repetition_penalty,
             logit_bias=fields.logit_bias or None,
             allowed_token_ids=fields.allowed_token_ids or None,
+            bad_words_ids=[tokenizer.tokenize(word, add_special_tokens=False) for word in words],
             min_tokens=fields.min_tokens,
             seed=fields.seed,
             num_tokens_to_generate=max_tokens,

@@ -135,7 +135,7 @@ _SHARED = (
     *("cache_breakpoints", "request_id", "chat_template_kwargs", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "documents"),
     *("include_stop_str_in_output", "structured_outputs", "parallel_tool_calls"),
-    *("allowed_token_ids", "truncate_prompt_tokens"),
+    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
 )
 """Fields of chats that this route takes, too."""
 _OF_CHATS: dict[str, tuple] = {

@@ -367,6 +367,35 @@ def test_only_allowed_tokens_are_drawn(call, route):
         assert call.refused(route, **{**given, **wrong})["param"] == "allowed_token_ids"
 
 
+@ROUTES
+def test_bad_words_are_not_written(call, route):
+    limit = "max_output_tokens" if route == RESPONSE else "max_tokens"
+    given = {"temperature": 0, limit: 12}
+
+    def text(**more):
+        found = call.generated(route, **given, **more)
+        if route == RESPONSE:
+            return found["output"][0]["content"][0]["text"]
+        choice = found["choices"][0]
+        return choice["text"] if route == COMPLETION else choice["message"]["content"]
+
+    words = re.findall(r"(?<= )\w+", text())
+    others = text(bad_words=words[:2])
+    assert not {*words[:2]} & {*re.findall(r"\w+", others)}
+    assert text(bad_words=[]) == text()
+    for wrong in ({"bad_words": [""]}, {"bad_words": ["a"] * 65}):
+        assert call.refused(route, **wrong)["param"] == "bad_words"
+    assert call.refused(route, bad_words=["a"], structured_outputs={"regex": "a"})["param"] == (
+        "bad_words"
+    )
+
+
+def test_there_is_always_a_token_to_draw(call):
+    (token,) = call("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+    wrong = call.refused(COMPLETION, allowed_token_ids=[token], bad_words=["a"])
+    assert wrong["param"] == "allowed_token_ids"
+
+
 def test_allowed_stop_tokens_need_no_others(call):
     end = call.service.tokenizer.eod
     (found,) = call.generated(COMPLETION, allowed_token_ids=[end])["choices"]

@@ -14,6 +14,7 @@ from reference import full_logits, random_tokens, tiny_engine, tiny_model
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -90,6 +91,17 @@ def test_stop_tokens_are_banned_before_min_tokens_as_in_transformers(
     given_ = adjust(logits, [draw_of(prompt, answer, stops, min_tokens=min_tokens)])
     expected = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(stops))
     assert torch.equal(given_, expected(torch.tensor([[*prompt, *answer]]), logits))
+
+
+FEW = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+
+
+@settings(deadline=None)
+@given(PROMPTS, st.lists(st.integers(0, 3), max_size=8), st.lists(FEW, min_size=1, max_size=4))
+def test_the_ends_of_bad_words_are_banned_as_in_transformers(prompt, answer, words):
+    given_ = adjust(rows_of(1), [draw_of(prompt, answer, bad_words_ids=words)])
+    expected = NoBadWordsLogitsProcessor(words)(torch.tensor([answer or [9]]), rows_of(1))
+    torch.testing.assert_close(given_, expected)
 
 
 @settings(deadline=None)
