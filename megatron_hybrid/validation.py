@@ -1,7 +1,8 @@
-"""Checks of a user's values: numbers, texts, and fields by their annotations."""
+"""Checks of a user's values: numbers, texts, functions, and fields by their annotations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -125,6 +126,12 @@ _NAMES: dict[Any, tuple[str, str]] = {
     str: ("text", "texts"),
 }
 """Type -> name of a value, of several."""
+
+
+def takes_argument(function: Callable, name: str) -> bool:
+    """Whether a function has an argument of this name, or takes any."""
+    found = signature(function).parameters.values()
+    return any(each.name == name or each.kind is Parameter.VAR_KEYWORD for each in found)
 
 
 def check_text(name: str, text: str) -> None:

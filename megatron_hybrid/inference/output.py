@@ -1,6 +1,7 @@
 """OutputProcessor: turns drawn tokens into answers (log-probabilities, stops, text)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from megatron_hybrid.inference.request import Request, RequestOutput
 from megatron_hybrid.inference.sampling_params import Sampled
@@ -65,7 +66,8 @@ class OutputProcessor:
     def write_text_of(self, request: Request) -> None:
         """Give the request's outputs text, at a small cost per token."""
         if self.tokenizer is not None:
-            self._growing[request] = GrowingText(self.tokenizer, request.params.stop_words)
+            detokenize = self._detokenize_of(request)
+            self._growing[request] = GrowingText(detokenize, request.params.stop_words)
 
     def take(self, request: Request) -> RequestOutput:
         """Return the tokens and text since the last output, and append them to its stream."""
@@ -102,11 +104,17 @@ class OutputProcessor:
             _raise_interrupt(error)
             return ""
 
+    def _detokenize_of(self, request: Request) -> Callable[[list[int]], str]:
+        detokenize = self.tokenizer.detokenize
+        if request.params.skip_special_tokens:
+            return detokenize  # which need not know of special tokens
+        return partial(detokenize, skip_special_tokens=False)
+
     def _ends_with_stop_word(self, request: Request) -> bool:
         words = request.params.stop_words
         if not words:
             return False
-        detokenize = self.tokenizer.detokenize
+        detokenize = self._detokenize_of(request)
         longest = max(len(word.encode()) for word in words)
         # Most tokens add a byte or more, so the newest few show any new occurrence. If some have no
         # text (special tokens), a few more are needed.
@@ -128,7 +136,7 @@ class OutputProcessor:
 
     def _text(self, request: Request) -> str:
         """Decode the generated text, cut at its first stop string."""
-        text = self.tokenizer.detokenize(request.generated_tokens)
+        text = self._detokenize_of(request)(request.generated_tokens)
         found = [(text.find(word), word) for word in request.params.stop_words if word in text]
         if not found:
             return text
@@ -149,11 +157,12 @@ class GrowingText:
     """The text of an unfinished answer; only its newest tokens are detokenized repeatedly.
 
     Args:
+        detokenize: the text of tokens.
         stop_words: a possible beginning of one is held back.
     """
 
-    def __init__(self, tokenizer, stop_words: Sequence[str]):
-        self._tokenizer = tokenizer
+    def __init__(self, detokenize: Callable[[list[int]], str], stop_words: Sequence[str]):
+        self._detokenize = detokenize
         self._held = max((len(word) - 1 for word in stop_words), default=0)
         self._tokens: list[int] = []
         self._text = ""  # of the tokens before _read
@@ -166,13 +175,13 @@ class GrowingText:
         tokens += new_tokens
         # A tokenizer may write its first token differently, without the space before it: so the
         # last tokens with text are decoded again, and the new text is what follows theirs.
-        known = self._tokenizer.detokenize(tokens[self._start : self._read])
-        new = self._tokenizer.detokenize(tokens[self._start :])
+        known = self._detokenize(tokens[self._start : self._read])
+        new = self._detokenize(tokens[self._start :])
         if new.startswith(known):
             new = new[len(known) :]
         else:  # new tokens changed the text: in some tokenizers a bad byte spoils those before it
             self._text, self._start, self._read = "", 0, 0
-            new = self._tokenizer.detokenize(tokens)
+            new = self._detokenize(tokens)
         sure = new.rstrip("\ufffd")
         text = self._text + sure
         if sure and sure == new:

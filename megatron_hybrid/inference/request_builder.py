@@ -14,7 +14,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.text.guide import Guide, GuideCompiler
-from megatron_hybrid.validation import check_text, is_int
+from megatron_hybrid.validation import check_text, is_int, takes_argument
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,14 @@ class RequestBuilder:
         if params.stop_words and self.tokenizer is None:
             raise ValueError(
                 "stop_words need a tokenizer, and this engine has none: use stop_token_ids"
+            )
+        skipping = "skip_special_tokens"
+        if not params.skip_special_tokens and not (
+            self.tokenizer and takes_argument(self.tokenizer.detokenize, skipping)
+        ):
+            raise ValueError(
+                f"{skipping}=False needs a tokenizer whose detokenize() has an argument of this "
+                "name: use the one of load_pretrained"
             )
         # A checked copy: the caller may have changed fields, and may change them later.
         return params.resolved(self._model_defaults)

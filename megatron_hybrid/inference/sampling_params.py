@@ -144,6 +144,10 @@ class SamplingParams:
     detokenize_stop_sequence: bool = False
     """Keep the stop token or stop string in the result."""
 
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. False needs a tokenizer whose `detokenize` has an
+    argument of this name."""
+
     ignore_termination: bool = False
     """Continue after stop tokens (for benchmarks)."""
 

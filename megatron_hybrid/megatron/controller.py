@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.validation import takes_argument
 
 
 def require(value: object, kind: type, name: str) -> None:
@@ -84,9 +84,6 @@ class TextGenerationController:
         tokens = list(tokens)
         while remove_EOD and eod is not None and tokens[-1:] == [eod]:
             del tokens[-1]
-        parameters = signature(tokenizer.detokenize).parameters.values()
-        if any(
-            p.name == "skip_special_tokens" or p.kind is Parameter.VAR_KEYWORD for p in parameters
-        ):
+        if takes_argument(tokenizer.detokenize, "skip_special_tokens"):
             return tokenizer.detokenize(tokens, skip_special_tokens=skip_special_tokens)
         return tokenizer.detokenize(tokens)

@@ -119,7 +119,7 @@ class Answer:
 
     def _echoed(self, result: GenerationResult, text: str) -> tuple[str, Json | None]:
         """Prompt and answer as one text."""
-        prompt = self.tokenizer.detokenize(result.prompt_tokens)
+        prompt = self._text(result.prompt_tokens)
         if result.log_probs is None:
             return prompt + text, None
         tops = None
@@ -138,7 +138,10 @@ class Answer:
             last = self.fields.messages[-1]
             said = last.get("content") if last.get("role") == "assistant" else None
             return said if isinstance(said, str) else ""
-        return self.tokenizer.detokenize(self.prompts[number])
+        return self._text(self.prompts[number])
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.detokenize(tokens, self.fields.skip_special_tokens)
 
     def parser(self) -> AnswerParser:
         """Of one answer to a chat."""
@@ -209,9 +212,12 @@ class Answer:
             ]
             return {"content": entries, "refusal": None}
         offsets, decoder = [], getincrementaldecoder("utf-8")("replace")
+        tokenizer = self.tokenizer
+        skips = self.fields.skip_special_tokens
+        written = tokenizer.text_bytes if skips else tokenizer.shown_bytes
         for token in tokens:
             offsets.append(offset)
-            offset += len(decoder.decode(self.tokenizer.text_bytes(token)))
+            offset += len(decoder.decode(written(token)))
         return {
             "tokens": list(map(self._name, tokens)),
             "token_logprobs": values,

@@ -343,7 +343,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         size = service.tokenizer.vocab_size
         if outside := [token for token in fields.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
-        return {"prompt": service.tokenizer.detokenize(fields.tokens)}
+        return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
     def rendered(fields: GenerationFields) -> Json | list[Json]:
         prompts = _prompts(service, fields)

@@ -52,8 +52,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
     "structural_tag": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
@@ -215,6 +214,7 @@ class GenerationFields(Fields):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
@@ -391,6 +391,7 @@ class DetokenizeFields(Fields):
 
     model: str | None = None
     tokens: list[int]
+    skip_special_tokens: bool = True
 
 
 class ExplainFields(TokenizeFields):

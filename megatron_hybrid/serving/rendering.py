@@ -284,6 +284,7 @@ def sampling_params(
             stop_token_ids=fields.stop_token_ids or (),
             detokenize_stop_sequence=fields.include_stop_str_in_output,
             ignore_termination=fields.ignore_eos,
+            skip_special_tokens=fields.skip_special_tokens,
             return_log_probs=top is not None,
             skip_prompt_log_probs=not scores_prompt,
             top_n_logprobs=top or 0,

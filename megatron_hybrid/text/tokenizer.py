@@ -220,11 +220,11 @@ class Tokenizer:
             check_text(f"text {index}", text)
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without special tokens or with them."""
         if len(ids) < _LONG:
-            return self._tokenizer.decode(list(ids))
-        return self._tokenizer.decode_batch([list(ids)])[0]
+            return self._tokenizer.decode(list(ids), skip_special_tokens)
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens)[0]
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < _LONG:

@@ -390,6 +390,24 @@ def test_bad_words_are_not_written(call, route):
     )
 
 
+def test_special_tokens_are_in_the_text_if_wanted(call):
+    end = call.service.tokenizer.eod
+    given = {"logit_bias": {end: 100}, "ignore_eos": True, "temperature": 0, "logprobs": 0}
+    more = {"skip_special_tokens": False}
+    for shown, mark in (({}, ""), (more, "<|endoftext|>")):
+        (found,) = call.generated(COMPLETION, **given, **shown)["choices"]
+        assert found["text"] == 2 * mark
+        assert found["logprobs"]["text_offset"] == [0, len(mark)]
+        chunks = [chunk["choices"][0] for chunk in streamed(call, COMPLETION, **given, **shown)]
+        assert "".join(chunk["text"] for chunk in chunks) == 2 * mark
+    assert call("/detokenize", {"tokens": [end], **more}).json()["prompt"] == mark
+    stopped = call.generated(COMPLETION, logit_bias={end: 100}, temperature=0, **more)["choices"]
+    assert (stopped[0]["text"], stopped[0]["finish_reason"]) == ("", "stop")
+    for route in BODIES:
+        error = call.refused(route, spaces_between_special_tokens=False)
+        assert error["param"] == "spaces_between_special_tokens"
+
+
 def test_there_is_always_a_token_to_draw(call):
     (token,) = call("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
     wrong = call.refused(COMPLETION, allowed_token_ids=[token], bad_words=["a"])

@@ -44,3 +44,8 @@ def test_add_bos_adds_one(monkeypatch, adds_bos_itself):
     params = SamplingParams(num_tokens_to_generate=1, seed=1, add_BOS=True)
     assert engine.generate("a", params)[0].prompt_tokens == [BOS, 0]
     assert engine.explain("a", params).match.prompt_tokens == 2
+
+
+def test_special_tokens_in_the_text_need_a_tokenizer_that_can_write_them(monkeypatch):
+    with pytest.raises(ValueError, match="skip_special_tokens=False needs a tokenizer"):
+        answer(monkeypatch, [20], skip_special_tokens=False)

@@ -141,7 +141,7 @@ def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
     tokens = tokenizer.tokenize("".join(texts))
     for place, token in noise:
         tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
-    growing, end = GrowingText(tokenizer, ()), 0
+    growing, end = GrowingText(tokenizer.detokenize, ()), 0
     for step in itertools.cycle(steps):
         if end >= len(tokens):
             break
@@ -222,7 +222,7 @@ def test_a_search_for_stop_strings_reads_each_token_a_few_times():
 
 def test_growing_text_reads_each_token_a_few_times():
     tokenizer, tokens = Counting(), [0, 7, 8, EOD, 10, 11] * 500
-    growing = GrowingText(tokenizer, ["STOP"])
+    growing = GrowingText(tokenizer.detokenize, ["STOP"])
     for token in tokens:
         text = growing.add([token])
     assert text == ("aé€" * 500)[:-3]

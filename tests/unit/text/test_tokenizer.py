@@ -115,7 +115,8 @@ def test_same_ids_as_transformers(write, change, settings):
         assert ours.tokenize(text) == other(text)["input_ids"]
         plain = other(text, add_special_tokens=False)["input_ids"]
         assert ours.tokenize(text, add_special_tokens=False) == plain
-        assert ours.detokenize(plain) == other.decode(plain, skip_special_tokens=True)
+        for skips in (True, False):
+            assert ours.detokenize(plain, skips) == other.decode(plain, skip_special_tokens=skips)
 
 
 def added(content, **fields):
