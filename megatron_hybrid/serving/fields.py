@@ -144,7 +144,7 @@ class JsonSchema(Fields):
     schema_: dict[str, Any] | bool = Field(True, alias="schema")
 
 
-FORMATS = ("text", "json_object", "json_schema")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class ResponseFormat(Fields):
@@ -152,12 +152,23 @@ class ResponseFormat(Fields):
 
     type: Literal[FORMATS]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema is missing: give it, or the type json_object")
+        if self.type == "structural_tag" and self.format is None and self.structures is None:
+            raise ValueError("format is missing: a structural tag needs one")
         return self
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """What the type of this name asks for."""
+        names = {"format", "structures", "triggers"}
+        return self.model_dump(include=names, exclude_none=True)
 
 
 class StructuredOutputs(BaseModel):
@@ -170,6 +181,7 @@ class StructuredOutputs(BaseModel):
     choice: list[str] | None = None
     json_object: bool | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -179,6 +191,7 @@ class StructuredOutputs(BaseModel):
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
+            "structural_tag": self.structural_tag,
         }
         wishes = {name: value for name, value in given.items() if value is not None}
         return wishes | ({"json_object": True} if self.json_object else {})

@@ -190,12 +190,15 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
     if form is not None and form.type == "json_schema":
         schema = True if form.json_schema is None else form.json_schema.schema_
         yield "response_format", partial(Guide.json_schema, schema, check=False)
+    if form is not None and form.type == "structural_tag":
+        yield "response_format", partial(Guide.structural_tag, form.structural_tag, check=False)
     if wanted is not None:
         makers = {
             "json": partial(Guide.json_schema, check=False),
             "regex": Guide.regex,
             "choice": Guide.choices,
             "grammar": Guide.grammar,
+            "structural_tag": partial(Guide.structural_tag, check=False),
             "json_object": lambda value: Guide.json_object(),
         }
         for name, value in wanted.wishes.items():

@@ -1,4 +1,4 @@
-"""Guides: what an answer may look like (JSON, a regular expression, one of some texts).
+"""Guides: what an answer may look like (JSON, a regular expression, one of some texts, ...).
 
 A `Guide` is plain data. A `GuideCompiler` turns it into a grammar over the tokens of a tokenizer,
 by xgrammar (https://github.com/mlc-ai/xgrammar), which the first compiler imports. Each answer has
@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.text import guide_regex, guide_schema
-from megatron_hybrid.text.guide_grammar import alt, check_ebnf, text, written
+from megatron_hybrid.text import guide_regex, guide_schema, guide_tag
+from megatron_hybrid.text.guide_grammar import alt, check_ebnf, text, told, written
 from megatron_hybrid.validation import check_text
 
+_NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
+"""Kinds of guides whose source is JSON."""
 CACHE_BYTES = 64 << 20
 """Of compiled grammars that a compiler keeps."""
 
@@ -29,7 +31,7 @@ class Guide:
     """What an answer may look like. Make it by one of the class methods."""
 
     kind: str
-    """ "json_schema", "regex", "grammar" or "choices"."""
+    """ "json_schema", "regex", "grammar", "structural_tag" or "choices"."""
     source: str | tuple[str, ...]
     ebnf: str | None = field(default=None, compare=False, repr=False)
     """The grammar as xgrammar reads it, if a `GuidePool` has written it; None: it is written when
@@ -46,15 +48,32 @@ class Guide:
         Raises:
             ValueError: it is no JSON, or has a keyword that cannot be kept to.
         """
+        return cls._of_json("json_schema", schema, check)
+
+    @classmethod
+    def structural_tag(cls, tag: Mapping[str, Any] | str, *, check: bool = True) -> Guide:
+        """Text with tags in it whose contents have a form: a structural tag of xgrammar's (a JSON
+        object, or its text), with schemas as in `json_schema` and patterns as in `regex`.
+
+        check: as in `json_schema`.
+
+        Raises:
+            ValueError: it is no JSON, or has what cannot be kept to.
+            ImportError: xgrammar is missing, and it is checked.
+        """
+        return cls._of_json("structural_tag", tag, check)
+
+    @classmethod
+    def _of_json(cls, kind: str, value: Any, check: bool) -> Guide:
         try:
-            if isinstance(schema, str):
-                schema = json.loads(schema)
-            check_text("it", json.dumps(schema, allow_nan=False, ensure_ascii=False))
-            guide = cls("json_schema", json.dumps(schema))
+            if isinstance(value, str):
+                value = json.loads(value)
+            check_text("it", json.dumps(value, allow_nan=False, ensure_ascii=False))
+            guide = cls(kind, json.dumps(value))
         except RecursionError:
-            raise ValueError("the JSON schema is nested too deeply") from None
+            raise ValueError(f"the {_NAMES[kind]} is nested too deeply") from None
         except (TypeError, ValueError) as error:
-            raise ValueError(f"bad JSON schema: {error}") from None
+            raise ValueError(f"bad {_NAMES[kind]}: {error}") from None
         if check:
             grammar_of(guide)
         return guide
@@ -111,14 +130,15 @@ def grammar_of(guide: Guide) -> str:
     """
     if guide.ebnf is not None:
         return guide.ebnf
-    if guide.kind != "json_schema":
+    name = _NAMES.get(guide.kind)
+    if name is None:
         return _written_grammar_of(guide)
     try:
         return _written_grammar_of(guide)
     except RecursionError:
-        raise ValueError("the JSON schema is nested too deeply") from None
+        raise ValueError(f"the {name} is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"bad JSON schema: {error}") from None
+        raise ValueError(f"bad {name}: {error}") from None
 
 
 @lru_cache(maxsize=64)
@@ -134,6 +154,8 @@ def _written_grammar_of(guide: Guide) -> str:
             raise ValueError("the guide's regex is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"the guide's regex cannot be used: {error}") from None
+    elif guide.kind == "structural_tag":
+        return guide_tag.grammar_of(json.loads(guide.source))
     elif guide.kind == "grammar":
         return guide.source
     else:
@@ -210,11 +232,6 @@ class GuideCompiler:
         return matcher
 
 
-def _told(error: RuntimeError) -> str:
-    """What xgrammar says, without the time and place in its source."""
-    return str(error).split("] ", 1)[-1].split(": ", 1)[-1].strip()
-
-
 class _Vocabulary:
     """The tokens of a tokenizer, and grammars over them.
 
@@ -246,7 +263,7 @@ class _Vocabulary:
         try:
             return self._compiler.compile_grammar(grammar)
         except RuntimeError as error:  # of a grammar that a caller wrote
-            raise ValueError(f"the guide's grammar cannot be used: {_told(error)}") from None
+            raise ValueError(f"the guide's grammar cannot be used: {told(error)}") from None
 
     def matcher(self, grammar: str) -> Any:
         return self._xgrammar.GrammarMatcher(self.compile(grammar))

@@ -109,6 +109,11 @@ def check_ebnf(source: str) -> None:
             )
 
 
+def told(error: Exception) -> str:
+    """What an error of xgrammar's says, without the time and place in its source."""
+    return str(error).split("] ", 1)[-1].split(": ", 1)[-1].strip()
+
+
 # Sets of characters ------------------------------------------------------------------------------
 
 

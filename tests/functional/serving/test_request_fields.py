@@ -172,7 +172,15 @@ def test_openai_s_fields_are_used_refused_or_labels(kind, given):
 
 @ROUTES
 @pytest.mark.parametrize(
-    "wanted", [{"json": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {"colour": "red"}]
+    "wanted",
+    [
+        {"structural_tag": {}},
+        {"json": {}},
+        {"json": ""},
+        {"choice": []},
+        {"regex": ""},
+        {"colour": "red"},
+    ],
 )
 def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
     assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
@@ -420,6 +428,25 @@ def test_allowed_stop_tokens_need_no_others(call):
     assert (found["text"], found["finish_reason"]) == ("", "stop")
     wrong = call.refused(COMPLETION, allowed_token_ids=[end], min_tokens=1)
     assert wrong["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])
+def test_an_answer_keeps_to_a_structural_tag(call, route):
+    tag = {"begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"}
+    form = {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag], "at_least_one": True}
+    given = {"type": "structural_tag", "format": {**form, "stop_after_first": True}}
+    wishes = [{"structured_outputs": {"structural_tag": json.dumps(given)}}]
+    more = {"max_output_tokens": 30} if route == RESPONSE else {"max_tokens": 30}
+    if route == RESPONSE:
+        wishes.append({"text": {"format": given}})
+    else:
+        wishes.append({"response_format": given})
+    for wish in wishes:
+        text = json.dumps(call.generated(route, **wish, **more))
+        assert re.search("<a>[0-9]{2}</a>", text), text
+        (name,) = wish
+        broken = json.loads(json.dumps(wish).replace("stop_after_first", "colour"))
+        assert call.refused(route, **broken)["param"] == name
 
 
 def test_an_answer_keeps_to_a_grammar(call):

@@ -300,6 +300,112 @@ def test_bad_guides(make, error, message):
         COMPILER.compile(make())
 
 
+X_IS_A_DIGIT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["x"],
+}
+
+
+def call_of(name, content):
+    return {"begin": f"<f={name}>", "content": content, "end": "</f>"}
+
+
+CALLS = {
+    "triggers": ["<f="],
+    "tags": [
+        call_of("a", {"type": "json_schema", "json_schema": X_IS_A_DIGIT, "style": "json"}),
+        call_of('"é\\\n🦊', {"type": "regex", "pattern": "[ab]+"}),
+    ],
+}
+CHOICE = {
+    "type": "sequence",
+    "elements": [
+        {"type": "or", "elements": [{"type": "const_string", "value": v} for v in ("x", 'y"')]},
+        {"type": "repeat", "min": 1, "max": 2, "content": {"type": "const_string", "value": "-"}},
+        {
+            "type": "optional",
+            "content": {"type": "grammar", "grammar": 'root ::= "a" other\nother ::= "b"'},
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "yes", "no"),
+    [
+        (
+            {"format": {"type": "triggered_tags", **CALLS}},
+            ["", "any", 'so <f=a>{"x":3}</f> and <f="é\\\n🦊>ab</f>!', "<f"],
+            ["<f=b>", '<f=a>{"x":10}</f>', "<f=a>", '<f=a>{"x":1,"y":2}</f>', '<f="é\\\n🦊>c</f>'],
+        ),
+        (
+            {
+                "format": {
+                    "type": "triggered_tags",
+                    **CALLS,
+                    "at_least_one": True,
+                    "stop_after_first": True,
+                }
+            },
+            ['<f=a>{"x":3}</f>'],
+            ["", "any", '<f=a>{"x":3}</f> '],
+        ),
+        (
+            {"format": {"type": "tags_with_separator", "tags": CALLS["tags"], "separator": ","}},
+            ["", '<f=a>{"x":3}</f>,<f=a>{"x":4}</f>'],
+            ["any", '<f=a>{"x":3}</f> <f=a>{"x":4}</f>'],
+        ),
+        (
+            {
+                "structures": [{"begin": "<f=a>", "schema": X_IS_A_DIGIT, "end": "</f>"}],
+                "triggers": ["<f="],
+            },
+            ["any", 'so <f=a>{"x":3}</f>.'],
+            ["<f=b>", '<f=a>{"x":"3"}</f>'],
+        ),
+        ({"format": CHOICE}, ["x-", 'y"--ab'], ["x", "z-", "x---", "x-a"]),
+    ],
+)
+def test_a_structural_tag_is_kept_to(tag, yes, no):
+    for guide in (Guide.structural_tag(tag), Guide.structural_tag(json.dumps(tag))):
+        assert [text for text in yes if not accepts(guide, text)] == []
+        assert [text for text in no if accepts(guide, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (None, "a format must be an object"),
+        ({"type": "token", "token": 1}, "the format 'token' is not supported: use any_text,"),
+        ({"type": "any_text", "max_tokens": 1}, "'max_tokens' of the format 'any_text'"),
+        ({"type": "any_text", "excludes": [""]}, "'excludes' has an empty text"),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, "'not' is not supported"),
+        ({"type": "json_schema", "style": "qwen_xml"}, "'style' of the format 'json_schema'"),
+        ({"type": "json_schema", "json_schema": False}, "no text fits"),
+        ({"type": "regex", "pattern": "(?=a)"}, "lookahead"),
+        ({"type": "regex"}, "needs 'pattern'"),
+        ({"type": "grammar", "grammar": "root ::= x"}, 'Rule "x" is not defined'),
+        ({"type": "grammar", "grammar": "root ::= " + "(" * 300}, "over 200 open brackets"),
+        ({"type": "repeat", "min": 1, "max": 10**6, "content": CHOICE}, "over 1000 times"),
+        ({"type": "triggered_tags", **CALLS, "triggers": ["<g"]}, "not match any trigger"),
+        ({"type": "sequence"}, "elements"),
+    ],
+    ids=str,
+)
+def test_a_structural_tag_that_cannot_be_kept_to_is_refused(form, message):
+    with pytest.raises(ValueError, match=f"bad structural tag: .*{message}"):
+        Guide.structural_tag({"format": form})
+
+
+def test_a_structural_tag_nested_too_deeply_is_refused():
+    form = {"type": "any_text"}
+    for _ in range(40):
+        form = {"type": "optional", "content": form}
+    with pytest.raises(ValueError, match="more than 32 formats inside of each other"):
+        Guide.structural_tag({"format": form})
+
+
 def test_a_schema_nested_too_deeply_is_refused():
     schema = {}
     for _ in range(100_000):
