@@ -7,6 +7,7 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -89,7 +90,10 @@ class Answer:
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         generated = sum(len(sample.generated_tokens) for sample in samples)
         counts = usage([result.prefix for result in results], generated)
-        return {**self.head(), "choices": choices, "usage": counts}
+        body = {**self.head(), "choices": choices, "usage": counts}
+        if self.is_chat and self.fields.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(samples[0])
+        return body
 
     def _choice(self, index: int, result: GenerationResult) -> Json:
         text = result.generated_text or ""
@@ -111,6 +115,8 @@ class Answer:
             if self.fields.echo:
                 text, logprobs = self._echoed(result, text)
             choice["text"] = text
+            if self.fields.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(result)
         choice["logprobs"] = logprobs
         if self.fields.return_token_ids:
             choice["token_ids"] = result.generated_tokens
@@ -120,10 +126,10 @@ class Answer:
     def _echoed(self, result: GenerationResult, text: str) -> tuple[str, Json | None]:
         """Prompt and answer as one text."""
         prompt = self._text(result.prompt_tokens)
-        if result.log_probs is None:
+        if self.fields.num_top is None:
             return prompt + text, None
         tops = None
-        if self.fields.logprobs:
+        if result.top_n_logprobs is not None:
             tops = [None, *result.prompt_top_n_logprobs, *result.top_n_logprobs]
         values = [None, *result.prompt_log_probs, *result.log_probs]
         tokens = [*result.prompt_tokens, *result.generated_tokens]
@@ -198,12 +204,9 @@ class Answer:
             tops: of the most likely tokens in place of each.
             offset: characters before the first token.
         """
-        if values is None:
+        if self.fields.num_top is None or values is None:
             return None
-        tops = [
-            top and {token: max(value, LEAST_LOG_PROB) for token, value in top.items()}
-            for top in tops or [{}] * len(tokens)
-        ]
+        tops = [self._first(top, self.fields.num_top) for top in tops or [{}] * len(tokens)]
         values = [value if value is None else max(value, LEAST_LOG_PROB) for value in values]
         if self.is_chat:
             entries = [
@@ -227,6 +230,34 @@ class Answer:
             ],
             "text_offset": offsets,
         }
+
+    def _first(self, top: dict[int, float] | None, count: int) -> dict[int, float] | None:
+        """The most likely tokens, without infinities."""
+        if top is None:
+            return None
+        few = islice(top.items(), count)
+        return {token: max(value, LEAST_LOG_PROB) for token, value in few}
+
+    def _prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
+        """Of each token of the prompt but the first, and of the most likely ones in its place, by
+        their ids, as vLLM has them. `rank` is that among the most likely ones."""
+        tokens, values = result.prompt_tokens[1:], result.prompt_log_probs
+        found: list[Json | None] = [None]
+        tops = result.prompt_top_n_logprobs or [{}] * len(tokens)
+        for token, value, top in zip(tokens, values or (), tops, strict=True):
+            top = self._first(top, self.fields.prompt_logprobs or 0)
+            ranks = {each: rank for rank, each in enumerate(top, 1)}
+            found.append(
+                {
+                    str(each): {
+                        "logprob": log_prob,
+                        "rank": ranks.get(each),
+                        "decoded_token": self.tokenizer.shown_bytes(each).decode(errors="replace"),
+                    }
+                    for each, log_prob in ({token: max(value, LEAST_LOG_PROB)} | top).items()
+                }
+            )
+        return found
 
     def _named(self, top: dict[int, float]) -> dict[str, float]:
         """The drawn token first: of several with one name it has the name, the others their ids."""

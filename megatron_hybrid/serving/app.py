@@ -281,8 +281,7 @@ def _params(
     if limit is None:  # what there is room for
         tokens = getattr(prompts[0], "tokens", prompts[0])
         limit = max(1, service.engine_config.max_sequence_length - len(tokens))
-    scores_prompt = isinstance(fields, CompletionFields) and fields.echo
-    return sampling_params(service.tokenizer, fields, limit, scores_prompt)
+    return sampling_params(service.tokenizer, fields, limit)
 
 
 async def _events(

@@ -50,7 +50,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
     "structural_tag": (),
@@ -237,6 +236,7 @@ class GenerationFields(Fields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     priority: int = 0
@@ -246,6 +246,17 @@ class GenerationFields(Fields):
     def stops(self) -> list[str]:
         """Texts that end an answer. Clients send an empty one for none."""
         return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or ())
+
+    @property
+    def num_top(self) -> int | None:
+        """Most likely tokens to show in place of each of the answer's; None: no
+        log-probabilities."""
+        return None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return self.prompt_logprobs is not None
 
     @property
     def guide_names(self) -> list[str]:
@@ -267,6 +278,9 @@ class GenerationFields(Fields):
         refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options need stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            text = "prompt_logprobs are not supported in a stream: leave out one of the two"
+            raise ApiError(400, text, "prompt_logprobs")
 
 
 class CompletionFields(GenerationFields):
@@ -277,6 +291,16 @@ class CompletionFields(GenerationFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
+
+    @property
+    def num_top(self) -> int | None:
+        """As of all."""
+        return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        """As of all; `echo` shows those of the prompt, too."""
+        return super().scores_prompt or (self.echo and self.logprobs is not None)
 
     @property
     def caller_names(self) -> dict[str, str]:
@@ -322,6 +346,11 @@ class ChatFields(GenerationFields):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+
+    @property
+    def num_top(self) -> int | None:
+        """As of all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_calls(self) -> int | None:

@@ -31,13 +31,14 @@ def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _answer(kind: str, choice: Json, **required: Any) -> Json:
+def _answer(kind: str, choice: Json, optional: Json | None = None) -> Json:
     head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT}
-    return _object({**head, "choices": _list(choice), **required})
+    return _object({**head, "choices": _list(choice), "usage": _ref("Usage")}, optional)
 
 
 _CHOICE = {"index": COUNT, "finish_reason": TEXT_OR_NULL}
 _LOGPROBS = {"logprobs": {"type": ["object", "null"]}}
+_OF_PROMPT = {"prompt_logprobs": _list({"type": ["object", "null"]})}
 _TOKENS = {"token_ids": IDS, "prompt_token_ids": IDS}
 _CALL = _object(
     {
@@ -69,8 +70,7 @@ SCHEMAS: Json = {
     ),
     "Completion": _answer(
         "text_completion",
-        _object({**_CHOICE, "text": TEXT, **_LOGPROBS}, _TOKENS),
-        usage=_ref("Usage"),
+        _object({**_CHOICE, "text": TEXT, **_LOGPROBS}, {**_TOKENS, **_OF_PROMPT}),
     ),
     "Chat": _answer(
         "chat.completion",
@@ -85,7 +85,7 @@ SCHEMAS: Json = {
             },
             _TOKENS,
         ),
-        usage=_ref("Usage"),
+        _OF_PROMPT,
     ),
     "Response": _object(
         {

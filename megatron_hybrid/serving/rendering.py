@@ -251,21 +251,17 @@ def _with_refs_to(place: str, schema: Any) -> Any:
 
 
 def sampling_params(
-    tokenizer: Tokenizer, fields: GenerationFields, max_tokens: int, scores_prompt: bool
+    tokenizer: Tokenizer, fields: GenerationFields, max_tokens: int
 ) -> SamplingParams:
     """What the engine samples by.
 
     Args:
         tokenizer: for words.
         max_tokens: of the answer.
-        scores_prompt: log-probabilities of the prompt are wanted.
 
     Raises:
         ApiError: an illegal value, with its field.
     """
-    top = fields.logprobs if isinstance(fields, CompletionFields) else None
-    if isinstance(fields, ChatFields) and fields.logprobs:
-        top = fields.top_logprobs or 0
     # In the answer a word may stand at the beginning of a token, or behind a space that is in it.
     words = [spelt for word in fields.bad_words or () for spelt in (word, f" {word}")]
     try:
@@ -288,9 +284,9 @@ def sampling_params(
             detokenize_stop_sequence=fields.include_stop_str_in_output,
             ignore_termination=fields.ignore_eos,
             skip_special_tokens=fields.skip_special_tokens,
-            return_log_probs=top is not None,
-            skip_prompt_log_probs=not scores_prompt,
-            top_n_logprobs=top or 0,
+            return_log_probs=fields.num_top is not None or fields.scores_prompt,
+            skip_prompt_log_probs=not fields.scores_prompt,
+            top_n_logprobs=max(fields.num_top or 0, fields.prompt_logprobs or 0),
         )
     except (TypeError, ValueError) as error:
         raise refusal_of(error, fields.caller_names) from error

@@ -44,6 +44,7 @@ UNSUPPORTED = {
     "max_tool_calls": (),
     "multi_agent": (),
     "previous_input_messages": ([],),
+    "prompt_logprobs": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -140,11 +141,11 @@ _SHARED = (
 )
 """Fields of chats that this route takes, too."""
 _OF_CHATS: dict[str, tuple] = {
-    name: (1, False, [])
+    name: (ChatFields.model_fields[name].default,)
     for name in ChatFields.model_fields
-    if name not in (*_SHARED, *ResponseFields.model_fields, "add_generation_prompt")
+    if name not in (*_SHARED, *ResponseFields.model_fields)
     and name != "stream_options"  # OpenAI's: padding
-} | {"add_generation_prompt": (True,)}
+}
 """Those that it does not -> values that ask for nothing."""
 
 

@@ -104,7 +104,9 @@ class Ticket:
         samples = [sample for result in results for sample in result.samples]
         self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
         self.num_tokens = self.num_generated + sum(
-            len(sample.prompt_tokens) + sum(map(len, sample.top_n_logprobs or ()))
+            len(sample.prompt_tokens)
+            + sum(map(len, sample.top_n_logprobs or ()))
+            + sum(map(len, sample.prompt_top_n_logprobs or ()))
             for sample in samples
         )
         times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]

@@ -231,6 +231,38 @@ def test_the_drawn_token_is_among_those_of_completions_log_probs(call):
     assert {len(top) for *_, top in rows} == {1, 2}
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_log_probs_of_the_prompt_are_those_of_an_echo(call, logprobs):
+    more = {} if logprobs is None else {"logprobs": logprobs}
+    found = call.generated(COMPLETION, echo=True, prompt_logprobs=2, return_token_ids=True, **more)[
+        "choices"
+    ][0]
+    echoed = call.generated(COMPLETION, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    scores, tokens = found["prompt_logprobs"], found["prompt_token_ids"]
+    assert len(scores) == len(tokens) and scores[0] is None
+    rows = zip(scores, tokens, echoed["token_logprobs"], echoed["top_logprobs"])
+    for row, token, value, top in list(rows)[1:]:
+        assert row[str(token)]["logprob"] == value
+        likely = sorted((each for each in row.values() if each["rank"]), key=lambda e: e["rank"])
+        assert [each["rank"] for each in likely] == [1, 2] and len(row) <= 3
+        assert all(top[each["decoded_token"]] == each["logprob"] for each in likely)
+    if logprobs is None:
+        assert found["logprobs"] is None
+    else:
+        assert {len(top) for top in found["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    assert "prompt_logprobs" not in call.generated(COMPLETION)["choices"][0]
+
+
+def test_a_chat_has_log_probs_of_its_prompt(call):
+    found = call.generated(CHAT, prompt_logprobs=0, n=2)
+    first, *others = found["prompt_logprobs"]
+    assert first is None and {len(row) for row in others} == {1}
+    assert len(others) == found["usage"]["prompt_tokens"] - 1
+    assert found["choices"][0]["logprobs"] is None
+    for route, more in ((CHAT, {"stream": True}), (RESPONSE, {}), (COMPLETION, {"stream": True})):
+        assert call.refused(route, prompt_logprobs=1, **more)["param"] == "prompt_logprobs"
+
+
 def test_tokens_may_be_named_by_their_ids(call):
     found = call.generated(
         CHAT, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True

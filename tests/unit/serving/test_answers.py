@@ -49,7 +49,7 @@ def test_the_finish_reason_tells_of_calls(tokenizer, text, reason, expected):
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_log_probabilities_are_finite(tokenizer, is_chat):
     """Where a token cannot be drawn, its own is minus infinity."""
-    answer = answer_of(tokenizer)
+    answer = answer_of(tokenizer, logprobs=True, top_logprobs=1)
     if not is_chat:
         fields = CompletionFields(prompt="?", logprobs=1)
         answer = Answer(tokenizer, fields, "cmpl-1", "demo")
