@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,6 @@ UNSUPPORTED = {
     **UNSUPPORTED_ANYWHERE,
     "enable_response_messages": (False,),
     "image": (),
-    "include": ([],),
     "max_tool_calls": (),
     "multi_agent": (),
     "previous_input_messages": ([],),
@@ -77,6 +77,7 @@ class ResponseFields(Fields):
     tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     stream: bool = False
     metadata: dict[str, Any] | None = None
 
@@ -104,7 +105,7 @@ class ResponseFields(Fields):
             return ResponseChat(
                 **{name: value for name, value in extra.items() if name in _SHARED},
                 model=self.model,
-                messages=list(self._messages()),
+                messages=list(_joined(self._messages())),
                 max_completion_tokens=self.max_output_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -170,18 +171,69 @@ def _messages_of(item: Json) -> Iterator[Json]:
     elif kind == "function_call_output":
         said = _text_of(item.get("output"))
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": said}
-    elif kind != "reasoning":  # which templates leave out of past turns
+    elif kind == "reasoning":
+        yield {"role": "assistant", "reasoning": _reasoning_of(item)}
+    else:
         raise ApiError(
             400, f"an item of input has the type {kind!r}, which is not supported", "input"
         )
 
 
-def _text_of(content: Any) -> str:
+def _joined(messages: Iterator[Json]) -> Iterator[Json]:
+    """What the model said in a row is one message: its reasoning, a text, calls. Reasoning alone is
+    left out."""
+    last: Json = {}
+    for message in messages:
+        follows = last.get("role") == message["role"] == "assistant"
+        new_text = "content" in message and last.keys() & {"content", "tool_calls"}
+        if follows and not (new_text or "reasoning" in message):
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            last |= message | ({"tool_calls": calls} if calls else {})
+            continue
+        if last.keys() & {"content", "tool_calls"}:
+            yield last
+        last = message
+    if last.keys() & {"content", "tool_calls"}:
+        yield last
+
+
+_MARK = "mh1."
+"""Begins `encrypted_content` of this server's."""
+
+
+def _encoded(text: str) -> str:
+    """Reasoning for `encrypted_content`: no secret, since `content` has it, too."""
+    return _MARK + b64encode(text.encode()).decode()
+
+
+def _reasoning_of(item: Json) -> str:
+    """The text of a reasoning item of a former answer."""
+    parts = item.get("content") or []
+    if parts:
+        return _text_of(parts, ("reasoning_text",))
+    given = item.get("encrypted_content")
+    if given is None:  # a summary is no reasoning
+        return ""
+    try:
+        mark, text = given[: len(_MARK)], given[len(_MARK) :]
+        if mark != _MARK:
+            raise ValueError
+        return b64decode(text, validate=True).decode()
+    except (TypeError, ValueError):
+        raise ApiError(
+            400,
+            f"encrypted_content of an item of input is none of this server's: {given!r:.40}. Leave "
+            "the item out",
+            "input",
+        ) from None
+
+
+def _text_of(content: Any, types: Sequence[str] = PART_TYPES) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in PART_TYPES
+        is_text = isinstance(part, dict) and part.get("type") in types
         if not is_text or not isinstance(part.get("text"), str):
             raise ApiError(400, f"a part of input is no text: {part!r:.80}", "input")
     return "".join(part["text"] for part in parts)
@@ -298,6 +350,8 @@ class ResponseAnswer:
         if self._open is None:
             return []
         item, kind = self._items[-1], self._open
+        if kind is Reasoning and self._fields.include:
+            item["encrypted_content"] = _encoded(item["content"][0]["text"])
         item["status"] = "completed" if self._reason != "length" else "incomplete"
         (part,) = item["content"]
         name = "reasoning_text" if kind is Reasoning else "output_text"

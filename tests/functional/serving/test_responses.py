@@ -67,6 +67,7 @@ def test_turns_are_items(client):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": []}, "input"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"temperature": -1}, "temperature"),
@@ -108,6 +109,37 @@ def test_calls_and_reasoning_are_items_of_their_own():
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
     assert kinds.count("function_call_arguments.done") == 1
+
+
+def test_reasoning_comes_back_by_its_encrypted_content():
+    """A client without stored state sends the items of an answer again: they are one message, as
+    the model wrote it."""
+    include = ["reasoning.encrypted_content"]
+    fields = ResponseFields(input="?", tools=[TOOL], include=include)
+    whole = ResponseAnswer(fields, fields.to_chat(), "resp_1", "demo", True, False).whole(
+        [result_of(f"<think>well, ż</think>Let me see.\n{CALL}{CALL}", "stop")]
+    )
+    items = whole["output"]
+    encoded = items[0]["encrypted_content"]
+    result = {"type": "function_call_output", "call_id": items[2]["call_id"], "output": "rain"}
+    for reasoning in (items[0], {"type": "reasoning", "id": "1", "encrypted_content": encoded}):
+        given = [{"role": "user", "content": "?"}, reasoning, *items[1:], result]
+        user, said, tool = ResponseFields(input=given).to_chat().messages
+        assert (user["role"], said["role"], tool["role"]) == ("user", "assistant", "tool")
+        assert (said["reasoning"], said["content"]) == ("well, ż", "Let me see.")
+        assert [call["id"] for call in said["tool_calls"]] == [i["call_id"] for i in items[2:]]
+    for wrong in ("gAAAAABk", "mh1.#", "mh1./w==", 5):
+        with pytest.raises(ApiError, match="none of this server's") as raised:
+            ResponseFields(input=[{"type": "reasoning", "encrypted_content": wrong}]).to_chat()
+        assert raised.value.param == "input"
+    plain = ResponseFields(
+        input=[{"type": "reasoning", "summary": []}, {"role": "user", "content": "?"}]
+    )
+    assert [message["role"] for message in plain.to_chat().messages] == ["user"]
+    assert (
+        "encrypted_content"
+        not in answer().whole([result_of("<think>a</think>b", "stop")])["output"][0]
+    )
 
 
 def test_an_error_in_a_stream_is_an_event():
