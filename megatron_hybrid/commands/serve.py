@@ -93,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_chat_template(parser)
     parser.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="Let requests have a chat_template of their own. It is a program: it runs in a "
+        "sandbox, but may take any time and memory. By default such requests are refused.",
+    )
+    parser.add_argument(
         "--api-key",
         action="append",
         default=[],
@@ -177,6 +183,7 @@ def run(options: argparse.Namespace) -> int:
         description=_DEMO_NOTE if options.model == "demo" else "",
         admin_keys=tuple(options.admin_key),
         shows_prompts=options.show_prompts,
+        trusts_templates=options.trust_request_chat_template,
         shares_cache=options.share_cache,
         allowed_hosts=(*options.allowed_host, options.host),
         cors_origins=tuple(options.cors_origin),

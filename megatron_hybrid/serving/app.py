@@ -41,6 +41,7 @@ from megatron_hybrid.serving.rendering import (
     completion_prompts,
     guide_of,
     guide_param,
+    has_thoughts,
     sampling_params,
     truncated,
 )
@@ -180,7 +181,7 @@ async def _answer(
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
         prepared = await in_texts_thread(partial(_prepared, service, fields))
-        prompts, params, guide, is_thinking = prepared
+        prompts, params, guide, thoughts = prepared
         if guide is not None:
             param = await in_texts_thread(partial(guide_param, fields))
             work = service.compiled(ticket, guide, param)
@@ -193,7 +194,7 @@ async def _answer(
             "guide": guide,
             "tenant": service.tenant_of(state.key),
         }
-        answer = make(ticket.request_id, service.has_thoughts, is_thinking, prompts)
+        answer = make(ticket.request_id, *thoughts, prompts)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             results = await until_gone(request.receive, work)
@@ -227,8 +228,9 @@ class _EventStream(StreamingResponse):
 
 def _prepared(
     service: Service, fields: GenerationFields
-) -> tuple[list[Prompt], SamplingParams, Guide | None, bool]:
-    """What the engine is asked, and whether the answer begins inside of reasoning."""
+) -> tuple[list[Prompt], SamplingParams, Guide | None, tuple[bool, bool]]:
+    """What the engine is asked, and whether the answer may have reasoning, and begins inside of
+    it."""
     check_limits(fields)
     prompts, guide = _prompts(service, fields), guide_of(fields)
     if (most := fields.truncate_prompt_tokens) is not None:
@@ -238,9 +240,13 @@ def _prepared(
                 limit = fields.max_completion_tokens or limit
             most = max(1, service.engine_config.max_sequence_length - (limit or 1))
         prompts = [truncated(prompt, most) for prompt in prompts]
-    # A guided answer begins with what the guide asks for.
-    is_thinking = guide is None and _is_thinking(service, fields)
-    return prompts, _params(service, fields, prompts), guide, is_thinking
+    thoughts = False, False
+    if isinstance(fields, ChatFields):
+        tokenizer = service.tokenizer_of(fields)
+        may_think = has_thoughts(tokenizer)
+        # A guided answer begins with what the guide asks for.
+        thoughts = may_think, may_think and guide is None and begins_in_thought(tokenizer, fields)
+    return prompts, _params(service, fields, prompts), guide, thoughts
 
 
 def _num_prompts(fields: GenerationFields) -> int:
@@ -253,23 +259,7 @@ def _num_prompts(fields: GenerationFields) -> int:
 def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
     if isinstance(fields, CompletionFields):
         return completion_prompts(service.tokenizer, fields)
-    return [
-        chat_prompt(
-            service.tokenizer,
-            fields.messages,
-            fields.add_generation_prompt,
-            fields.variables,
-            fields.continue_final_message,
-            fields.shown_tools,
-        )
-    ]
-
-
-def _is_thinking(service: Service, fields: GenerationFields) -> bool:
-    if not (isinstance(fields, ChatFields) and service.has_thoughts):
-        return False
-    given = fields.messages, fields.variables, fields.shown_tools
-    return begins_in_thought(service.tokenizer, *given)
+    return [chat_prompt(service.tokenizer_of(fields), fields)]
 
 
 def _params(
@@ -312,6 +302,7 @@ async def _events(
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     def tokens_of(fields: TokenizeFields) -> list[int]:
+        fields.check()
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if fields.prompt is not None:
@@ -319,13 +310,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 return service.tokenizer.tokenize(fields.prompt, fields.add_special_tokens)
             except ValueError as error:
                 raise ApiError(400, str(error), "prompt") from error
-        prompt = chat_prompt(
-            service.tokenizer,
-            fields.messages,
-            fields.add_generation_prompt,
-            fields.chat_template_kwargs,
-        )
-        return list(prompt.tokens)
+        return list(chat_prompt(service.tokenizer_of(fields), fields).tokens)
 
     def tokenized(fields: TokenizeFields) -> Json:
         tokens, names = tokens_of(fields), None
@@ -339,12 +324,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         }
 
     def detokenized(fields: DetokenizeFields) -> Json:
+        fields.check()
         size = service.tokenizer.vocab_size
         if outside := [token for token in fields.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
         return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
     def rendered(fields: GenerationFields) -> Json | list[Json]:
+        fields.check()
         prompts = _prompts(service, fields)
         if isinstance(fields, ChatFields):
             return {"token_ids": list(prompts[0].tokens)}

@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
     # vLLM
     "add_special_tokens": (False,),  # a chat's template writes them
-    "chat_template": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -117,6 +116,10 @@ class Fields(BaseModel):
             return given
         names = _left_out_by_null(cls)
         return {k: v for k, v in given.items() if v is not None or k not in names}
+
+    def check(self) -> None:
+        """Raise ApiError for a field that cannot be served."""
+        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
 
 
 @cache
@@ -274,8 +277,7 @@ class GenerationFields(Fields):
         return {"guide": next(iter(self.guide_names), "response_format")}
 
     def check(self) -> None:
-        """Raise ApiError for a field that cannot be served."""
-        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options need stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -329,33 +331,26 @@ class Tool(Fields):
     function: Function
 
 
-class ChatFields(GenerationFields):
-    """Body of /v1/chat/completions."""
+_OF_TEMPLATE = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "messages"),
+        *("tokenize", "tools"),
+    )
+)
+"""What `chat_template_kwargs` cannot change."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+class TemplateFields(Fields):
+    """What a chat's template writes."""
+
+    messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    echo: bool = False
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-
-    @property
-    def num_top(self) -> int | None:
-        """As of all."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def max_calls(self) -> int | None:
-        """Of an answer; None: any number."""
-        return None if self.parallel_tool_calls else 1
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -368,6 +363,42 @@ class ChatFields(GenerationFields):
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Functions for the template."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
+
+    def check(self) -> None:
+        super().check()
+        if names := _OF_TEMPLATE & (self.chat_template_kwargs or {}).keys():
+            text = f"chat_template_kwargs cannot have {min(names)}: give the field of this name"
+            raise ApiError(400, text, "chat_template_kwargs")
+        last = (self.messages or [{}])[-1]
+        if self.continue_final_message and last.get("role") != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message needs a last message of the assistant's",
+                "continue_final_message",
+            )
+
+
+class ChatFields(TemplateFields, GenerationFields):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def num_top(self) -> int | None:
+        """As of all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_calls(self) -> int | None:
+        """Of an answer; None: any number."""
+        return None if self.parallel_tool_calls else 1
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
@@ -408,23 +439,14 @@ class ChatFields(GenerationFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
-            raise ApiError(
-                400,
-                "continue_final_message needs a last message of the assistant's",
-                "continue_final_message",
-            )
 
 
-class TokenizeFields(Fields):
+class TokenizeFields(TemplateFields):
     """Body of /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

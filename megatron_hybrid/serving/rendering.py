@@ -17,6 +17,7 @@ from megatron_hybrid.serving.fields import (
     CompletionFields,
     Function,
     GenerationFields,
+    TemplateFields,
 )
 from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.guide import Guide
@@ -25,29 +26,18 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 
-def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
-    continues: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> RenderedChat:
-    """The tokens of a chat.
-
-    Args:
-        continues: the answer goes on with the last message.
-        tools: functions that the answer may call.
+def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
+    """The tokens of a chat. fields: with messages.
 
     Raises:
         ApiError: the template refuses it.
     """
+    tools, variables = fields.shown_tools, fields.variables
     try:
-        check_messages(messages)
-        messages = _for_template(tokenizer, messages)
-        variables = dict(variables or {})
-        if not continues:
-            given = (messages, add_generation_prompt, tools)
+        check_messages(fields.messages or ())
+        messages = _for_template(tokenizer, fields.messages or ())
+        if not fields.continue_final_message:
+            given = (messages, fields.add_generation_prompt, tools)
             return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
         text = tokenizer.render_chat(messages, False, tools, **variables)
         said = messages[-1].get("content")
@@ -57,19 +47,21 @@ def chat_prompt(
         end = text.rindex(said.strip()) + len(said.strip())
         return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
     except (TypeError, ValueError) as error:
-        raise ApiError(400, str(error), "messages") from error
+        param = "messages" if fields.chat_template is None else "chat_template"
+        raise ApiError(400, str(error), param) from error
 
 
-def begins_in_thought(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> bool:
+def has_thoughts(tokenizer: Tokenizer) -> bool:
+    """Whether answers to chats may begin with reasoning."""
+    return THINK in (tokenizer.chat_template or "")
+
+
+def begins_in_thought(tokenizer: Tokenizer, fields: TemplateFields) -> bool:
     """Whether the template writes the beginning of the answer's reasoning. The chat is one that
     `chat_prompt` takes."""
-    messages = _for_template(tokenizer, messages)
-    return tokenizer.render_chat(messages, True, tools, **variables).rstrip().endswith(THINK)
+    messages, tools = _for_template(tokenizer, fields.messages or ()), fields.shown_tools
+    text = tokenizer.render_chat(messages, True, tools, **fields.variables)
+    return text.rstrip().endswith(THINK)
 
 
 def _for_template(

@@ -134,7 +134,13 @@ class ResponseFields(Fields):
 
 _SHARED = (
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority"),
-    *("cache_breakpoints", "request_id", "chat_template_kwargs", "presence_penalty"),
+    *(
+        "cache_breakpoints",
+        "request_id",
+        "chat_template",
+        "chat_template_kwargs",
+        "presence_penalty",
+    ),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "documents"),
     *("include_stop_str_in_output", "structured_outputs", "parallel_tool_calls"),
     *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),

@@ -21,8 +21,8 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.serving.errors import ApiError, refusal_of
+from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
-from megatron_hybrid.serving.parsing import THINK
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.guide_pool import GuidePool
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ class ServingConfig:
     """Of the operator, for the routes of the cache; none: these need no more than the others."""
     shows_prompts: bool = False
     """Whether the page shows texts of prompts to the operator, not only their lengths."""
+    trusts_templates: bool = False
+    """Whether a request may have a chat template of its own."""
     shares_cache: bool = False
     """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
     allowed_hosts: tuple[str, ...] = ()
@@ -135,8 +137,6 @@ class Service:
         self.engine_config = engine_config
         self.config = config
         self.created = int(time.time())
-        self.has_thoughts = THINK in (tokenizer.chat_template or "")
-        """Whether answers may begin with reasoning."""
         defaults = SamplingParams().resolved(model_defaults(tokenizer.generation_config))
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
@@ -201,6 +201,24 @@ class Service:
                 "model",
                 "model_not_found",
             )
+
+    def tokenizer_of(self, fields: TemplateFields) -> Tokenizer:
+        """The tokenizer, with the request's own chat template if it has one.
+
+        Raises:
+            ApiError: it may have none.
+        """
+        if fields.chat_template is None:
+            return self.tokenizer
+        if not self.config.trusts_templates:
+            raise ApiError(
+                400,
+                "chat_template of a request is a program that may take any time and memory: leave "
+                "it out, or start the server with --trust-request-chat-template",
+                "chat_template",
+                "unsupported_parameter",
+            )
+        return self.tokenizer.with_chat_template(fields.chat_template, "chat_template")
 
     # How much at a time ------------------------------------------------------------------------
 

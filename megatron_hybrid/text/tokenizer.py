@@ -6,6 +6,7 @@ tokenizer_config.json. Method names are those of megatron-core's tokenizers.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -317,6 +318,13 @@ class Tokenizer:
             origin: of it, for errors.
         """
         self._templates["default"] = ChatTemplate(source, origin)
+
+    def with_chat_template(self, source: str, origin: str = "the chat template") -> Tokenizer:
+        """The same tokenizer, with another chat template for all chats. Arguments as of
+        `set_chat_template`."""
+        other = copy.copy(self)
+        other._templates = {"default": ChatTemplate(source, origin)}
+        return other
 
     def takes_parts(self, role: str) -> bool:
         """Whether the chat template writes the texts of a message of this role, if its content is a

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import httpx
 import jsonschema
@@ -86,6 +87,65 @@ def test_texts_of_a_content_list_are_joined_where_the_template_wants_text(call):
     call.service.tokenizer.set_chat_template(loop)
     assert shown(call, parts) == "<Hi><there>"
     call.service.tokenizer.set_chat_template(template)
+
+
+@pytest.fixture
+def trusting(call, monkeypatch):
+    config = replace(call.service.config, trusts_templates=True)
+    monkeypatch.setattr(call.service, "config", config)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{{ shout }}"
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% if add_generation_prompt %}<think>{% endif %}"
+)
+
+
+def test_a_request_may_have_a_template_of_its_own_if_it_is_trusted(call, trusting):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"chat_template": TEMPLATE, "chat_template_kwargs": {"shout": "!"}, "tools": tools}
+    for route in ("/tokenize", f"{CHAT}/render"):
+        found = call(route, {**BODIES[CHAT], **given}).json()
+        tokens = found.get("tokens") or found["token_ids"]
+        text = call("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert text == "<user:Once upon>![f]<think>"
+    given = {"chat_template": TEMPLATE, "temperature": 0}
+    (found,) = call.generated(CHAT, **given)["choices"]
+    assert found["message"]["reasoning"] and not found["message"]["content"]
+    assert call.generated(RESPONSE, **given)["output"][0]["type"] == "reasoning"
+    assert "reasoning" not in call.generated(CHAT)["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{{ x.y.z }}"],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(call, trusting, source):
+    for route in (CHAT, RESPONSE):
+        assert call.refused(route, chat_template=source)["param"] == "chat_template"
+
+
+def test_a_template_of_a_request_needs_a_flag(call):
+    bodies = {**BODIES, "/tokenize": BODIES[CHAT], f"{CHAT}/render": BODIES[CHAT]}
+    for route, body in bodies.items():
+        answer = call(route, {**body, "chat_template": TEMPLATE})
+        if route == COMPLETION:  # which has no template
+            continue
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "chat_template")
+        assert "--trust-request-chat-template" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template"])
+def test_variables_of_the_template_do_not_replace_fields(call, name):
+    for route in (CHAT, RESPONSE, "/tokenize"):
+        body = {**BODIES.get(route, BODIES[CHAT]), "chat_template_kwargs": {name: []}}
+        answer = call(route, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "chat_template_kwargs",
+        )
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ def tokenizer():
     return tokenizer
 
 
-def text_of(tokenizer, *args, **options):
-    return tokenizer.detokenize(chat_prompt(tokenizer, *args, **options).tokens)
+def text_of(tokenizer, messages, **options):
+    fields = ChatFields(messages=messages, **options)
+    return tokenizer.detokenize(chat_prompt(tokenizer, fields).tokens)
 
 
 def test_tools_and_past_calls_reach_the_template(tokenizer):
@@ -47,13 +48,14 @@ def test_tools_and_past_calls_reach_the_template(tokenizer):
 
 
 def test_an_answer_may_begin_in_thought(tokenizer):
-    assert not begins_in_thought(tokenizer, [USER], {}, None)
-    assert begins_in_thought(tokenizer, [USER], {"thinks": True}, None)
+    for thinks in (False, True):
+        fields = ChatFields(messages=[USER], chat_template_kwargs={"thinks": thinks})
+        assert begins_in_thought(tokenizer, fields) == thinks
 
 
 def test_a_last_message_is_continued(tokenizer):
     messages = [USER, {"role": "assistant", "content": "Well, I "}]
-    text = text_of(tokenizer, messages, continues=True)
+    text = text_of(tokenizer, messages, continue_final_message=True)
     assert text == "<user>Hi|<assistant>Well, I"
 
 
@@ -67,7 +69,7 @@ def test_a_last_message_is_continued(tokenizer):
 )
 def test_a_bad_message_is_refused_by_name(tokenizer, messages):
     with pytest.raises(ApiError) as raised:
-        chat_prompt(tokenizer, messages)
+        chat_prompt(tokenizer, ChatFields(messages=messages))
     assert raised.value.status == 400 and raised.value.param == "messages"
 
 
