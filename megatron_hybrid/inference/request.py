@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import Guide, GuideMatcher
 
 if TYPE_CHECKING:  # it imports torch, and the scheduler does not
@@ -112,6 +112,39 @@ class RequestOutput:
     """Likewise."""
 
 
+def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Some tokens, as `Draw.allowed`."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class ThoughtMeter:
+    """Counts the tokens of one answer's reasoning.
+
+    Args:
+        budget: of it.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, budget: ThinkingBudget, vocab_size: int):
+        self.end_bits = bits_of([budget.end], vocab_size)
+        """The end of the reasoning, as `Draw.allowed`."""
+        self._budget = budget
+        self._is_open = budget.begins_inside
+        self._num_tokens = self._num_seen = 0
+
+    def is_over(self, request: "Request") -> bool:
+        """Whether the next token of the answer has to end the reasoning."""
+        for token in request.generated_from(self._num_seen):
+            if token in (self._budget.start, self._budget.end):
+                self._is_open = token == self._budget.start
+            else:
+                self._num_tokens += self._is_open
+        self._num_seen = request.num_generated
+        return self._is_open and self._num_tokens >= self._budget.max_tokens
+
+
 @dataclass(eq=False)
 class Request:
     """The engine's record of one request, and the handle that `add_request` returns.
@@ -132,6 +165,7 @@ class Request:
     guide: Guide | None = None
     matcher: GuideMatcher | None = None  # of the guide
     allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
+    thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
     sample_index: int = 0
     priority: int = 0  # lower ones start first
     tenant: str = ""  # those that wait take turns
@@ -261,6 +295,7 @@ class Request:
     def draw(self) -> Draw:
         """The draw of the next token."""
         params, matcher = self.params, self.matcher
+        must_end_thought = self.thought is not None and self.thought.is_over(self)
         # Where a guide is over, nothing but a stop token could be drawn.
         is_over = self.follow_guide()
         is_too_short = self.num_generated < params.min_tokens and not is_over
@@ -274,8 +309,10 @@ class Request:
             self.num_tokens,
             self._distinct_prompt_tokens if repeats else None,
             self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
-            (*self._bad_ends(), *(self.stop_ids if bans_stops else ())),
-            self.allowed if matcher is None else matcher.allowed,
+            () if must_end_thought else (*self._bad_ends(), *(self.stop_ids if bans_stops else ())),
+            self.thought.end_bits
+            if must_end_thought
+            else (self.allowed if matcher is None else matcher.allowed),
         )
 
     def _bad_ends(self) -> Iterator[int]:

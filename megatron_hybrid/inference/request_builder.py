@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.request import Request, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.validation import check_text, is_int, takes_argument
@@ -195,11 +195,9 @@ class RequestBuilder:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
         self.next_id = max(self.next_id, spec.first_id + spec.n)  # ids are seeds
         samples = []
-        allowed = None
+        allowed, budget = None, spec.params.thinking_budget
         if spec.params.allowed_token_ids is not None:
-            bits = np.zeros(-(-self.vocab_size // 32) * 32, bool)
-            bits[list(spec.params.allowed_token_ids)] = True
-            allowed = np.packbits(bits, bitorder="little").view(np.int32)
+            allowed = bits_of(spec.params.allowed_token_ids, self.vocab_size)
         for index in range(spec.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)
             buffer[: len(spec.tokens)] = spec.tokens
@@ -215,6 +213,7 @@ class RequestBuilder:
                     guide=spec.guide,
                     matcher=matcher,
                     allowed=allowed,
+                    thought=None if budget is None else ThoughtMeter(budget, self.vocab_size),
                     seed=spec.seed,
                     salt=spec.salt,
                     cache_breakpoints=spec.cache_breakpoints,
@@ -430,6 +429,14 @@ class RequestBuilder:
         self, params: SamplingParams, guide: Guide | None, stop_ids: frozenset[int]
     ) -> None:
         """Check that there is always a token to draw."""
+        if (budget := params.thinking_budget) is not None:
+            if guide is not None or params.allowed_token_ids is not None:
+                raise ValueError(
+                    "a thinking_budget and a guide or allowed_token_ids both say which tokens may "
+                    "come: give one of them"
+                )
+            for token in (budget.start, budget.end):
+                self._check_id(f"token {token} of thinking_budget", token, "use the model's own")
         ends = {run[-1] for run in params.bad_words_ids}
         chosen = {
             "allowed_token_ids": params.allowed_token_ids or (),

@@ -70,6 +70,23 @@ def _names_fields(init):
     return checked
 
 
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """Most tokens of an answer's reasoning."""
+
+    max_tokens: int
+    end: int
+    """Token that ends it: it is drawn once there are so many, whatever the model says."""
+    start: int
+    """Token that begins it."""
+    begins_inside: bool = False
+    """The prompt ends inside of reasoning."""
+
+    def __post_init__(self) -> None:
+        if not is_int(self.max_tokens) or self.max_tokens < 0:
+            raise ValueError(f"max_tokens of a ThinkingBudget must be >= 0: {self.max_tokens!r}")
+
+
 @dataclass
 class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
@@ -121,6 +138,9 @@ class SamplingParams:
     bad_words_ids: Sequence[Sequence[int]] = ()
     """Runs of tokens that the answer does not have: the last token of one is not drawn behind the
     others, as in `transformers`."""
+
+    thinking_budget: ThinkingBudget | None = None
+    """None: reasoning may have any number of tokens."""
 
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the

@@ -43,6 +43,7 @@ from megatron_hybrid.serving.rendering import (
     guide_param,
     has_thoughts,
     sampling_params,
+    thinking_budget,
     truncated,
 )
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
@@ -246,7 +247,11 @@ def _prepared(
         may_think = has_thoughts(tokenizer)
         # A guided answer begins with what the guide asks for.
         thoughts = may_think, may_think and guide is None and begins_in_thought(tokenizer, fields)
-    return prompts, _params(service, fields, prompts), guide, thoughts
+    params = _params(service, fields, prompts)
+    if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
+        budget = thinking_budget(tokenizer, fields.thinking_token_budget, *thoughts)
+        params.thinking_budget = budget if guide is None else None
+    return prompts, params, guide, thoughts
 
 
 def _num_prompts(fields: GenerationFields) -> int:

@@ -56,6 +56,7 @@ _API_NAMES = {
     "num_tokens_to_generate": "max_tokens",
     "stop_words": "stop",
     "bad_words_ids": "bad_words",
+    "thinking_budget": "thinking_token_budget",
     "top_n_logprobs": "top_logprobs",
     "return_log_probs": "logprobs",
     "salt": "cache_salt",
@@ -87,7 +88,9 @@ def refusal_of(error: Exception, names: Mapping[str, str] | None = None) -> ApiE
     param = code = None
     found = re.match(r"SamplingParams: (\w+)", given)
     found = found or re.match(r"(n|salt|cache_breakpoints|priority)\b", given)
-    found = found or re.search(r"\b(logit_bias|allowed_token_ids|bad_words_ids)\b", given)
+    found = found or re.search(
+        r"\b(logit_bias|allowed_token_ids|bad_words_ids|thinking_budget)\b", given
+    )
     if found:
         param = names.get(found[1], found[1])
     elif given.startswith("stop token"):

@@ -52,7 +52,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "repetition_detection": (),
     "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
     "structural_tag": (),
-    "thinking_token_budget": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -119,7 +118,19 @@ class Fields(BaseModel):
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
-        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
+        refuse_unsupported(self.model_extra or {}, _refused(type(self)))
+
+
+@cache
+def _refused(kind: type[Fields]) -> dict[str, tuple]:
+    """As `UNSUPPORTED`, of one body: with fields that only others have."""
+    others = [CompletionFields, ChatFields] if issubclass(kind, GenerationFields) else []
+    found = {
+        name: (() if field.is_required() else (field.default, [], {}))
+        for other in others
+        for name, field in other.model_fields.items()
+    }
+    return {k: v for k, v in (found | UNSUPPORTED).items() if k not in kind.model_fields}
 
 
 @cache
@@ -389,6 +400,7 @@ class ChatFields(TemplateFields, GenerationFields):
     echo: bool = False
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
 
     @property
     def num_top(self) -> int | None:

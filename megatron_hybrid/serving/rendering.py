@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.inference.request_builder import Prompt, RenderedChat, check_messages
-from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
     PART_TYPES,
@@ -19,7 +19,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.parsing import THINK
+from megatron_hybrid.serving.parsing import END_THINK, THINK
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -57,11 +57,35 @@ def has_thoughts(tokenizer: Tokenizer) -> bool:
 
 
 def begins_in_thought(tokenizer: Tokenizer, fields: TemplateFields) -> bool:
-    """Whether the template writes the beginning of the answer's reasoning. The chat is one that
-    `chat_prompt` takes."""
+    """Whether the prompt ends inside of reasoning, which the template begins, or the message that
+    the answer goes on with. The chat is one that `chat_prompt` takes."""
     messages, tools = _for_template(tokenizer, fields.messages or ()), fields.shown_tools
-    text = tokenizer.render_chat(messages, True, tools, **fields.variables)
-    return text.rstrip().endswith(THINK)
+    if fields.continue_final_message:
+        said = messages[-1]["content"]
+        return said.rfind(THINK) > said.rfind(END_THINK)
+    given = messages, fields.add_generation_prompt, tools
+    return tokenizer.render_chat(*given, **fields.variables).rstrip().endswith(THINK)
+
+
+def thinking_budget(
+    tokenizer: Tokenizer, max_tokens: int, may_think: bool, begins_inside: bool
+) -> ThinkingBudget:
+    """Of the reasoning of a chat's answer.
+
+    Args:
+        may_think: the answer may have reasoning.
+        begins_inside: it begins with that.
+
+    Raises:
+        ApiError: this model's reasoning cannot be ended by a token.
+    """
+    ids = [tokenizer.tokenize(mark, add_special_tokens=False) for mark in (THINK, END_THINK)]
+    if not may_think or list(map(len, ids)) != [1, 1]:
+        name = "thinking_token_budget"
+        text = f"{name} needs a model with reasoning between the tokens {THINK} and {END_THINK}"
+        raise ApiError(400, f"{text}: leave it out", name)
+    (start,), (end,) = ids
+    return ThinkingBudget(max_tokens, end, start, begins_inside)
 
 
 def _for_template(

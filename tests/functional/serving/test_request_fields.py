@@ -13,7 +13,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from megatron_hybrid.serving import fields, responses
+from megatron_hybrid.serving import fields, parsing, rendering, responses
 from megatron_hybrid.serving.app import create_app
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -130,11 +130,63 @@ def test_a_template_of_a_request_needs_a_flag(call):
     bodies = {**BODIES, "/tokenize": BODIES[CHAT], f"{CHAT}/render": BODIES[CHAT]}
     for route, body in bodies.items():
         answer = call(route, {**body, "chat_template": TEMPLATE})
-        if route == COMPLETION:  # which has no template
-            continue
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "chat_template")
-        assert "--trust-request-chat-template" in error["message"]
+        assert route == COMPLETION or "--trust-request-chat-template" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "more"),
+    [
+        (CHAT, {"prompt": "a"}),
+        (CHAT, {"add_special_tokens": True}),
+        (COMPLETION, {"messages": []}),
+        (COMPLETION, {"max_completion_tokens": 5}),
+        (COMPLETION, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (COMPLETION, {"parallel_tool_calls": False}),
+        (RESPONSE, {"max_tokens": 5}),
+        (RESPONSE, {"n": 2}),
+        (f"{CHAT}/render", {"best_of": 2}),
+        ("/tokenize", {"prompt": "a", "best_of": 2}),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_route_is_refused(call, route, more):
+    answer = call(route, {**BODIES.get(route, BODIES[CHAT]), **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, [*more][-1])
+
+
+def test_a_field_of_another_route_may_ask_for_nothing(call):
+    call.generated(COMPLETION, tools=[], parallel_tool_calls=True, max_completion_tokens=None)
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget):
+    start, end = " maid", " clothes"  # a token each
+    for module in (parsing, rendering):
+        monkeypatch.setattr(module, "THINK", start)
+        monkeypatch.setattr(module, "END_THINK", end)
+    given = {"chat_template": "{{ messages[0].content }}" + start, "temperature": 0}
+    more = {"max_tokens": 8, "return_token_ids": True, "n": 2, "bad_words": ["clothes"]}
+    ids = call("/tokenize", {"prompt": end, "add_special_tokens": False}).json()["tokens"]
+    plain = call.generated(CHAT, **given, **more)["choices"][0]["token_ids"]
+    found = call.generated(CHAT, **given, **more, thinking_token_budget=budget)["choices"]
+    for choice in found:
+        assert choice["token_ids"][: budget + 1] == plain[:budget] + ids
+        assert bool(choice["message"].get("reasoning")) == (budget > 0)
+        assert choice["message"]["content"]
+    items = call.generated(RESPONSE, **given, max_output_tokens=8, thinking_token_budget=budget)
+    assert items["output"][-1]["type"] == "message"
+    free = call.generated(CHAT, **given, **more, thinking_token_budget=-1)["choices"][0]
+    assert free["token_ids"] == plain
+    guided = {"structured_outputs": {"choice": ["yes"]}, "thinking_token_budget": budget}
+    (choice,) = call.generated(CHAT, **given, **guided, max_tokens=8)["choices"]
+    assert choice["message"]["content"] == "yes"
+
+
+@ROUTES
+def test_a_budget_of_reasoning_needs_a_model_with_reasoning(call, route):
+    assert call.refused(route, thinking_token_budget=5)["param"] == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template"])

@@ -1,9 +1,11 @@
-"""What is printed of an answer."""
+"""What is printed of an answer, and what is counted of its reasoning."""
 
+import numpy as np
 import pytest
 
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.request import GenerationResult
+from megatron_hybrid.inference.request import GenerationResult, Request, ThoughtMeter
+from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
 
 LONGEST = max(MissReason, key=len)
 
@@ -33,3 +35,16 @@ def test_a_printed_result_fits_80_columns(text):
 def test_a_request_that_was_not_looked_up_yet_can_be_printed():
     waiting = GenerationResult(3, [1], [], None, "waiting", None)
     assert str(waiting) == "request 3: []\ntokens: prompt 1, skipped 0, new 0 (waiting)"
+
+
+@pytest.mark.parametrize("begins_inside", [False, True])
+def test_tokens_of_all_reasoning_are_counted_and_no_others(begins_inside):
+    start, end, a = 1, 2, 5
+    meter = ThoughtMeter(ThinkingBudget(3, end, start, begins_inside), vocab_size=40)
+    answer = [*([] if begins_inside else [a, a, start]), a, a, end, a, a, a, start, a]
+    for count in range(len(answer) + 1):
+        tokens = np.array([a, *answer[:count]], np.int32)
+        params = SamplingParams().resolved()
+        request = Request(0, tokens, 1, params, seed=1, num_tokens=len(tokens))
+        assert meter.is_over(request) == (count == len(answer))
+    assert meter.end_bits.tolist() == [1 << end, 0]
