@@ -101,13 +101,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return _refusal(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
-        if "json" not in request.headers.get("content-type", ""):
+        is_read = request.method == "POST"
+        if is_read and "json" not in request.headers.get("content-type", ""):
             return _refusal(ApiError(400, "the body is JSON: send Content-Type: application/json"))
-        return _refusal(refusal_of_field(first))
+        return _refusal(refusal_of_field(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return _refusal(ApiError(error.status_code, str(error.detail)))
+        answer = _refusal(ApiError(error.status_code, str(error.detail)))
+        answer.headers.update(error.headers or {})  # such as Allow
+        return answer
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:

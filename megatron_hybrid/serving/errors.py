@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KINDS = {
@@ -68,10 +68,18 @@ _API_NAMES = {
 """Names of the engine's -> those of the API and of `serve`, where they differ."""
 
 
-def refusal_of_field(error: Mapping[str, Any]) -> ApiError:
-    """What pydantic says of a field, or of one inside of it: an entry of `errors()`."""
-    place = [str(part) for part in error["loc"] if part != "body"]
-    param = place[0] if place else None
+def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic's `errors()` say of the first field, or of a part of it. Of a field of several
+    types, it is what the type says that fits best."""
+
+    def place_of(error: Mapping[str, Any]) -> list[str]:
+        return [str(part) for part in error["loc"] if part not in ("body", "query")]
+
+    own = [error for error in errors if place_of(error)[:1] == place_of(errors[0])[:1]]
+    error = max(own, key=lambda error: len(error["loc"]))
+    param, *inside = place_of(error) or [None]
+    # Names of types are parts of a place, too.
+    place = [param, *(part for part in inside if part != "str" and "[" not in part)]
     inner = "".join(f".{part}" for part in place[1:])
     message = error["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)

@@ -116,6 +116,14 @@ class Fields(BaseModel):
         names = _left_out_by_null(cls)
         return {k: v for k, v in given.items() if v is not None or k not in names}
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        found = handler(core_schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        for name in _left_out_by_null(cls):
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+        return found
+
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
         refuse_unsupported(self.model_extra or {}, _refused(type(self)))
@@ -218,6 +226,7 @@ class StructuredOutputs(BaseModel):
 
 
 Positive = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(strict=True, ge=0)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
@@ -237,7 +246,7 @@ class GenerationFields(Fields):
     n: Positive = 1
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -248,7 +257,7 @@ class GenerationFields(Fields):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_breakpoints: list[int] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[Token] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
@@ -299,7 +308,7 @@ class GenerationFields(Fields):
 class CompletionFields(GenerationFields):
     """Body of /v1/completions."""
 
-    prompt: str | list[int] | Texts | list[list[int]]
+    prompt: str | list[Token] | Texts | list[list[Token]]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -466,7 +475,7 @@ class DetokenizeFields(Fields):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Token]
     skip_special_tokens: bool = True
 
 

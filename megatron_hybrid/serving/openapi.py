@@ -104,7 +104,7 @@ SCHEMAS: Json = {
     ),
     "TokenIds": _object({"token_ids": IDS}),
 }
-_EVENTS = {"text/event-stream": {"schema": TEXT}}
+_EVENTS = {"text/event-stream": {"schema": {"description": "server-sent events"}}}
 _ANSWERS: dict[str, Json] = {
     "/v1/completions": _ref("Completion"),
     "/v1/chat/completions": _ref("Chat"),
@@ -194,6 +194,8 @@ def _responses(path: str, method: str) -> Json:
         statuses |= {401}
     if method == "post" and path not in OPEN_PATHS:
         statuses |= {400, 413}
+    if path == "/cache/history":
+        statuses |= {400}
     if path in (*_OF_OPERATOR, "/requests"):
         statuses |= {403}
     if path in ("/cache/reset", "/cache/save"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -27,6 +27,9 @@ _HEADERS = {
     "frame-ancestors 'none'; object-src 'none'",
     "Cache-Control": "no-cache",
 }
+
+
+_ONE_SPAN: Json = {"enum": list(SPANS)}
 
 
 def add_page(app: FastAPI, service: Service) -> None:
@@ -74,7 +77,9 @@ def add_page(app: FastAPI, service: Service) -> None:
         return await json_response(body)
 
     @app.get("/cache/history")
-    async def history(request: Request, seconds: int = 3600) -> Response:
+    async def history(
+        request: Request, seconds: Annotated[int, Query(json_schema_extra=_ONE_SPAN)] = 3600
+    ) -> Response:
         service.check_admin(request.state.key)
         if seconds not in SPANS:
             spans = ", ".join(map(str, SPANS))

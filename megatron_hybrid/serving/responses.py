@@ -90,7 +90,9 @@ class ResponseFields(Fields):
         extra = dict(self.model_extra or {})
         refuse_unsupported(extra, STATEFUL, ": this server keeps no responses")
         refuse_unsupported(extra, UNSUPPORTED)
-        refuse_unsupported(extra, _OF_CHATS, " by this route")
+        same = (self.max_output_tokens,)  # the limit's names elsewhere
+        limits = {"max_tokens": same, "max_completion_tokens": same}
+        refuse_unsupported(extra, {**_OF_CHATS, **limits}, " by this route")
         refuse_unsupported(self.text or {}, {"verbosity": ("medium",)}, " in text")
         form = dict((self.text or {}).get("format") or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
@@ -116,7 +118,7 @@ class ResponseFields(Fields):
                 stream=self.stream,
             )
         except ValidationError as error:
-            refusal = refusal_of_field(error.errors()[0])
+            refusal = refusal_of_field(error.errors())
             refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
             raise refusal from error
 

@@ -217,6 +217,39 @@ def test_null_is_a_field_that_is_left_out(call, route):
     nulls = dict.fromkeys((*names, *fields.UNSUPPORTED, *responses.UNSUPPORTED))
     limit = {"max_output_tokens": 2} if route == RESPONSE else {"max_tokens": 2}
     call.generated(route, **{**nulls, **limit})
+    jsonschema.validate({**BODIES[route], **nulls}, kind.model_json_schema())
+
+
+@pytest.mark.parametrize("token", [False, -1, {}, 5.0, None])
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        (COMPLETION, "prompt"),
+        (CHAT, "allowed_token_ids"),
+        (CHAT, "stop_token_ids"),
+        ("/detokenize", "tokens"),
+    ],
+)
+def test_a_token_is_an_int(call, route, name, token):
+    for value in ([token], [[token]]):
+        answer = call(route, {**BODIES.get(route, {}), name: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+    assert error["message"].startswith(f"{name}.0"), error
+
+
+def test_a_refusal_says_which_methods_and_spans_there_are(call):
+    answer = call(CHAT, method="PUT")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    for span in ("0", "x", ""):
+        answer = call(f"/cache/history?seconds={span}", method="GET")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "seconds"), error
+
+
+def test_one_limit_of_a_response_may_have_several_names(call):
+    call.generated(RESPONSE, max_tokens=2, max_completion_tokens=2)
+    assert call.refused(RESPONSE, max_tokens=3)["param"] == "max_tokens"
 
 
 @ROUTES
