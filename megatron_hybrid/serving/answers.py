@@ -91,6 +91,8 @@ class Answer:
         generated = sum(len(sample.generated_tokens) for sample in samples)
         counts = usage([result.prefix for result in results], generated)
         body = {**self.head(), "choices": choices, "usage": counts}
+        if self.is_chat and self.fields.return_token_ids:
+            body["prompt_token_ids"] = samples[0].prompt_tokens
         if self.is_chat and self.fields.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(samples[0])
         return body
@@ -120,7 +122,8 @@ class Answer:
         choice["logprobs"] = logprobs
         if self.fields.return_token_ids:
             choice["token_ids"] = result.generated_tokens
-            choice["prompt_token_ids"] = result.prompt_tokens
+            if not self.is_chat:
+                choice["prompt_token_ids"] = result.prompt_tokens
         return choice
 
     def _echoed(self, result: GenerationResult, text: str) -> tuple[str, Json | None]:
@@ -163,7 +166,9 @@ class Answer:
     def _counts(self) -> Json:
         """The usage so far, if each chunk shall have it."""
         options = self.fields.stream_options
-        if options is None or not options.continuous_usage_stats or not self.reports:
+        if options is None or not (options.include_usage and options.continuous_usage_stats):
+            return {}
+        if not self.reports:
             return {}
         return {"usage": usage([*self.reports.values()], self.num_generated)}
 
@@ -304,6 +309,7 @@ class GrowingChoice:
         self._index = index
         self._parser = answer.parser() if answer.is_chat else None
         self._num_chars = 0
+        self._shows_prompt = answer.fields.return_token_ids
 
     def begin(self) -> list[Json]:
         """The events before the first output: a chat's role."""
@@ -341,7 +347,13 @@ class GrowingChoice:
         return chunks
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
-        return self._answer.chunk(self._index, said, logprobs, reason)
+        chunk = self._answer.chunk(self._index, said, logprobs, reason)
+        if self._shows_prompt:  # in the first one
+            self._shows_prompt = False
+            place = chunk if self._answer.is_chat else chunk["choices"][0]
+            prompt = self._answer.prompts[self._number]
+            place["prompt_token_ids"] = list(getattr(prompt, "tokens", prompt))
+        return chunk
 
 
 def _id_name(token: int) -> str:

@@ -243,7 +243,7 @@ def _prepared(
             if isinstance(fields, ChatFields):
                 limit = fields.max_completion_tokens or limit
             most = max(1, service.engine_config.max_sequence_length - (limit or 1))
-        prompts = [truncated(prompt, most) for prompt in prompts]
+        prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     thoughts = False, False
     if isinstance(fields, ChatFields):
         tokenizer = service.tokenizer_of(fields)

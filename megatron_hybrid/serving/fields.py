@@ -52,13 +52,20 @@ UNSUPPORTED: dict[str, tuple] = {
     "repetition_detection": (),
     "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
     "structural_tag": (),
-    "truncation_side": ("left",),
+    "ec_transfer_params": ({},),
+    "logprob_token_ids": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     # SGLang
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
+    "custom_labels": ({},),
     "custom_logit_processor": (),
     "custom_params": ({},),
     "data_parallel_rank": (),
@@ -71,7 +78,9 @@ UNSUPPORTED: dict[str, tuple] = {
     "lora_path": (),
     "max_dynamic_patch": (),
     "min_dynamic_patch": (),
+    "ngram_corpus_id": (),
     "no_stop_trim": (False,),
+    "reasoning": ({},),  # in responses it is used
     "regex": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
@@ -79,6 +88,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
     "rid": (),
+    "routed_experts_start_len": (0,),
     "routed_dp_rank": (),
     "sampling_seed": (),
     "separate_reasoning": (True,),
@@ -176,6 +186,7 @@ class ResponseFormat(Fields):
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    at_least_one: bool | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
@@ -188,7 +199,7 @@ class ResponseFormat(Fields):
     @property
     def structural_tag(self) -> dict[str, Any]:
         """What the type of this name asks for."""
-        names = {"format", "structures", "triggers"}
+        names = {"format", "structures", "triggers", "at_least_one"}
         return self.model_dump(include=names, exclude_none=True)
 
 
@@ -257,6 +268,7 @@ class GenerationFields(Fields):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_breakpoints: list[int] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     allowed_token_ids: list[Token] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -375,8 +387,11 @@ class TemplateFields(Fields):
     @property
     def variables(self) -> dict[str, Any]:
         """Of the template."""
-        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
-        given = {name: value for name, value in given.items() if value is not None}
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if effort is not None:  # templates have several names for whether there is any
+            thinks = effort != "none"
+            given |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return given | (self.chat_template_kwargs or {})
 
     @cached_property

@@ -38,8 +38,8 @@ def _answer(kind: str, choice: Json, optional: Json | None = None) -> Json:
 
 _CHOICE = {"index": COUNT, "finish_reason": TEXT_OR_NULL}
 _LOGPROBS = {"logprobs": {"type": ["object", "null"]}}
-_OF_PROMPT = {"prompt_logprobs": _list({"type": ["object", "null"]})}
-_TOKENS = {"token_ids": IDS, "prompt_token_ids": IDS}
+_OF_PROMPT = {"prompt_token_ids": IDS, "prompt_logprobs": _list({"type": ["object", "null"]})}
+_TOKENS = {"token_ids": IDS}
 _CALL = _object(
     {
         "id": TEXT,

@@ -162,17 +162,20 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
     return found
 
 
-def truncated(prompt: Prompt, num_tokens: int) -> Prompt:
+def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
     """The last tokens of a prompt.
 
     Args:
         num_tokens: that are left, 1 or more.
+        side: "left", where it is cut; or "right": the first tokens are left.
     """
+    tokens = prompt.tokens if isinstance(prompt, RenderedChat) else prompt
+    cut = max(0, len(tokens) - num_tokens) if side == "left" else 0
+    tokens = tokens[cut : cut + num_tokens]
     if not isinstance(prompt, RenderedChat):
-        return prompt[-num_tokens:]
-    cut = max(0, len(prompt.tokens) - num_tokens)
-    starts = [start - cut for start in prompt.message_starts if start > cut]
-    return RenderedChat(prompt.tokens[cut:], starts)
+        return tokens
+    starts = [start - cut for start in prompt.message_starts]
+    return RenderedChat(tokens, [start for start in starts if 0 < start <= len(tokens)])
 
 
 def guide_of(fields: GenerationFields) -> Guide | None:

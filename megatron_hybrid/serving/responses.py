@@ -34,6 +34,7 @@ STATEFUL = {
     "background_options": (),
     "context_management": ([],),
     "conversation": (),
+    "previous_response": (),
     "previous_response_id": (),
     "prompt": (),
 }
@@ -146,7 +147,7 @@ _SHARED = (
     *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "documents"),
     *("include_stop_str_in_output", "structured_outputs", "parallel_tool_calls"),
     *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
-    *("skip_special_tokens", "thinking_token_budget"),
+    *("skip_special_tokens", "thinking_token_budget", "truncation_side"),
 )
 """Fields of chats that this route takes, too."""
 _OF_CHATS: dict[str, tuple] = {

@@ -15,6 +15,7 @@ from megatron_hybrid.validation import is_int
 
 MAX_DEPTH = 32
 """Most formats inside of each other: xgrammar reads them by recursion."""
+_WHOLE = {"type", "format", "structures", "triggers", "at_least_one"}
 _TAGS = ("tags", "at_least_one", "stop_after_first")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "any_text": ("excludes",),
@@ -46,9 +47,12 @@ def grammar_of(tag: Any) -> str:
 
     if not isinstance(tag, Mapping):
         raise ValueError(f"it must be an object, got {tag!r:.80}")
+    if others := tag.keys() - _WHOLE:
+        raise ValueError(f"{min(others)!r} is not supported: leave it out")
     form = tag.get("format")
     if "structures" in tag:  # the older form
         form = {"type": "triggered_tags", "triggers": tag.get("triggers")}
+        form["at_least_one"] = tag.get("at_least_one", False)
         form["tags"] = [_tag_of(each) for each in _list(tag["structures"], "structures")]
     whole = {"type": "structural_tag", "format": _held(form, 0)}
     try:

@@ -291,6 +291,9 @@ def test_bytes_of_half_a_character_are_refused_and_whole_ones_are_taken(call):
         ("include_reasoning", False),
         ("stop_regex", "x"),
         ("verbosity", "low"),
+        ("logprob_token_ids", [5]),
+        ("watermarking", True),
+        ("stream_interval", 5),
     ],
 )
 def test_a_known_field_without_effect_is_refused(call, route, name, value):
@@ -312,7 +315,8 @@ def test_openai_s_fields_are_used_refused_or_labels(kind, given):
         used |= {*responses._SHARED}
         refused |= {*responses.UNSUPPORTED, *responses.STATEFUL}
     assert {*given.__annotations__} - used - refused == set()
-    assert used & refused - {"add_special_tokens"} == set()  # refused in chats alone
+    in_chats = {"add_special_tokens", "reasoning"}  # refused there alone
+    assert used & refused - in_chats == set()
 
 
 @ROUTES
@@ -504,6 +508,31 @@ def test_each_chunk_may_have_the_usage_so_far(call):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 8
     assert chunks[-1]["usage"] == last["usage"]
+    options["include_usage"] = False
+    assert not any("usage" in c for c in streamed(call, COMPLETION, stream_options=options))
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETION])
+def test_a_stream_has_the_ids_of_a_whole_answer(call, route):
+    given = {"return_token_ids": True, **GREEDY}
+    whole, chunks = call.generated(route, **given), streamed(call, route, **given)
+    places = [each if route == CHAT else each["choices"][0] for each in (whole, *chunks)]
+    prompts = [place.get("prompt_token_ids") for place in places]
+    assert prompts[0] and prompts == [prompts[0], prompts[0], *[None] * (len(chunks) - 1)]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    ids = [token for choice in choices for token in choice.get("token_ids", [])]
+    assert ids == whole["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("effort", "kwargs", "written"),
+    [("none", {}, "False"), ("low", {}, "True"), ("none", {"enable_thinking": True}, "True")],
+)
+def test_an_effort_says_whether_there_is_reasoning(call, trusting, effort, kwargs, written):
+    given = {"chat_template": "{{ enable_thinking }}", "chat_template_kwargs": kwargs}
+    found = call(f"{CHAT}/render", {**BODIES[CHAT], **given, "reasoning_effort": effort}).json()
+    text = call("/detokenize", {"tokens": found["token_ids"]}).json()["prompt"]
+    assert text == written
 
 
 def test_a_prompt_is_cut_to_its_last_tokens(call):
@@ -515,6 +544,10 @@ def test_a_prompt_is_cut_to_its_last_tokens(call):
         assert found["usage"]["prompt_tokens"] == 2
         if prompt:
             assert found["choices"][0]["prompt_token_ids"] == tokens[-2:]
+    given = {"prompt": tokens, "truncate_prompt_tokens": 3, "truncation_side": "right"}
+    (found,) = call.generated(COMPLETION, **given, return_token_ids=True)["choices"]
+    assert found["prompt_token_ids"] == tokens[:3]
+    assert call.generated(CHAT, truncate_prompt_tokens=2, truncation_side="right")
     long = call.generated(COMPLETION, prompt=[5] * 3000, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 1024 - 2
     assert call.refused(COMPLETION, truncate_prompt_tokens=-2)["param"] == "truncate_prompt_tokens"

@@ -360,9 +360,10 @@ CHOICE = {
             {
                 "structures": [{"begin": "<f=a>", "schema": X_IS_A_DIGIT, "end": "</f>"}],
                 "triggers": ["<f="],
+                "at_least_one": True,
             },
-            ["any", 'so <f=a>{"x":3}</f>.'],
-            ["<f=b>", '<f=a>{"x":"3"}</f>'],
+            ['<f=a>{"x":3}</f> and any'],
+            ["any", "<f=b>", '<f=a>{"x":"3"}</f>'],
         ),
         ({"format": CHOICE}, ["x-", 'y"--ab'], ["x", "z-", "x---", "x-a"]),
     ],
@@ -396,6 +397,8 @@ def test_a_structural_tag_is_kept_to(tag, yes, no):
 def test_a_structural_tag_that_cannot_be_kept_to_is_refused(form, message):
     with pytest.raises(ValueError, match=f"bad structural tag: .*{message}"):
         Guide.structural_tag({"format": form})
+    with pytest.raises(ValueError, match="'colour' is not supported"):
+        Guide.structural_tag({"format": form, "colour": "red"})
 
 
 def test_a_structural_tag_nested_too_deeply_is_refused():
