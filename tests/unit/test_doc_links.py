@@ -63,3 +63,9 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
         "[h](gone.md) [i](other.md#twice-2) ![j](gone.png) [k](#no-heading)\n"
     )
     assert broken_links(page) == ["gone.md", "other.md#twice-2", "gone.png", "#no-heading"]
+
+
+def test_tests_that_a_page_names_exist():
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named and [name for name in named if f"def {name}(" not in tests] == []

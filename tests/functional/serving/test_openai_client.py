@@ -265,6 +265,10 @@ def test_a_tool_call_can_be_required(client, named, stream):
         ({"logit_bias": {"3": 500}}, "logit_bias"),
         ({"extra_body": {"min_p": 2}}, "min_p"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": None}}, "stream_options"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"extra_body": {"tool_choice": {}}}, "tool_choice"),
     ],
     ids=str,
 )

@@ -186,7 +186,9 @@ def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget
 
 @ROUTES
 def test_a_budget_of_reasoning_needs_a_model_with_reasoning(call, route):
-    assert call.refused(route, thinking_token_budget=5)["param"] == "thinking_token_budget"
+    for budget in (5, -2, 0.6):
+        error = call.refused(route, thinking_token_budget=budget)
+        assert error["param"] == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template"])
@@ -350,6 +352,12 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
             "",
         ),
         (RESPONSE, {"top_k": "many"}, "top_k", ""),
+        (
+            RESPONSE,
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "both say",
+        ),
         (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
         (CHAT, {"n": 99}, "n", "--max-requests=8"),
         (COMPLETION, {"stop": ["a", ""]}, "stop", "stop must be"),

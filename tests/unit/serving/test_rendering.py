@@ -45,6 +45,9 @@ def test_tools_and_past_calls_reach_the_template(tokenizer):
         "[weather][time]<user>Hi|<assistant>(Kyoto)|<tool>rain|<assistant>"
     )
     assert function["arguments"] == '{"city": "Kyoto"}'  # the caller's stays as it is
+    for empty in ("", "{}"):
+        function["arguments"] = empty
+        assert text_of(tokenizer, [USER, call, result]).startswith("<user>Hi|<assistant>()|")
 
 
 def test_an_answer_may_begin_in_thought(tokenizer):
