@@ -32,8 +32,16 @@ def prefix_block(report: PrefixReport) -> Json:
     }
 
 
-def usage(prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
-    """Token counts of an answer to some prompts."""
+def num_reasoning_tokens(tokenizer: Tokenizer, parts: Iterable[Part]) -> int:
+    """Tokens of an answer's reasoning, as the tokenizer writes its text."""
+    text = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return len(tokenizer.tokenize(text, add_special_tokens=False)) if text else 0
+
+
+def usage(
+    prefixes: Sequence[PrefixReport], num_generated: int, num_reasoning: int | None = None
+) -> Json:
+    """Token counts of an answer to some prompts. num_reasoning: of a chat's answer."""
     prompt = sum(report.prompt_tokens for report in prefixes)
     found = {
         "prompt_tokens": prompt,
@@ -41,6 +49,8 @@ def usage(prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
         "total_tokens": prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(r.skipped_tokens for r in prefixes)},
     }
+    if num_reasoning is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     blocks = [prefix_block(report) for report in prefixes]
     return found | {"prefix": blocks[0] if len(blocks) == 1 else blocks}
 
@@ -71,6 +81,8 @@ class Answer:
     """Of a stream: of each prompt that has begun, by its number."""
     num_generated: int = 0
     """Tokens of a stream so far."""
+    num_reasoning: int = 0
+    """Of the choices that have ended."""
 
     @property
     def is_chat(self) -> bool:
@@ -89,13 +101,16 @@ class Answer:
         samples = [sample for result in results for sample in result.samples]
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         generated = sum(len(sample.generated_tokens) for sample in samples)
-        counts = usage([result.prefix for result in results], generated)
+        counts = self._usage([result.prefix for result in results], generated)
         body = {**self.head(), "choices": choices, "usage": counts}
         if self.is_chat and self.fields.return_token_ids:
             body["prompt_token_ids"] = samples[0].prompt_tokens
         if self.is_chat and self.fields.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(samples[0])
         return body
+
+    def _usage(self, prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
+        return usage(prefixes, num_generated, self.num_reasoning if self.is_chat else None)
 
     def _choice(self, index: int, result: GenerationResult) -> Json:
         text = result.generated_text or ""
@@ -109,7 +124,9 @@ class Answer:
         )
         if self.is_chat:
             parser = self.parser()
-            choice["message"] = _message([*parser.add(text), *parser.end()])
+            parts = [*parser.add(text), *parser.end()]
+            self.num_reasoning += num_reasoning_tokens(self.tokenizer, parts)
+            choice["message"] = _message(parts)
             if echoed := self.echoed(0):
                 choice["message"]["content"] = echoed + (choice["message"]["content"] or "")
             choice["finish_reason"] = parser.finish_reason(result.finish_reason)
@@ -170,7 +187,7 @@ class Answer:
             return {}
         if not self.reports:
             return {}
-        return {"usage": usage([*self.reports.values()], self.num_generated)}
+        return {"usage": self._usage([*self.reports.values()], self.num_generated)}
 
     def growing(self, number: int) -> list[GrowingChoice]:
         """What takes the outputs of one prompt's stream, by sample. number: of the prompt."""
@@ -182,7 +199,7 @@ class Answer:
         options = self.fields.stream_options
         if options is None or not options.include_usage:
             return []
-        counts = usage(prefixes, num_generated)
+        counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
 
     def error(self, error: ApiError) -> Json:
@@ -310,6 +327,7 @@ class GrowingChoice:
         self._parser = answer.parser() if answer.is_chat else None
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
+        self._reasoning: list[Reasoning] = []
 
     def begin(self) -> list[Json]:
         """The events before the first output: a chat's role."""
@@ -334,6 +352,10 @@ class GrowingChoice:
             if reason is not None:
                 parts += self._parser.end()
                 reason = self._parser.finish_reason(reason)
+            self._reasoning += [part for part in parts if isinstance(part, Reasoning)]
+            if reason is not None:
+                count = num_reasoning_tokens(self._answer.tokenizer, self._reasoning)
+                self._answer.num_reasoning += count
             said = [{"delta": _delta(part)} for part in parts] or [{"delta": {}}]
         if self._answer.fields.return_token_ids:
             said[0]["token_ids"] = output.tokens

@@ -155,8 +155,8 @@ async def _respond(service: Service, request: Request, fields: ResponseFields):
     chat = await in_texts_thread(fields.to_chat)
 
     def make(id: str, *given: Any) -> ResponseAnswer:
-        thoughts = given[:2]
-        return ResponseAnswer(fields, chat, f"resp_{id}", service.config.model_name, *thoughts)
+        name, thoughts = service.config.model_name, given[:2]
+        return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", name, *thoughts)
 
     try:
         return await _answer(service, request, chat, make)

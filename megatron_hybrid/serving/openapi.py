@@ -66,7 +66,8 @@ SCHEMAS: Json = {
             **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
             "prompt_tokens_details": _object({"cached_tokens": COUNT}),
             "prefix": {"anyOf": [_ref("Prefix"), _list(_ref("Prefix"))]},
-        }
+        },
+        {"completion_tokens_details": _object({"reasoning_tokens": COUNT})},
     ),
     "Completion": _answer(
         "text_completion",

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
-from megatron_hybrid.serving.answers import Json, prefix_block
+from megatron_hybrid.serving.answers import Json, num_reasoning_tokens, prefix_block
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -27,6 +27,7 @@ from megatron_hybrid.serving.fields import (
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.parsing import AnswerParser, Part, Reasoning, ToolCall
+from megatron_hybrid.text.tokenizer import Tokenizer
 
 STATEFUL = {
     "access_programs": ([],),
@@ -252,6 +253,7 @@ class ResponseAnswer:
     """The answer to one request of this route, whole or as events. See `Answer`.
 
     Args:
+        tokenizer: counts tokens of reasoning.
         fields: of the request.
         chat: the same as a chat.
         id: of the request.
@@ -263,6 +265,7 @@ class ResponseAnswer:
 
     def __init__(
         self,
+        tokenizer: Tokenizer,
         fields: ResponseFields,
         chat: ChatFields,
         id: str,
@@ -271,7 +274,7 @@ class ResponseAnswer:
         is_thinking: bool,
     ):
         self._fields, self._id, self._model = fields, id, model
-        self._chat = chat
+        self._tokenizer, self._chat = tokenizer, chat
         self._parser = AnswerParser(chat.callable_tools, has_thoughts, is_thinking, chat.max_calls)
         self._created = time.time()
         self._items: list[Json] = []
@@ -416,6 +419,9 @@ class ResponseAnswer:
         usage = None
         if prefixes:
             (report,) = prefixes
+            items = (item for item in self._items if item["type"] == "reasoning")
+            reasoning = [Reasoning(item["content"][0]["text"]) for item in items]
+            num_reasoning = num_reasoning_tokens(self._tokenizer, reasoning)
             usage = {
                 "input_tokens": report.prompt_tokens,
                 "input_tokens_details": {
@@ -423,7 +429,7 @@ class ResponseAnswer:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": num_generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": num_reasoning},
                 "total_tokens": report.prompt_tokens + num_generated,
                 "prefix": prefix_block(report),
             }

@@ -111,8 +111,13 @@ def test_a_request_may_have_a_template_of_its_own_if_it_is_trusted(call, trustin
         text = call("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert text == "<user:Once upon>![f]<think>"
     given = {"chat_template": TEMPLATE, "temperature": 0}
-    (found,) = call.generated(CHAT, **given)["choices"]
+    whole = call.generated(CHAT, **given)
+    (found,) = whole["choices"]
     assert found["message"]["reasoning"] and not found["message"]["content"]
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    *_, last = streamed(call, CHAT, **given, stream_options={"include_usage": True})
+    counts = ("completion_tokens", "completion_tokens_details")
+    assert all(last["usage"][name] == whole["usage"][name] for name in counts)
     assert call.generated(RESPONSE, **given)["output"][0]["type"] == "reasoning"
     assert "reasoning" not in call.generated(CHAT)["choices"][0]["message"]
 

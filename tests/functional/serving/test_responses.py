@@ -2,11 +2,12 @@
 
 import openai
 import pytest
-from http_server import running_server
+from http_server import DEMO, running_server
 from model_answers import CALL, REPORT, output_of, result_of
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 
@@ -81,9 +82,16 @@ def test_what_needs_more_is_refused(client, fields, param):
     assert raised.value.param == param
 
 
+TOKENIZER = Tokenizer.from_folder(DEMO)
+
+
+def answer_to(fields):
+    return ResponseAnswer(TOKENIZER, fields, fields.to_chat(), "resp_1", "demo", True, False)
+
+
 def answer():
     fields = ResponseFields(input="?", tools=[TOOL])
-    return ResponseAnswer(fields, fields.to_chat(), "resp_1", "demo", True, False)
+    return answer_to(fields)
 
 
 def test_calls_and_reasoning_are_items_of_their_own():
@@ -106,6 +114,8 @@ def test_calls_and_reasoning_are_items_of_their_own():
     for items in (final["output"], whole["output"]):
         items[2]["call_id"] = "any"
     assert final["output"] == whole["output"] and final["usage"] == whole["usage"]
+    details = whole["usage"]["output_tokens_details"]
+    assert details == {"reasoning_tokens": len(TOKENIZER.tokenize("well"))}
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
     assert kinds.count("function_call_arguments.done") == 1
@@ -116,7 +126,7 @@ def test_reasoning_comes_back_by_its_encrypted_content():
     the model wrote it."""
     include = ["reasoning.encrypted_content"]
     fields = ResponseFields(input="?", tools=[TOOL], include=include)
-    whole = ResponseAnswer(fields, fields.to_chat(), "resp_1", "demo", True, False).whole(
+    whole = answer_to(fields).whole(
         [result_of(f"<think>well, ż</think>Let me see.\n{CALL}{CALL}", "stop")]
     )
     items = whole["output"]
