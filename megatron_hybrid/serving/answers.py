@@ -171,9 +171,9 @@ class Answer:
 
     def parser(self) -> AnswerParser:
         """Of one answer to a chat."""
-        fields = self.fields
-        thoughts = self.has_thoughts, self.is_thinking
-        return AnswerParser(fields.callable_tools, *thoughts, fields.max_calls)
+        return AnswerParser(
+            has_thoughts=self.has_thoughts, is_thinking=self.is_thinking, **self.fields.parsed_by
+        )
 
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""

@@ -432,11 +432,6 @@ class ChatFields(TemplateFields, GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def max_calls(self) -> int | None:
-        """Of an answer; None: any number."""
-        return None if self.parallel_tool_calls else 1
-
-    @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Functions that the answer may call."""
         return [] if self.tool_choice == "none" else self.shown_tools or []
@@ -451,6 +446,12 @@ class ChatFields(TemplateFields, GenerationFields):
             return []
         named = self.tool_choice.get("function", self.tool_choice)  # flat in /v1/responses
         return [function for function in functions if function.name == named.get("name")]
+
+    @property
+    def parsed_by(self) -> dict[str, Any]:
+        """Arguments of an `AnswerParser`."""
+        most, must_call = None if self.parallel_tool_calls else 1, bool(self.required_tools)
+        return {"tools": self.callable_tools, "max_calls": most, "must_call": must_call}
 
     @property
     def guide_names(self) -> list[str]:

@@ -62,6 +62,7 @@ class AnswerParser:
         has_thoughts: `<think>` begins reasoning; else it is content.
         is_thinking: the prompt ends inside of reasoning.
         max_calls: those behind are left out; None: any number.
+        must_call: all of the answer is a call; one that was cut is no content.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class AnswerParser:
         has_thoughts: bool = False,
         is_thinking: bool = False,
         max_calls: int | None = None,
+        must_call: bool = False,
     ):
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._marks = [*([THINK] if has_thoughts else []), *([CALL] if self._tools else [])]
@@ -77,7 +79,7 @@ class AnswerParser:
         self._skips_space = is_thinking
         self._has_content = self._in_call = False
         self._held = ""  # begins a part, and is not given yet
-        self._max_calls = max_calls
+        self._max_calls, self._must_call = max_calls, must_call
         self.num_calls = 0
         """So far."""
 
@@ -103,7 +105,7 @@ class AnswerParser:
                 self._held, self._in_call = rest, False
                 yield from self._called(inside, CALL + inside + found)
                 continue
-            if self._may_be_json:
+            if self._may_be_json or self._must_call:
                 if is_last:
                     whole, self._held = self._held, ""
                     yield from self._called(whole, whole)
@@ -143,7 +145,7 @@ class AnswerParser:
         written."""
         name, arguments = self._function(text)
         if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
-            return self._said(written)
+            return [] if self._must_call else self._said(written)
         try:  # half a character, or a number that JSON lacks
             encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             encoded.encode()

@@ -275,7 +275,8 @@ class ResponseAnswer:
     ):
         self._fields, self._id, self._model = fields, id, model
         self._tokenizer, self._chat = tokenizer, chat
-        self._parser = AnswerParser(chat.callable_tools, has_thoughts, is_thinking, chat.max_calls)
+        thoughts = {"has_thoughts": has_thoughts, "is_thinking": is_thinking}
+        self._parser = AnswerParser(**thoughts, **chat.parsed_by)
         self._created = time.time()
         self._items: list[Json] = []
         self._open: type[Part] | None = None  # the kind of the last item, while it grows

@@ -653,6 +653,17 @@ def test_allowed_stop_tokens_need_no_others(call):
     assert wrong["param"] == "allowed_token_ids"
 
 
+def test_a_forced_call_that_is_cut_is_no_content(call):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"tools": tools, "tool_choice": "required", "max_tokens": 1}
+    (found,) = call.generated(CHAT, **given)["choices"]
+    assert found["message"]["content"] == "" and "tool_calls" not in found["message"]
+    *_, last = streamed(call, CHAT, **given)
+    for choice in (found, last["choices"][0]):
+        assert choice["finish_reason"] == "length"
+        assert not choice.get("delta")
+
+
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])
 def test_an_answer_keeps_to_a_structural_tag(call, route):
     tag = {"begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"}

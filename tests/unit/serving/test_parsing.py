@@ -67,6 +67,13 @@ CASES = [
     (XML.replace("</parameter>", ""), {"tools": TOOLS}, ("", "", [XML_CALL])),
     (XML, {"tools": [function("weather", city=True, days={})]}, ("", "", [NUMBERS])),
     (f"{CALL}\n{CALL}", {"tools": TOOLS, "max_calls": 1}, ("", "", [WEATHER])),
+    # A call that has to come, and was cut.
+    ('{"name": "time", "argu', {"tools": TOOLS, "must_call": True}, ("", "", [])),
+    (
+        ' {"name": "time", "arguments": {}}',
+        {"tools": TOOLS, "must_call": True},
+        ("", "", [("time", {})]),
+    ),
 ]
 
 
