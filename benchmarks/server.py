@@ -14,16 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from benchmarks.common import Row, median_ratio
-from benchmarks.server_process import CONFIG, demo
-from megatron_hybrid import AsyncEngine, SamplingParams
+from benchmarks.common import Row, median_ratio, paired, seconds
+from benchmarks.server_process import CONFIG, demo, tiny
+from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 
 PROMPT = "Once upon a time there was a king who had three daughters."
 REQUESTS, ROUNDS = 100, 9
 STREAMS, TOKENS = (1, 16, 64), 50
 CLIENTS, ANSWERS, ANSWER_TOKENS = 64, 256, 16
-PER_REQUEST, PER_TOKEN, THROUGHPUT = 1e-3, 100e-6, 0.9
-"""Goals: seconds, seconds, and requests/s in those of the engine."""
+RATE_TOKENS, RATE_ROUNDS = 200, 15
+PER_REQUEST, PER_TOKEN, THROUGHPUT, RATE = 1e-3, 100e-6, 0.9, 0.85
+"""Goals: seconds, seconds, requests/s in those of the engine, and tokens/s in those of it."""
+USAGE = {"include_usage": True}
 KEPT_SECONDS = 2
 """An idle connection; the server closes it after 5 s."""
 
@@ -38,14 +40,16 @@ def run() -> Iterator[Row]:
         finally:
             runner.run(engine.close())
         yield from gaps(runner, client)
+    with server("tiny") as process, asyncio.Runner() as runner:
+        yield from rates(runner, Client(process.port))
     yield from ends()
 
 
 class Server(subprocess.Popen):
     """A server that answers. Attributes: port."""
 
-    def __init__(self):
-        command = [sys.executable, "-m", "benchmarks.server_process"]
+    def __init__(self, model: str):
+        command = [sys.executable, "-m", "benchmarks.server_process", model]
         super().__init__(command, stderr=subprocess.PIPE, text=True)
         for line in self.stderr:
             if "running on" in (text := json.loads(line).get("message", "")):
@@ -55,9 +59,9 @@ class Server(subprocess.Popen):
 
 
 @contextmanager
-def server() -> Iterator[Server]:
+def server(model: str = "demo") -> Iterator[Server]:
     """Context of a server, whose log is read and dropped."""
-    process = Server()
+    process = Server(model)
     drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
     try:
         yield process
@@ -98,10 +102,17 @@ class Client:
         text = await self.ask("/v1/completions", {**body_of(tokens), "stream": True})
         return text.count(b'"token_ids"')
 
+    async def stream_text(self, tokens: int) -> None:
+        """A stream of texts alone, as most clients ask for."""
+        body = {**body_of(tokens), "return_token_ids": False, "stream": True}
+        text = await self.ask("/v1/completions", {**body, "stream_options": USAGE})
+        if f'"completion_tokens": {tokens},' not in text.decode():
+            raise RuntimeError(f"the stream had not {tokens} tokens: {text[-1000:]!r}")
+
     async def ask(self, path: str, body: object = None) -> bytes:
         """The body of an answer. body: None gets."""
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\n"
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         reader, writer = await self._connection()
         writer.write(head.encode() + data)
@@ -224,6 +235,23 @@ def compare(pairs: Pairs) -> Iterator[Row]:
     )
 
 
+def rates(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
+    """Tokens/s of one stream of the tiny model, in those of `generate` in this process."""
+    with DynamicInferenceEngine(*tiny(), CONFIG) as engine:
+        params = params_of(RATE_TOKENS)
+        over, alone = paired(
+            lambda: seconds(lambda: runner.run(client.stream_text(RATE_TOKENS))),
+            lambda: seconds(lambda: engine.generate(PROMPT, params)),
+            RATE_ROUNDS,
+        )
+    rate = [RATE_TOKENS / statistics.median(times) for times in (over, alone)]
+    yield Row(
+        "tokens/s of one stream of a tiny model over HTTP, in those of generate in process",
+        f"{median_ratio(alone, over):.2f} ({rate[0]:.0f} / {rate[1]:.0f})",
+        f">= {RATE}",
+    )
+
+
 def gaps(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
     """The longest gap of the event loop while one stream runs, and something else is asked."""
     text = (PROMPT + " ") * (200_000 // len(PROMPT))
@@ -290,5 +318,5 @@ def ends() -> Iterator[Row]:
                 began = asyncio.run(last_answer(process, count))
                 process.wait(60)
                 found.append(time.perf_counter() - began)
-        seconds = statistics.median(found)
-        yield Row(f"from SIGTERM, or the last answer, to the exit: {what}", f"{seconds:.2f} s")
+        took = statistics.median(found)
+        yield Row(f"from SIGTERM, or the last answer, to the exit: {what}", f"{took:.2f} s")

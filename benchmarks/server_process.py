@@ -1,12 +1,15 @@
-"""The server of `benchmarks/server.py`: the demo model, with routes that tell of the event loop."""
+"""The server of `benchmarks/server.py`: the demo model, or `tiny`, with routes that tell of the
+event loop."""
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 import megatron_hybrid
+from megatron_hybrid import HybridConfig, build_hybrid_model
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving import run
@@ -20,6 +23,22 @@ PROBE_SECONDS = 0.001
 def demo():
     """The model and its tokenizer."""
     return load_pretrained(DEMO, device="cpu", dtype=torch.float32)
+
+
+def tiny():
+    """A random model whose steps take so little that the server's own work shows, and the demo
+    model's tokenizer."""
+    _, tokenizer = demo()
+    torch.manual_seed(0)
+    config = HybridConfig(
+        layer_pattern="M*",
+        hidden_size=64,
+        num_attention_heads=4,
+        vocab_size=tokenizer.vocab_size,
+        mamba_head_dim=16,
+        mamba_state_dim=16,
+    )
+    return build_hybrid_model(config).eval(), tokenizer
 
 
 def with_probe(make_app):
@@ -57,7 +76,8 @@ def main() -> None:
     run.create_app = with_probe(run.create_app)
     run.log_lines()
     address = run.Address(port=0)
-    run.run(run.serve(*demo(), CONFIG, ServingConfig("demo"), address, address.bind()))
+    model, tokenizer = {"demo": demo, "tiny": tiny}[sys.argv[1]]()
+    run.run(run.serve(model, tokenizer, CONFIG, ServingConfig("demo"), address, address.bind()))
 
 
 if __name__ == "__main__":

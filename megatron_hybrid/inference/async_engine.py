@@ -55,11 +55,21 @@ class _Call:
         self.is_abandoned = False
         self.loop = asyncio.get_running_loop()
         self._abandoned = abandoned
-        self._items: asyncio.Queue = asyncio.Queue()
+        self._items: deque[object] = deque()
+        self._readers: deque[asyncio.Future[None]] = deque()  # that wait for an item
 
     async def get(self) -> RequestOutput | GenerationResult | None:
         """Wait for the next output of a stream (None at its end), or the result of `generate`."""
-        item = await self._items.get()
+        while not self._items:
+            reader = self.loop.create_future()
+            self._readers.append(reader)
+            try:
+                await reader
+            except BaseException:
+                if self._items:  # it was woken, and another one is to be in its place
+                    self._wake_reader()
+                raise
+        item = self._items.popleft()
         try:
             if isinstance(item, BaseException):
                 raise item
@@ -72,9 +82,24 @@ class _Call:
         self.is_abandoned = True
         self._abandoned.append(self)
 
+    def take_outputs(self) -> list[RequestOutput]:
+        """The outputs of a stream that are there, up to its end or its error."""
+        outputs: list[RequestOutput] = []
+        while self._items and isinstance(self._items[0], RequestOutput):
+            outputs.append(self._items.popleft())
+        return outputs
+
     def put(self, item: object) -> None:
         """Call it in the event loop."""
-        self._items.put_nowait(item)
+        self._items.append(item)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        while self._readers:
+            reader = self._readers.popleft()
+            if not reader.done():
+                reader.set_result(None)
+                return
 
     def put_error_of(self, added: Future[None] | asyncio.Task[None]) -> None:
         """Put the error of the job that queues the request, if it has one. Any thread may call
@@ -137,6 +162,13 @@ class AsyncStream(AsyncIterator[RequestOutput]):
             self._call.put(None)  # for the next reader
             raise StopAsyncIteration
         return output
+
+    def waiting(self) -> list[RequestOutput]:
+        """Take the outputs that the iteration would give without a wait."""
+        if self._is_over:
+            return []
+        first, self._next = self._next, None
+        return [*([] if first is None else [first]), *self._call.take_outputs()]
 
     async def queued(self) -> None:
         """Wait until the engine has taken the request.

@@ -7,7 +7,9 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
+from json.encoder import encode_basestring
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -20,6 +22,8 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 LEAST_LOG_PROB = -9999.0
 """In place of minus infinity, which JSON has not."""
+dump_event = json.JSONEncoder(ensure_ascii=False).encode
+"""The JSON of an event."""
 
 
 def prefix_block(report: PrefixReport) -> Json:
@@ -175,6 +179,12 @@ class Answer:
             has_thoughts=self.has_thoughts, is_thinking=self.is_thinking, **self.fields.parsed_by
         )
 
+    @cached_property
+    def _has_counts(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        options = self.fields.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
@@ -182,10 +192,7 @@ class Answer:
 
     def _counts(self) -> Json:
         """The usage so far, if each chunk shall have it."""
-        options = self.fields.stream_options
-        if options is None or not (options.include_usage and options.continuous_usage_stats):
-            return {}
-        if not self.reports:
+        if not (self._has_counts and self.reports):
             return {}
         return {"usage": self._usage([*self.reports.values()], self.num_generated)}
 
@@ -202,13 +209,24 @@ class Answer:
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
 
+    def text_frame(self, index: int, place: str) -> tuple[bytes, bytes] | None:
+        """What stands around the text in events that differ in nothing else; None: they do.
+
+        place: `content` or `reasoning` of a chat's delta, or `text`.
+        """
+        if self._has_counts:
+            return None
+        said = {"delta": {place: ""}} if self.is_chat else {place: ""}
+        before, _, after = self.encode(self.chunk(index, said, None, None)).rpartition(b'""')
+        return before, after
+
     def error(self, error: ApiError) -> Json:
         """The chunk of a failure."""
         return error.body
 
     def encode(self, chunk: Json) -> bytes:
         """A server-sent event."""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+        return f"data: {dump_event(chunk)}\n\n".encode()
 
     # Log-probabilities -------------------------------------------------------------------------
 
@@ -328,6 +346,7 @@ class GrowingChoice:
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
         self._reasoning: list[Reasoning] = []
+        self._frames: dict[str, tuple[bytes, bytes] | None] = {}
 
     def begin(self) -> list[Json]:
         """The events before the first output: a chat's role."""
@@ -337,7 +356,7 @@ class GrowingChoice:
             return [self._chunk({"text": echoed})] if echoed else []
         return [self._chunk({"delta": {"role": "assistant", "content": echoed}})]
 
-    def add(self, output: RequestOutput) -> list[Json]:
+    def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
         self._answer.reports[self._number] = output.report
         self._answer.num_generated += len(output.tokens)
@@ -360,13 +379,28 @@ class GrowingChoice:
         if self._answer.fields.return_token_ids:
             said[0]["token_ids"] = output.tokens
         elif not (output.text or reason or logprobs):
-            return []
+            return b""
         *others, last = said
-        chunks = [self._chunk(each) for each in others]
-        chunks.append(self._chunk(last, logprobs, reason))
-        if output.result is not None:
-            chunks[-1]["choices"][0]["stop_reason"] = output.result.stop_reason
-        return chunks
+        events = [self._event(each) for each in others]
+        if reason is None and logprobs is None:
+            events.append(self._event(last))
+        else:
+            chunk = self._chunk(last, logprobs, reason)
+            if output.result is not None:
+                chunk["choices"][0]["stop_reason"] = output.result.stop_reason
+            events.append(self._answer.encode(chunk))
+        return b"".join(events)
+
+    def _event(self, said: Json) -> bytes:
+        """An event without an end. Most say a text alone: only that is encoded."""
+        texts = said.get("delta", said)
+        if len(said) == len(texts) == 1:
+            ((place, text),) = texts.items()
+            if place not in self._frames and isinstance(text, str):
+                self._frames[place] = self._answer.text_frame(self._index, place)
+            if frame := self._frames.get(place):
+                return frame[0] + encode_basestring(text).encode() + frame[1]
+        return self._answer.encode(self._chunk(said))
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         chunk = self._answer.chunk(self._index, said, logprobs, reason)

@@ -294,9 +294,9 @@ async def _events(
             choices = answer.growing(number)
             for chunk in (chunk for choice in choices for chunk in choice.begin()):
                 yield answer.encode(chunk)
-            async for output in service.outputs(ticket, stream):
-                for chunk in choices[output.sample_index].add(output):
-                    yield answer.encode(chunk)
+            async for outputs in service.outputs(ticket, stream):
+                if events := b"".join([choices[o.sample_index].add(o) for o in outputs]):
+                    yield events
         for chunk in answer.last([*ticket.prefixes.values()], ticket.num_generated):
             yield answer.encode(chunk)
     except ApiError as error:

@@ -5,7 +5,6 @@ An answer's output is a list of items: reasoning, a message, calls of functions,
 
 from __future__ import annotations
 
-import json
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,12 @@ from pydantic import Field, ValidationError
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
-from megatron_hybrid.serving.answers import Json, num_reasoning_tokens, prefix_block
+from megatron_hybrid.serving.answers import (
+    Json,
+    dump_event,
+    num_reasoning_tokens,
+    prefix_block,
+)
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -300,9 +304,9 @@ class ResponseAnswer:
             self._event(f"response.{kind}", response=body) for kind in ("created", "in_progress")
         ]
 
-    def add(self, output: RequestOutput) -> list[Json]:
+    def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
-        return self._grow(output.text, output.finish_reason)
+        return b"".join(map(self.encode, self._grow(output.text, output.finish_reason)))
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The events at the end."""
@@ -316,8 +320,7 @@ class ResponseAnswer:
 
     def encode(self, event: Json) -> bytes:
         """A server-sent event."""
-        data = json.dumps(event, ensure_ascii=False)
-        return f"event: {event['type']}\ndata: {data}\n\n".encode()
+        return f"event: {event['type']}\ndata: {dump_event(event)}\n\n".encode()
 
     # Items -------------------------------------------------------------------------------------
 

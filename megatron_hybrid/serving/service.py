@@ -351,19 +351,24 @@ class Service:
             await streams[0].begun()
 
     async def outputs(
-        self, ticket: Ticket, stream: AsyncIterator[RequestOutput]
-    ) -> AsyncIterator[RequestOutput]:
-        """What the steps add to one answer.
+        self, ticket: Ticket, stream: AsyncStream
+    ) -> AsyncIterator[list[RequestOutput]]:
+        """What the steps add to one answer: each time all that is there, such as the outputs of
+        all samples of a step, so that a connection gets them in one piece.
 
         Raises:
             ApiError: as `generate_all`.
         """
         async with self._limited(ticket):
-            async for output in stream:
-                ticket.count(output)
-                if output.result is not None and output.result.error is not None:
-                    raise ApiError(500, output.result.error)
-                yield output
+            async for first in stream:
+                outputs = [first, *stream.waiting()]
+                for output in outputs:
+                    ticket.count(output)
+                failed = [o for o in outputs if o.result is not None and o.result.error is not None]
+                if whole := [output for output in outputs if output not in failed]:
+                    yield whole
+                if failed:
+                    raise ApiError(500, failed[0].result.error)
 
     @asynccontextmanager
     async def _limited(self, ticket: Ticket) -> AsyncIterator[None]:

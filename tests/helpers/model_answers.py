@@ -1,5 +1,7 @@
 """Answers as models write them, and as the engine gives them."""
 
+import json
+
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 
@@ -26,3 +28,8 @@ def result_of(text: str, reason: str) -> GenerationResult:
 def output_of(text: str, reason: str | None = None) -> RequestOutput:
     """A token of a stream."""
     return RequestOutput(0, 0, [1], text, reason, REPORT, 0, None)
+
+
+def said_in(events: bytes) -> list[dict]:
+    """The JSON of server-sent events."""
+    return [json.loads(event.partition(b"data: ")[2]) for event in events.split(b"\n\n")[:-1]]

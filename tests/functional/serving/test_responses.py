@@ -3,7 +3,7 @@
 import openai
 import pytest
 from http_server import DEMO, running_server
-from model_answers import CALL, REPORT, output_of, result_of
+from model_answers import CALL, REPORT, output_of, result_of, said_in
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -108,8 +108,8 @@ def test_calls_and_reasoning_are_items_of_their_own():
     growing = answer()
     events = growing.begin()
     for letter in text:
-        events += growing.add(output_of(letter))
-    events += growing.add(output_of("", "stop")) + growing.last([REPORT], 2)
+        events += said_in(growing.add(output_of(letter)))
+    events += said_in(growing.add(output_of("", "stop"))) + growing.last([REPORT], 2)
     final = events[-1]["response"]
     for items in (final["output"], whole["output"]):
         items[2]["call_id"] = "any"

@@ -372,10 +372,10 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
         params = SamplingParams(num_tokens_to_generate=3)
         streams = service.streams(["Once", "And then"], params)
         await service.begun(ticket, streams)
-        assert [output async for output in service.outputs(ticket, streams[0])]
+        assert [outputs async for outputs in service.outputs(ticket, streams[0])]
         ticket.began -= 2000
         with pytest.raises(ApiError, match="more than 1000"):
-            [output async for output in service.outputs(ticket, streams[1])]
+            [outputs async for outputs in service.outputs(ticket, streams[1])]
 
     service = demo_service(request_seconds=1000.0)
     asyncio.run(late(service))

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 from http_server import DEMO
-from model_answers import CALL, TOOLS, output_of, result_of
+from model_answers import CALL, TOOLS, output_of, result_of, said_in
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_hybrid.serving.answers import Answer, GrowingChoice
@@ -68,8 +68,8 @@ def test_a_stream_has_the_same_parts(tokenizer):
     choice = GrowingChoice(answer_of(tokenizer), 0, 0)
     chunks = choice.begin()
     for letter in text:
-        chunks += choice.add(output_of(letter))
-    chunks += choice.add(output_of("", "stop"))
+        chunks += said_in(choice.add(output_of(letter)))
+    chunks += said_in(choice.add(output_of("", "stop")))
     choices = [ChatCompletionChunk.model_validate(chunk).choices[0] for chunk in chunks]
     deltas = [choice.delta for choice in choices]
     assert deltas[0].role == "assistant"
@@ -78,6 +78,26 @@ def test_a_stream_has_the_same_parts(tokenizer):
     (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
     assert call.index == 0 and call.function.name == "weather" and call.id.startswith("call_")
     assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_an_event_has_the_bytes_of_its_chunk(tokenizer, is_chat, counts):
+    """Most events are put together from parts that are encoded once."""
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": counts}}
+    if is_chat:
+        answer = answer_of(tokenizer, **options)
+        answer.id = 'chatcmpl-"content": ""'
+    else:
+        answer = Answer(tokenizer, CompletionFields(prompt="?", **options), "cmpl-1", "demo")
+    choice = GrowingChoice(answer, 0, 0)
+    for text in ("Once", 'a "quoted"\n \x01 \u00e9\u4e2d\U0001f600', " again", ""):
+        events = choice.add(output_of(text))
+        said = {"delta": {"content": text}} if is_chat else {"text": text}
+        chunk = answer.chunk(0, said, None, None)
+        assert ("usage" in chunk) == counts
+        expected = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if text else ""
+        assert events.decode() == expected
 
 
 def test_a_probability_of_zero_is_json(tokenizer):
