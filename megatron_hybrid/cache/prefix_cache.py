@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
@@ -42,7 +43,14 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-from megatron_hybrid.cache.tree_view import TreeView, tier_in_pool, view_tree
+from megatron_hybrid.cache.tree_view import (
+    TreeChanges,
+    TreeView,
+    tier_in_pool,
+    view_changes,
+    view_edge,
+    view_tree,
+)
 
 
 def rolled_back(operation: Callable) -> Callable:
@@ -604,6 +612,26 @@ class PrefixCache:
         """Return a snapshot of the tree; see `view_tree`."""
         edges = self._index.edges()
         return view_tree(edges, self._tick, self.spec.page_bytes, tier_of, max_edges, num_tokens)
+
+    def changes(
+        self,
+        since: Version | None,
+        limit: int | None = None,
+        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
+        num_tokens: int = 0,
+    ) -> TreeChanges:
+        """Return what has changed in the tree since a version; see `view_changes`. The time is that
+        of the changes, whatever the size of the tree."""
+        view = partial(
+            view_edge, page_bytes=self.spec.page_bytes, tier_of=tier_of, num_tokens=num_tokens
+        )
+        journal = self._index.journal
+        return view_changes(journal, since, limit, len(journal), self._tick, view)
+
+    def note_change(self, checkpoint: Checkpoint) -> None:
+        """Note that what is known of a checkpoint outside of the cache has changed."""
+        if checkpoint.edge is not None:
+            self._index.note(checkpoint.edge)
 
     def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
         """Return the number of the edge that spans the last known one of the leading tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_hybrid.cache.index.journal import Journal, Version
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 
 _KINDS = {kind: kind.name.lower() for kind in Kind}
@@ -25,6 +26,39 @@ class StateView(NamedTuple):
     """Requests that it served, or would have served."""
     num_bytes: int
     """Bytes in the pool."""
+
+
+class EdgeView(NamedTuple):
+    """An edge: see `TreeView`, whose lists have these."""
+
+    number: int
+    parent: int
+    start: int
+    end: int
+    held_end: int
+    last_use: int
+    first_tokens: list[int]
+    states: list[StateView]
+
+
+@dataclass(frozen=True)
+class TreeChanges:
+    """What has changed in the tree since a version."""
+
+    is_whole: bool
+    """These are not changes: the version was none, or is too old. Forget what was known."""
+    version: Version
+    """Up to which these are the changes."""
+    is_last: bool
+    """Whether that is the present. Until then an edge may lack its parent."""
+    num_edges: int
+    """As in `TreeView`."""
+    tick: int
+    """As in `TreeView`."""
+    removed: list[int]
+    """Numbers of edges that are gone."""
+    edges: list[EdgeView]
+    """New ones and changed ones, as they are now, without an order."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +114,58 @@ def view_tree(
     if num_edges > max_edges:
         # Parents are used whenever their children are, and the sort is stable: none lacks its own.
         found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
+    views = [view_edge(edge, page_bytes, tier_of, num_tokens) for edge in found]
     return TreeView(
         num_edges,
         tick,
-        numbers=[edge.number for edge in found],
-        parents=[edge.parent.number if edge.parent.parent else 0 for edge in found],
-        starts=[edge.start for edge in found],
-        ends=[edge.end for edge in found],
-        held_ends=[edge.held_end for edge in found],
-        last_uses=[edge.last_access for edge in found],
-        first_tokens=[edge.tokens[:num_tokens].tolist() for edge in found] if num_tokens else [],
-        states=[
+        numbers=[view.number for view in views],
+        parents=[view.parent for view in views],
+        starts=[view.start for view in views],
+        ends=[view.end for view in views],
+        held_ends=[view.held_end for view in views],
+        last_uses=[view.last_use for view in views],
+        first_tokens=[view.first_tokens for view in views] if num_tokens else [],
+        states=[state for view in views for state in view.states],
+    )
+
+
+def view_changes(
+    journal: Journal[Edge],
+    since: Version | None,
+    limit: int | None,
+    num_edges: int,
+    tick: int,
+    view: Callable[[Edge], EdgeView],
+) -> TreeChanges:
+    """Return what has changed since a version.
+
+    Args:
+        journal: of the tree.
+        since: None: all is new.
+        limit: most edges to view; None: any number.
+        num_edges, tick: as in `TreeView`.
+        view: of an edge.
+    """
+    is_whole = since is None or not journal.knows(since)
+    changed, removed, version = journal.since(None if is_whole else since, limit)
+    views = list(map(view, changed))
+    is_last = version == journal.version
+    return TreeChanges(is_whole, version, is_last, num_edges, tick, removed, views)
+
+
+def view_edge(
+    edge: Edge, page_bytes: int, tier_of: Callable[[Checkpoint], str], num_tokens: int
+) -> EdgeView:
+    """Return the view of an edge; arguments as for `view_tree`."""
+    return EdgeView(
+        edge.number,
+        edge.parent.number if edge.parent.parent else 0,
+        edge.start,
+        edge.end,
+        edge.held_end,
+        edge.last_access,
+        edge.tokens[:num_tokens].tolist() if num_tokens else [],
+        [
             StateView(
                 edge.number,
                 checkpoint.position,
@@ -99,8 +174,6 @@ def view_tree(
                 checkpoint.uses,
                 0 if checkpoint.pages is None else checkpoint.num_pages * page_bytes,
             )
-            for edge in found
-            if edge.checkpoints
             for _, checkpoint in sorted(edge.checkpoints.items())
             if checkpoint.was_stored or checkpoint.pages is not None
         ],

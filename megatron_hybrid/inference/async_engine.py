@@ -350,6 +350,7 @@ class AsyncEngine:
     explain = _in_thread(DynamicInferenceEngine.explain)
     requests = _in_thread(DynamicInferenceEngine.requests)
     cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
+    cache_changes = _in_thread(DynamicInferenceEngine.cache_changes)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)
     clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
     load_weights = _in_thread(DynamicInferenceEngine.load_weights)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.cache.tree_view import TreeView
+from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.context import (
     DynamicInferenceContext,
@@ -1243,6 +1244,15 @@ class DynamicInferenceEngine:
         `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
         return self.cache.view(self.offload.tier_of, max_edges, num_tokens)
+
+    @exclusive
+    def cache_changes(
+        self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
+    ) -> TreeChanges:
+        """What has changed in the tree of cached prefixes since an earlier answer's `version`
+        (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of each.
+        Unlike `cache_tree` it looks at nothing else."""
+        return self.cache.changes(since, limit, self.offload.tier_of, num_tokens)
 
     @exclusive
     def histograms(self) -> dict[str, list[int]]:

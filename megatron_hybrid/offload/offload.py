@@ -84,6 +84,9 @@ class Offload(CacheListener):
             keeps_lost = ranks.size > 1
             host = Tier("host", self.spec, host_bytes, HostStore(), on_evict, None, keeps_lost)
             self.tiers.insert(0, host)
+        self._offered: dict[bytes, Checkpoint] = {}  # by the keys of states in tiers
+        for tier in self.tiers:  # without a reference to self, which ends with its last one
+            tier.on_state = partial(_note_state, cache, self.tiers, self._offered)
         if self.tiers:
             cache.watch(self)
         # The store's threads keep the store and the lock of its folder alive: release them even if
@@ -209,16 +212,20 @@ class Offload(CacheListener):
         source = PoolSource(
             self._mover, rows, np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
         )
-        checkpoint.tier_key = keys.state(position)
+        key = checkpoint.tier_key = keys.state(position)
+        self._offered[key] = checkpoint
         state = {
-            "state": checkpoint.tier_key,
+            "state": key,
             "position": position,
             "saved_work": rebuild_work(checkpoint.previous(), position, self.spec),
             "uses": checkpoint.uses + 1,
         }
-        for tier in tiers:
-            if tier.keep(keys.blocks(full), source, **state):
-                break
+        try:
+            for tier in tiers:
+                if tier.keep(keys.blocks(full), source, **state):
+                    break
+        finally:
+            _note_state(self.cache, self.tiers, self._offered, key)
 
     def _offer_blocks(self, edge: Edge, end: int, tiers: list[Tier]) -> None:
         """Offer the full KV blocks of the prefix that ends at position `end` of an edge to tiers
@@ -303,6 +310,16 @@ class Offload(CacheListener):
         if failed is not None:
             raise failed
         tier.store.flush(let_in)
+
+
+def _note_state(
+    cache: PrefixCache, tiers: list[Tier], offered: dict[bytes, Checkpoint], key: bytes
+) -> None:
+    """Note that a state may be in another tier than before, or in none."""
+    if (checkpoint := offered.get(key)) is not None:
+        cache.note_change(checkpoint)
+        if not any(key in tier for tier in tiers):
+            del offered[key]
 
 
 class PoolSource:

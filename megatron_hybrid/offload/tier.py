@@ -138,6 +138,8 @@ class Tier:
         self.num_states = self.num_evicted = 0
         self.num_without_memory = 0
         """Number of copies that failed for lack of memory."""
+        self.on_state: Callable[[bytes], object] = lambda key: None
+        """Callback for the key of each state that comes or goes."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
         self._on_evict = on_evict
@@ -281,6 +283,8 @@ class Tier:
         self.num_states += record.is_state
         self._prioritise(record)
         self._queue.add(record)
+        if record.is_state:
+            self.on_state(record.key)
 
     def load(self, found: list[tuple[Record, bytes | None]]) -> None:
         """Add records whose bytes the store has, each with its parent's key, parents first. Drop
@@ -449,6 +453,8 @@ class Tier:
                 states_at[record.position] -= 1
                 if not states_at[record.position]:
                     del states_at[record.position]
+        if record.is_state:
+            self.on_state(record.key)
 
 
 def state_record_pages(spec: CacheSpec, position: int) -> int:

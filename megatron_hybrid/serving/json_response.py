@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
@@ -18,6 +20,10 @@ R = TypeVar("R")
 FEW_TOKENS = 500
 """Prompt, answer and their most likely tokens together."""
 _texts = DaemonThreads("texts", 4)
+_LEAST_PACKED = 1024
+"""Bytes that are worth it."""
+_GZIP_LEVEL = 1
+_GZIP = re.compile(r"(?i)\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 _SLICE = 256
 """Values that are encoded in one call: for so long no other thread runs."""
 _dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -36,6 +42,22 @@ async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Res
         return Response(encode_json(make()), media_type="application/json")
     body = await in_texts_thread(lambda: encode_json(make()))
     return Response(body, media_type="application/json")
+
+
+async def packed_json_response(make: Callable[[], Any], accepts: str) -> Response:
+    """`json_response`, compressed where the client takes that.
+
+    accepts: the header Accept-Encoding.
+    """
+
+    def packed() -> tuple[bytes, dict[str, str]]:
+        body, headers = encode_json(make()), {"Vary": "Accept-Encoding"}
+        if len(body) < _LEAST_PACKED or not _GZIP.search(accepts):
+            return body, headers
+        return gzip.compress(body, _GZIP_LEVEL), headers | {"Content-Encoding": "gzip"}
+
+    body, headers = await in_texts_thread(packed)
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def encode_json(value: Any) -> bytes:

@@ -13,13 +13,12 @@ from fastapi.staticfiles import StaticFiles
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
-from megatron_hybrid.serving.json_response import json_response
+from megatron_hybrid.serving.json_response import json_response, packed_json_response
 from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.tree_feed import TreeFeed
 
 Json = dict[str, Any]
 FILES = Path(__file__).parent / "page"
-MAX_EDGES = 10_000
-"""Of the tree; those used last are shown."""
 _TEXT_TOKENS = 40
 """Shown of an edge or a prompt, where prompts may be shown."""
 _HEADERS = {
@@ -36,9 +35,11 @@ def add_page(app: FastAPI, service: Service) -> None:
     """Add the page and its routes, which are the operator's; the page itself is open."""
     num_tokens = _TEXT_TOKENS if service.config.shows_prompts else 0
 
-    @lru_cache(MAX_EDGES)  # most are asked for again after a second
+    @lru_cache(1000)  # most are asked for again after a second
     def text_of(*tokens: int) -> str:
         return service.tokenizer.detokenize(tokens)
+
+    feed = TreeFeed(service.engine, text_of, num_tokens)
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
@@ -65,16 +66,12 @@ def add_page(app: FastAPI, service: Service) -> None:
         return await json_response(body)
 
     @app.get("/cache/tree")
-    async def tree(request: Request) -> Response:
+    async def tree(request: Request, since: str | None = None) -> Response:
         service.check_admin(request.state.key)
-        view = await service.engine.cache_tree(MAX_EDGES, num_tokens)
-
-        def body() -> Json:
-            columns = dict(vars(view))
-            texts = [text_of(*tokens) for tokens in columns.pop("first_tokens")]
-            return {**columns, "texts": texts} if num_tokens else columns
-
-        return await json_response(body)
+        columns = await feed.columns(since)
+        return await packed_json_response(
+            lambda: columns, request.headers.get("accept-encoding", "")
+        )
 
     @app.get("/cache/history")
     async def history(

@@ -213,8 +213,9 @@ def test_every_piece_of_the_tree_is_reached_by_keyboard(server, page):
         "held_ends": [100 * depth[each] for each in parents],
         "states": [[30, 100 * depth[30], "disk", "prompt_end", 1, 4096]],
         **{"num_edges": 30, "tick": 1, "last_uses": [0] * 30},
+        **{"version": "a-1-0", "since": None, "removed": []},
     }
-    page.route("**/cache/tree", lambda route: route.fulfill(json=columns))
+    page.route("**/cache/tree*", lambda route: route.fulfill(json=columns))
     page.goto(server.url)
     expect(page.get_by_role("tree", name="Cached prefixes")).to_be_visible()
     item = "document.activeElement"

@@ -125,6 +125,12 @@ def test_the_tree_grows_and_can_be_enlarged(server, page):
     expect(page.locator("#tree-whole")).to_be_visible()
     page.click("#tree-whole")
     expect(page.locator("#tree-whole")).to_be_hidden()
+    # What has come as changes is drawn as what comes as a whole.
+    drawn = "document.querySelector('#tree-canvas').toDataURL()"
+    before, text = page.evaluate(drawn), summary.text_content()
+    page.reload()
+    expect(summary).to_have_text(text)
+    assert page.evaluate(drawn) == before
 
 
 def test_explain_says_what_the_engine_says(server, page):
@@ -196,12 +202,13 @@ def synthetic_tree(num_edges: int) -> dict:
             column.append(value)
     states = [[n, depths[n], "pool", "prompt_end", 1, 4096] for n in range(1, num_edges + 1, 2)]
     uses = [0] * num_edges
-    return {**columns, "num_edges": num_edges, "tick": 1, "last_uses": uses, "states": states}
+    told = {"version": "a-1-0", "since": None, "removed": [], "num_edges": num_edges, "tick": 1}
+    return {**told, **columns, "last_uses": uses, "states": states}
 
 
 def test_ten_thousand_pieces_draw_in_under_100_ms(server, page):
     body = json.dumps(synthetic_tree(10_000))
-    page.route("**/cache/tree", lambda route: route.fulfill(body=body))
+    page.route("**/cache/tree*", lambda route: route.fulfill(body=body))
     page.goto(server.url)
     expect(page.locator("#tree-summary")).to_contain_text("10,000 pieces")
     page.wait_for_timeout(5000)

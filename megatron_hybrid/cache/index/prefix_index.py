@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_hybrid.cache.index.journal import Journal
 from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.index.tree import (
     NO_ORIGIN,
@@ -75,6 +76,8 @@ class PrefixIndex:
         self._allocator = allocator
         self.on_tail: Callable[[Edge], object] = lambda edge: None
         """Callback for each edge that may have become a leaf with an evictable tail."""
+        self.journal: Journal[Edge] = Journal()
+        """Edges by their last change, of their checkpoints too."""
         self._roots: dict[str, Root] = {}
         self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, oldest first
@@ -150,6 +153,11 @@ class PrefixIndex:
         for edge in self.edges():
             yield from edge.checkpoints.values()
 
+    def note(self, edge: Edge) -> None:
+        """Note that an edge, or what is known of its checkpoints, has changed."""
+        if edge.parent is not None:
+            self.journal.note(edge)
+
     # ---- growing ----
 
     def insert(
@@ -197,6 +205,7 @@ class PrefixIndex:
             edges[-1] = self._split(edges[-1], path.known)
         for edge in edges:
             edge.last_access = tick
+            self.note(edge)
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])
         run: list[Edge] = []  # edges, each the only child of its predecessor
@@ -226,6 +235,7 @@ class PrefixIndex:
         parent.children[int(tokens[0])] = edge
         parent.num_held_children += 1
         self._forgettable.pop(parent, None)
+        self.note(edge)
         return edge
 
     def _grow(self, leaf: Edge, tokens: np.ndarray, pages: np.ndarray, first: int) -> None:
@@ -236,6 +246,7 @@ class PrefixIndex:
         leaf._tokens[used : used + len(tokens)] = tokens
         leaf.end += len(tokens)
         leaf.held_end = leaf.end
+        self.note(leaf)
 
     def _restore_kv(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Add pages for the known tokens of an edge without KV; pages: of the whole path."""
@@ -247,6 +258,7 @@ class PrefixIndex:
         edge.parent.num_held_children += edge.held_end == edge.start
         edge.held_end = edge.end
         self._update_forgettable(edge)
+        self.note(edge)
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
         """Append rows from block `first` on. If the last block was partial, the first row of
@@ -291,6 +303,8 @@ class PrefixIndex:
         edge.num_stored -= len(upper.stored)
         for checkpoint in upper.checkpoints.values():
             checkpoint.edge = upper
+        self.note(upper)
+        self.note(edge)
         # KV behind a checkpoint but inside its block becomes a tail by the split.
         self.on_tail(edge)
         self.on_tail(upper)
@@ -308,6 +322,7 @@ class PrefixIndex:
         return checkpoint
 
     def _unwatch(self, checkpoint: Checkpoint) -> None:
+        self.note(checkpoint.edge)
         del checkpoint.edge.checkpoints[checkpoint.position]
         checkpoint.edge = None
 
@@ -331,6 +346,7 @@ class PrefixIndex:
             self._allocator.cache(held)
         checkpoint.pages, checkpoint.local_pages = pages, local_pages
         insort(checkpoint.edge.stored, checkpoint.position)
+        self.note(checkpoint.edge)
         self._count_stored(checkpoint.edge, 1)
         self._update_forgettable(checkpoint.edge)
 
@@ -344,6 +360,7 @@ class PrefixIndex:
         edge = checkpoint.edge
         del edge.stored[bisect_left(edge.stored, checkpoint.position)]
         checkpoint.was_stored = True
+        self.note(edge)
         self._count_stored(edge, -1)
         self._trim_watched(edge)
         self.on_tail(edge)
@@ -371,6 +388,7 @@ class PrefixIndex:
         self.num_held_tokens -= edge.held_end - new_end
         edge.held_end = new_end
         edge.parent.num_held_children -= new_end == edge.start
+        self.note(edge)
         edge.pack()
         self._update_forgettable(edge)
         self.on_tail(edge)
@@ -418,6 +436,7 @@ class PrefixIndex:
         if new_end > leaf.start:
             leaf._tokens, leaf._pages = tokens, pages
             leaf.end = leaf.held_end = new_end
+            self.note(leaf)
             self._cuts += 1
             return
         parent = leaf.parent
@@ -425,6 +444,7 @@ class PrefixIndex:
         parent.num_held_children -= leaf.held_end > leaf.start
         leaf.parent, leaf._tokens, leaf._pages = None, tokens, leaf._pages[:0]
         leaf.end = leaf.held_end = leaf.start
+        self.journal.remove(leaf, leaf.number)
         if parent.parent is None:
             if not parent.children:
                 self._forget_old_roots()
@@ -469,6 +489,8 @@ class PrefixIndex:
             edge._tokens, edge._pages = nothing, edge._pages[:0]
             edge.end = edge.held_end = edge.start
             self._forgettable.pop(edge, None)
+            self.journal.remove(edge, edge.number)
+        self.note(last)
         self._update_forgettable(last)
         self.on_tail(last)
 
@@ -503,6 +525,7 @@ class PrefixIndex:
                 checkpoint.edge = checkpoint.pages = None
             edge.parent = None
         self._roots.clear()
+        self.journal.clear()
         self._forgettable.clear()
         self.num_tokens = self.num_held_tokens = self.num_checkpoints = 0
         self._allocator.recount(self._allocator.ref_counts, self.num_holders())

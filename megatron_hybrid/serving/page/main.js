@@ -7,7 +7,7 @@ import { count, find, percent } from "./dom.js";
 import { whenExplained } from "./explain.js";
 import { selectedEdge, selectNewest, showRequests, whenSelected } from "./requests.js";
 import { setDefaults } from "./settings.js";
-import { lightPath, showTree } from "./tree.js";
+import { lightPath, showTree, treeQuery } from "./tree.js";
 
 let requests = [];
 let litBy = "request"; // or "explain"
@@ -21,7 +21,7 @@ async function readRequests() {
   if (litBy === "request") lightPath(selectedEdge(requests));
 }
 
-const readTree = async () => showTree(await get("cache/tree"));
+const readTree = async () => showTree(await get(`cache/tree${treeQuery()}`));
 
 async function readHistory() {
   const span = seconds();
@@ -41,7 +41,7 @@ async function readModel() {
   setDefaults(model);
 }
 
-// Call a reader every few seconds while the page is seen, or less often: the engine is to spend
+// Call a reader every few seconds while the page is seen, or less often: a busy server is to spend
 // little of its time on the page.
 function repeat(read, seconds) {
   const again = async () => {
@@ -50,7 +50,7 @@ function repeat(read, seconds) {
       try {
         const began = performance.now();
         await read();
-        pause = Math.max(seconds, (performance.now() - began) / 50);
+        pause = Math.max(seconds, (performance.now() - began) / 200);
         find("problem").hidden = true;
       } catch (error) {
         pause = 5;

@@ -8,6 +8,9 @@ const ROW = 16;
 const MAX_HEIGHT = 460;
 const TIERS = { pool: "in the pool", host: "in host memory", disk: "on disk" };
 
+// What the server has told: its columns of each edge, and the version to ask for changes of.
+const told = new Map();
+let version = null;
 let tree = null;
 let root = 0; // the edge that fills the picture; 0: all
 let lit = 0; // the last edge of the lit path
@@ -16,28 +19,44 @@ let cursor = 0; // the edge that the keyboard is at
 const canvas = find("tree-canvas");
 const items = find("tree-items");
 
-// Parents come first in the columns, so that one pass down and one up lay the tree out.
-export function readTree(columns) {
-  const edges = new Map();
-  const top = { number: 0, start: 0, end: 0, held: 0, children: [], states: [], parent: null };
-  edges.set(0, top);
+export const treeQuery = () => (version ? `?since=${encodeURIComponent(version)}` : "");
+
+// Take over an answer of the server. Returns whether it has changed the tree.
+function takeChanges(columns) {
+  // Of two answers to one question the second comes too late.
+  if (columns.since !== null && columns.since !== version) return false;
+  if (columns.since === null) told.clear();
+  version = columns.version;
+  for (const number of columns.removed) told.delete(number);
   columns.numbers.forEach((number, index) => {
-    const parent = edges.get(columns.parents[index]);
-    const edge = {
+    told.set(number, {
       number,
-      parent,
+      above: columns.parents[index],
       start: columns.starts[index],
       end: columns.ends[index],
       held: columns.held_ends[index],
       text: columns.texts?.[index],
-      children: [],
       states: [],
-    };
-    edges.set(number, edge);
-    parent.children.push(edge);
+    });
   });
   for (const [number, position, tier, kind, uses, size] of columns.states) {
-    edges.get(number).states.push({ position, tier, kind, uses, size });
+    told.get(number).states.push({ position, tier, kind, uses, size });
+  }
+  return columns.since === null || columns.removed.length + columns.numbers.length > 0;
+}
+
+// Parents come first: a child begins where its parent ends. So one pass down and one up lay the
+// tree out.
+function layOut(numEdges) {
+  const edges = new Map();
+  const top = { number: 0, start: 0, end: 0, held: 0, row: 0, children: [], states: [], parent: null };
+  edges.set(0, top);
+  for (const edge of [...told.values()].sort((a, b) => a.start - b.start)) {
+    edge.parent = edges.get(edge.above);
+    edge.children = [];
+    edge.row = 0;
+    edges.set(edge.number, edge);
+    edge.parent.children.push(edge);
   }
   const ordered = [...edges.values()];
   for (const edge of ordered.toReversed()) {
@@ -48,22 +67,24 @@ export function readTree(columns) {
     edge.depth = Math.max(edge.end, ...edge.children.map((child) => child.depth));
   }
   for (const edge of ordered) {
-    let row = edge.row ?? 0;
+    let { row } = edge;
     for (const child of edge.children) {
       child.row = row;
       row += child.leaves;
     }
   }
-  return { edges, numEdges: columns.num_edges, numStates: columns.states.length, shapes: [] };
+  return { edges, numEdges, shapes: [] };
 }
 
 export function showTree(columns) {
+  if (!takeChanges(columns)) return;
   performance.mark("tree-begin");
-  tree = readTree(columns);
+  tree = layOut(columns.num_edges);
   const shown = tree.edges.size - 1;
   const more = tree.numEdges > shown ? `, the last used ${count(shown)} are shown` : "";
-  const tokens = columns.held_ends.reduce((sum, end, i) => sum + end - columns.starts[i], 0);
-  const tiers = Object.groupBy(columns.states, ([, , tier]) => tier);
+  const pieces = [...told.values()];
+  const tokens = pieces.reduce((sum, { held, start }) => sum + held - start, 0);
+  const tiers = Object.groupBy(pieces.flatMap(({ states }) => states), ({ tier }) => tier);
   const states = Object.entries(TIERS)
     .filter(([tier]) => tiers[tier])
     .map(([tier, place]) => `${counted(tiers[tier].length, "state")} ${place}`);
@@ -118,8 +139,8 @@ export function drawTree() {
       edge,
       left,
       right: Math.max(right, left + 1),
-      top: (edge.row - (shown.row ?? 0)) * rowHeight,
-      bottom: (edge.row - (shown.row ?? 0) + edge.leaves) * rowHeight,
+      top: (edge.row - shown.row) * rowHeight,
+      bottom: (edge.row - shown.row + edge.leaves) * rowHeight,
     };
     tree.shapes.push(shape);
     const gap = rowHeight > 5 ? 1 : 0;

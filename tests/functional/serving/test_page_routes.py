@@ -20,7 +20,7 @@ def server():
         yield server
 
 
-def complete(server, prompt: str, **options) -> dict:
+def complete(server, prompt: str | list[str], **options) -> dict:
     body = {"prompt": prompt, "max_tokens": 2}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300, **options).json()
 
@@ -51,8 +51,9 @@ def test_the_routes_tell_what_the_engine_tells(server):
     assert (row["prompt_tokens"], row["status"]) == (usage["prompt_tokens"], "length")
     assert row["edge"] == engine(server, "requests")[0].edge > 0
     tree, told = get(server, "/cache/tree").json(), engine(server, "cache_tree")
-    assert tree["numbers"] == told.numbers and tree["ends"] == told.ends
-    assert tree["states"] == [list(state) for state in told.states] != []
+    assert sorted(tree["numbers"]) == sorted(told.numbers)
+    assert sorted(tree["states"]) == sorted(list(state) for state in told.states) != []
+    assert tree["since"] is None and tree["num_edges"] == told.num_edges
     stats = engine(server, "stats")
     for span in SPANS:
         history = get(server, f"/cache/history?seconds={span}").json()
@@ -60,6 +61,23 @@ def test_the_routes_tell_what_the_engine_tells(server):
         assert history["time"] == sorted(history["time"])
         for key in history.keys() & stats.keys() - {"requests_running"}:  # that is a peak
             assert history[key][-1] == stats[key]
+
+
+def test_the_tree_is_sent_as_changes_and_compressed(server):
+    complete(server, [f"{start * 37} goats went over the bridge" for start in range(12)])
+    whole = get(server, "/cache/tree")
+    assert whole.headers["content-encoding"] == "gzip" and whole.headers["vary"]
+    plain = httpx.get(f"{server.url}/cache/tree", headers={"Accept-Encoding": "gzip;q=0, br"})
+    assert "content-encoding" not in plain.headers and plain.json() == whole.json()
+    assert int(whole.headers["content-length"]) < len(plain.content) / 2
+    version = whole.json()["version"]
+    nothing = get(server, f"/cache/tree?since={version}").json()
+    assert (nothing["since"], nothing["numbers"], nothing["removed"]) == (version, [], [])
+    complete(server, "Nothing that has been told before")
+    more = get(server, f"/cache/tree?since={version}").json()
+    assert 0 < len(more["numbers"]) < 5 and more["version"] != version
+    for other in ("", "a-1-1", f"{version}0", "\u0661", "-".join("999")):
+        assert get(server, f"/cache/tree?since={other}").json()["since"] is None
 
 
 def test_a_history_of_another_length_is_refused(server):

@@ -14,6 +14,7 @@ import os
 
 import numpy as np
 import pytest
+from followed_tree import FollowedTree
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -75,6 +76,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.spec, num_pages, mode)
         self.cache._known_limit = min(known_limit, self.cache._known_limit)
         self.sim = Simulator(self.cache)
+        self.followed = FollowedTree()
         self.running = []
         self.parked = []
         self.prompts = [[]]
@@ -282,6 +284,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cleared = True
         assert self.cache.allocator.num_evictable == 0
 
+    @rule(limit=st.sampled_from([1, 3, 1000]))
+    def follow(self, limit):
+        self.followed.ask(self.cache.changes, limit)
+        self.followed.check(self.cache.view(max_edges=1 << 20))
+
     # ---- what must hold ----
 
     @invariant()
@@ -412,8 +419,10 @@ def test_long_random_run(name, mode):
     for num_pages in (12, 30, 80):
         machine = PrefixCacheMachine()
         machine.make(name, mode, num_pages)
-        for _ in range(LONG_RUN_STEPS):
+        for step in range(LONG_RUN_STEPS):
             random_step(machine, random)
+            if step % 4 == 0:
+                machine.follow(1 + step)
             machine.memory_is_right()
             machine.holders_are_right()
             machine.local_pages_are_bounded()

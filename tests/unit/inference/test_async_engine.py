@@ -866,7 +866,15 @@ loop.run_until_complete(begin())
 def test_an_engine_says_at_once_that_it_is_in_a_fork():
     engine = make()
     asyncio.run(engine.generate(PROMPTS[0], greedy(1)))
-    names = ("stats", "metrics", "requests", "cache_tree", "save_cache", "clear_cache")
+    names = (
+        "stats",
+        "metrics",
+        "requests",
+        "cache_tree",
+        "cache_changes",
+        "save_cache",
+        "clear_cache",
+    )
     calls = {name: getattr(engine, name) for name in (*names, "update_weights", "check_integrity")}
     calls |= {
         "generate": lambda: engine.generate(PROMPTS[0]),

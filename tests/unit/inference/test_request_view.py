@@ -1,6 +1,7 @@
 """`engine.requests()` and `engine.cache_tree()`: what an operator sees of a running engine."""
 
 import pytest
+from followed_tree import FollowedTree
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.request_view import MAX_ENDED
@@ -62,8 +63,11 @@ def test_evicted_states_are_seen_in_the_tier_that_has_them(tiers, tmp_path):
         fields["cache_dir"] = tmp_path
     engine = tiny_engine(tiny_model("MG*-"), cache_bytes=400_000, **fields)
     with engine:
+        followed = FollowedTree()
         for seed in range(12):
             engine.generate([random_tokens(70, seed=seed)], PARAMS)
+            followed.ask(engine.cache_changes, limit=4)
+            followed.check(engine.cache_tree())
         states, stats = engine.cache_tree().states, engine.stats()
         found = {name: sum(state.tier == name for state in states) for name in ("pool", *tiers)}
         assert found["pool"] == stats["checkpoints"]
@@ -75,6 +79,9 @@ def test_evicted_states_are_seen_in_the_tier_that_has_them(tiers, tmp_path):
             on_edge = [state for state in states if state.edge == told.edge]
             below = {state.tier for state in on_edge if state.position <= 70} & set(tiers)
             assert told.below is None or told.below[0] in below
+        engine.clear_cache()
+        assert followed.ask(engine.cache_changes, limit=4).is_whole
+        followed.check(engine.cache_tree())
 
 
 def test_tokens_are_told_only_if_asked():

@@ -1,0 +1,124 @@
+"""TreeFeed: the tree of cached prefixes for pages that ask again and again what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from heapq import nsmallest
+from typing import Any
+
+from megatron_hybrid.cache.index.journal import Journal, Version
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.serving.json_response import in_texts_thread
+
+MAX_EDGES = 10_000
+"""That are shown: those used last."""
+_SLICE = 256
+"""Edges that the engine looks at between two steps; of many, a few more each time."""
+
+
+class TreeFeed:
+    """A copy of an engine's tree. The engine only tells what has changed; all else is done here, in
+    a thread beside the event loop.
+
+    Args:
+        engine: to ask.
+        text_of: the text of an edge's first tokens.
+        num_tokens: of these; 0: no texts.
+    """
+
+    def __init__(self, engine: AsyncEngine, text_of: Callable[..., str], num_tokens: int):
+        self._engine, self._text_of, self._num_tokens = engine, text_of, num_tokens
+        self._id = uuid.uuid4().hex[:8]
+        self._seen: Version | None = None
+        self._edges: dict[int, EdgeView] = {}
+        self._texts: dict[int, str] = {}
+        self._changed: set[int] = set()
+        self._shown: Journal[int] = Journal()
+        self._shows_all = True
+        self._lock = asyncio.Lock()
+
+    async def columns(self, since: str | None) -> dict[str, Any]:
+        """What has changed since the version of an earlier answer; the whole tree if there was
+        none, or too much has changed since."""
+        async with self._lock:
+            limit, changes = _SLICE, None
+            while changes is None or not changes.is_last:
+                changes = await self._engine.cache_changes(self._seen, limit, self._num_tokens)
+                self._seen = changes.version
+                await in_texts_thread(lambda told=changes: self._take(told))
+                limit += _SLICE // 16
+            return await in_texts_thread(lambda: self._columns(since, changes))
+
+    # In the thread
+
+    def _take(self, changes: TreeChanges) -> None:
+        if changes.is_whole:
+            self._edges.clear()
+            self._texts.clear()
+            self._changed.clear()
+            self._shown.clear()
+        for number in changes.removed:
+            if self._edges.pop(number, None) is not None:
+                self._texts.pop(number, None)
+                self._changed.discard(number)
+                if number in self._shown:
+                    self._shown.remove(number, number)
+        for edge in changes.edges:
+            self._edges[edge.number] = edge
+            self._changed.add(edge.number)
+            if self._num_tokens:
+                self._texts[edge.number] = self._text_of(*edge.first_tokens)
+
+    def _columns(self, since: str | None, changes: TreeChanges) -> dict[str, Any]:
+        self._choose()
+        seen = self._version(since)
+        numbers, removed, version = self._shown.since(seen, None)
+        # Parents first: a child begins where its parent ends.
+        edges = sorted(
+            (self._edges[number] for number in numbers), key=lambda e: (e.start, e.number)
+        )
+        columns = {
+            "version": f"{self._id}-{version.changed}-{version.removed}",
+            "since": None if seen is None else since,
+            "num_edges": changes.num_edges,
+            "tick": changes.tick,
+            "removed": removed,
+            "numbers": [edge.number for edge in edges],
+            "parents": [edge.parent for edge in edges],
+            "starts": [edge.start for edge in edges],
+            "ends": [edge.end for edge in edges],
+            "held_ends": [edge.held_end for edge in edges],
+            "last_uses": [edge.last_use for edge in edges],
+            "states": [state for edge in edges for state in edge.states],
+        }
+        if self._num_tokens:
+            columns["texts"] = [self._texts[edge.number] for edge in edges]
+        return columns
+
+    def _choose(self) -> None:
+        """Take note of what is shown, and has changed, or has come in place of others."""
+        shown, changed = self._edges.keys(), self._changed
+        if len(self._edges) > MAX_EDGES or not self._shows_all:
+            # Parents are used whenever their children are: none lacks its own.
+            last = nsmallest(MAX_EDGES, self._edges.values(), key=lambda e: (-e.last_use, e.start))
+            shown = {edge.number for edge in last}
+            known = set(self._shown)
+            for number in known - shown:
+                self._shown.remove(number, number)
+            changed = (changed & shown) | (shown - known)
+            self._shows_all = len(self._edges) <= MAX_EDGES
+        for number in sorted(changed):
+            self._shown.note(number)
+        self._changed.clear()
+
+    def _version(self, text: str | None) -> Version | None:
+        """The version of an earlier answer; None: it is none of ours, or too old."""
+        own, _, numbers = (text or "").partition("-")
+        try:
+            version = Version(*map(int, numbers.split("-")))
+        except (TypeError, ValueError):
+            return None
+        return version if own == self._id and self._shown.knows(version) else None
